@@ -35,7 +35,7 @@ from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import PlanRequest, make_plan
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
-from zbpp.training.splits import split_layers
+from zbpp.training.setup import split_layers
 
 FIXED = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
 

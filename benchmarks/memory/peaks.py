@@ -29,15 +29,14 @@ from parts.memory_events import Event, Range, profiled
 from parts.table import Table
 
 import zbpp.bench.ours
-from zbpp.bench.contender import Field
-from zbpp.bench.micro import step_batch
+from zbpp.bench.contender import Field, step_batch
 from zbpp.bench.names import split_name
 from zbpp.bench.peers import Peer, build_peer
 from zbpp.bench.request import BenchRequest, planned
 from zbpp.bench.turns import _peak, _reset_peak
-from zbpp.cli.bench import _small_llama
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.support.torch_internals import hooked_passes
+from zbpp.training.llama import LlamaConfig
 
 CONTENDERS = (
     "zbpp:1F1B",
@@ -83,13 +82,15 @@ def _process(
 
 
 def _built(contender: str, options: argparse.Namespace) -> Any:
-    sizes = (512, options.n_blocks, 8, 2048, options.seq)
+    config = LlamaConfig(
+        dim=512, n_blocks=options.n_blocks, n_heads=8, hidden=2048, seq=options.seq
+    )
     request = planned(
         BenchRequest(
             contenders=(contender,),
             stages=options.stages,
             microbatches=options.microbatches,
-            load=partial(_small_llama, sizes, 0, 1),
+            load=partial(config.loaded, 1),
             out=Path(),
             command="",
             effort="fast",

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from zbpp.bench.names import contenders_of, peer_placement
-from zbpp.bench.outcome import Outcome
 from zbpp.bench.request import BenchRequest, planned
+from zbpp.bench.results import Outcome
 from zbpp.cli.commands import main
 from zbpp.core import Placement, RequestError
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zbpp.bench import peers, start
+from zbpp.bench import peers, run
 from zbpp.bench.request import BenchRequest
 from zbpp.core import RequestError, WorkerError
 
@@ -31,22 +31,22 @@ def test_a_schedule_that_this_torch_lacks_is_named(monkeypatch, tmp_path):
     with pytest.raises(
         RequestError, match=r"torch:GPipe cannot run: torch \d.* has no"
     ):
-        start.start_bench(request(tmp_path))
+        run.start_bench(request(tmp_path))
 
 
 @pytest.mark.parametrize("same", [True, False, None])
 def test_wrong_gradients_end_the_command(monkeypatch, tmp_path, same):
     def launch(worker, args, n, **_):
-        assert (worker, args[0].out, n) == (start.run_bench, tmp_path, 2)
+        assert (worker, args[0].out, n) == (run.run_bench, tmp_path, 2)
         found = [{"name": name, "same_gradients": True} for name in CONTENDERS]
         found[1] |= {"same_gradients": same, "reason": "off by 1.0e-03"}
         data = {"contenders": found, "reference": CONTENDERS[0]}
         (tmp_path / "results.json").write_text(json.dumps(data))
 
     monkeypatch.setattr(peers, "_class_of", lambda name: name)
-    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(run, "launch", launch)
     if same is not False:
-        start.start_bench(request(tmp_path))
+        run.start_bench(request(tmp_path))
         return
     with pytest.raises(WorkerError, match=r"torch:GPipe \(off by 1\.0e-03\)"):
-        start.start_bench(request(tmp_path))
+        run.start_bench(request(tmp_path))

@@ -241,7 +241,7 @@ def test_training_without_torch_says_how_to_get_it(hidden):
     if hidden == "torch":
         assert done.returncode == 2
         assert done.stderr == (
-            "zbpp: training needs torch; install it: pip install 'zbpp[train]'\n"
+            "zbpp: this needs torch; install it: pip install 'zbpp[train]'\n"
         )
     else:  # any other module that is missing is a fault of ours
         assert (done.returncode, "Traceback" in done.stderr) == (1, True)

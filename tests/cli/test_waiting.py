@@ -5,7 +5,7 @@ import time
 import pytest
 
 from zbpp.cli.commands import main
-from zbpp.cli.waiting import gain_line, waiting_line
+from zbpp.cli.plan import gain_line, waiting_line
 from zbpp.schedules.planner.budget import Budget
 
 

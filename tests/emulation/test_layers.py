@@ -12,7 +12,8 @@ from fake_clock import FakeClock
 from pool import Pool
 
 from zbpp.core import Costs, Pass, PassKind, Placement, Value, What, read_layers
-from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
+from zbpp.emulation.layers import EmulatedLayer, sleep_until
+from zbpp.emulation.network import DelayedTransport
 from zbpp.emulation.run import emulate
 from zbpp.planning import plan
 from zbpp.runtime.backward import queue

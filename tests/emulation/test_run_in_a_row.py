@@ -6,18 +6,21 @@ from fake_clock import FakeClock
 from pool import Pool
 
 from zbpp.core import Costs, Placement
+from zbpp.emulation.network import DelayedTransport
 from zbpp.emulation.run import Emulation, emulate
-from zbpp.emulation.slow_sum import SlowSums
 from zbpp.planning import plan
 from zbpp.runtime.comm.local import LocalHub
 
 DELAY_MS = 60.0
 
 
-def transports(reduction: float) -> list[SlowSums]:
+def transports(reduction: float) -> list[DelayedTransport]:
     times = Costs(reduction=reduction).on(Placement.single(2))
     locals_ = LocalHub(2).transports()
-    return [SlowSums(one, times, stage=stage) for stage, one in enumerate(locals_)]
+    return [
+        DelayedTransport(one, times, stage=stage, slow_sums=True)
+        for stage, one in enumerate(locals_)
+    ]
 
 
 def test_a_sum_is_there_when_its_delay_after_the_last_start_is_over(

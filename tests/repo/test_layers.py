@@ -95,6 +95,7 @@ ROOMS = {
         "zbpp.checkpoint",
         "zbpp.core",
         "zbpp.runtime.support.devices",
+        "zbpp.runtime.support.sharded",
     },
     "zbpp.runtime.ties": {
         "zbpp.runtime.ties",

@@ -110,7 +110,7 @@ def test_files_and_layers_keep_it(tmp_path) -> None:
 
 @pytest.mark.needs("torch")
 def test_sleeping_layers_sleep_for_it() -> None:
-    from zbpp.emulation.build import sleeping_chunks, sleeping_layers
+    from zbpp.emulation.layers import sleeping_chunks, sleeping_layers
 
     times = BY_EDGE.on(V)
     layers = chunk_layers(BY_EDGE, V, (2, 1, 1, 1))

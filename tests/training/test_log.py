@@ -126,4 +126,4 @@ def test_the_metrics_file_is_closed_when_a_step_fails(tmp_path):
     with pytest.raises(RuntimeError, match="lost"), recorder:
         recorder.add(FakeResult(1))
         raise RuntimeError("lost")
-    assert recorder._metrics.closed
+    assert recorder._file.closed

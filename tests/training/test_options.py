@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from zbpp.cli.parser import application, parse
-from zbpp.cli.train import TrainCommand
 from zbpp.core import RequestError, write_schedule
 from zbpp.planning import make_plan, plan
 from zbpp.training.llama import LlamaConfig
@@ -17,23 +15,19 @@ from zbpp.training.options import Train
 from zbpp.training.setup import (
     check,
     costs_of,
-    device_of,
+    layers_of,
     model_of,
     plan_of,
+    run_split,
+    sleeping_layers,
+    split_layers,
 )
-from zbpp.training.splits import layers_of, run_split, sleeping_layers, split_layers
 from zbpp.training.start import _for_world, start
 
 
 def test_the_flags_load_no_torch():
     code = "import sys, zbpp.training.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_without_torch_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=re.escape("pip install 'zbpp[train]'")):
-        TrainCommand().run()
 
 
 @pytest.mark.parametrize("spelling", ["schedule-mode", "schedule_mode"])
@@ -147,20 +141,6 @@ def test_processes_wait_for_one_another_as_long_as_was_asked(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     start(Train(stages=2, timeout_s=8.0, data=Path(__file__)))
     assert waits == [8.0]
-
-
-def test_devices(monkeypatch):
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    assert device_of(Train()) is None
-    assert device_of(Train(device="cpu")).type == "cpu"
-    with pytest.raises(RequestError, match="finds none"):
-        device_of(Train(device="cuda"))
-    kind = torch.device("cuda")
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: kind)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert str(device_of(Train(device="cuda"))) == "cuda:1"
 
 
 TINY_LAYERS = {"n_layers": 10, "f": [1, *[2] * 8, 6]}

@@ -20,7 +20,7 @@ from zbpp.planning import plan
 from zbpp.training.data import load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy
-from zbpp.training.loop import _load
+from zbpp.training.loop import load_text
 from zbpp.training.options import Train
 from zbpp.training.setup import model_of
 from zbpp.training.start import start
@@ -213,7 +213,7 @@ def test_ranks_that_read_different_texts_are_refused():
             return [about, (line.replace("sha256", "sha256 other"), digest)]
 
     with pytest.raises(RequestError, match=r"rank 0: data: .*; rank 1: data: "):
-        _load(TwoRanks(), TINY)
+        load_text(TwoRanks(), TINY)
 
 
 def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:

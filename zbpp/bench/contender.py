@@ -3,29 +3,29 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.bench.micro import StepBatch
 from zbpp.bench.request import BenchRequest
-from zbpp.core import RequestError, Timeline
+from zbpp.core import Timeline
+from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.simulator import bubble_rate, stage_span, work
-
-if TYPE_CHECKING:
-    from zbpp.training.user_model import UserModel
+from zbpp.training.user_model import UserModel, optimizer_class
 
 __all__ = [
     "Contender",
     "Field",
     "Measured",
+    "StepBatch",
     "autocast_of",
     "gather",
     "make_optimizer",
     "measured_of",
     "own_loss",
+    "step_batch",
 ]
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -82,6 +82,49 @@ def measured_of(timelines: Sequence[Timeline]) -> Measured:
 
 
 @dataclass(frozen=True)
+class StepBatch:
+    """Inputs and targets of each micro-batch, and what a step has of them.
+
+    ``tokens`` is None for inputs that are no tokens.
+    """
+
+    inputs: list[Any]
+    targets: list[Any]
+    samples: int
+    tokens: int | None
+
+
+def step_batch(loaded: UserModel, n_microbatches: int) -> StepBatch:
+    """Make the batch of a step from the micro-batch of a model.
+
+    Micro-batches differ: a mistake that takes one for another would not show else.
+    Whole numbers of two dimensions and more are rolled along the last one, floating
+    ones are scaled by no more than a quarter; all else is alike in all micro-batches.
+    """
+    targets = loaded.targets if loaded.loss_fn else torch.zeros(1)
+    first = next(iter(tensors_in(loaded.inputs)), torch.zeros(1))
+    is_tokens = not first.is_floating_point() and first.dim() == 2
+    samples = len(first) if first.dim() else 1
+    return StepBatch(
+        inputs=[
+            _varied(loaded.inputs, i, n_microbatches) for i in range(n_microbatches)
+        ],
+        targets=[_varied(targets, i, n_microbatches) for i in range(n_microbatches)],
+        samples=samples * n_microbatches,
+        tokens=first.numel() * n_microbatches if is_tokens else None,
+    )
+
+
+def _varied(thing: Any, index: int, n: int) -> Any:
+    def vary(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor * (1 - index / (4 * n))
+        return tensor.roll(index, -1) if tensor.dim() > 1 else tensor
+
+    return map_tensors(thing, vary)
+
+
+@dataclass(frozen=True)
 class Field:
     """Alike for all contenders: what is asked for, where they run, and their batch."""
 
@@ -89,7 +132,7 @@ class Field:
     device: torch.device
     batch: StepBatch
 
-    def model(self) -> "UserModel":
+    def model(self) -> UserModel:
         """The model with the weights that it starts with, in every call the same."""
         torch.manual_seed(self.request.seed)
         return self.request.load()
@@ -108,22 +151,8 @@ def autocast_of(request: BenchRequest) -> torch.dtype | None:
 def make_optimizer(
     request: BenchRequest,
 ) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return what makes the optimizer of a stage, alike for all contenders.
-
-    Raises:
-        RequestError: torch.optim has none of this name.
-    """
-    known = {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    kind: Any = known.get(request.optimizer.lower())
-    if kind is None:
-        raise RequestError(
-            f"--optimizer {request.optimizer}: torch.optim has none of this name; "
-            f"choose one of {', '.join(sorted(known))}"
-        )
+    """Return what makes the optimizer of a stage, alike for all contenders."""
+    kind = optimizer_class(request.optimizer)
     more = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
     return lambda parameters: kind(parameters, lr=1e-5, **more)
 

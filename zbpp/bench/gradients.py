@@ -5,20 +5,17 @@ Each process hashes its own; only gradients whose hashes differ travel, one at a
 
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.bench.contender import gather
-from zbpp.bench.micro import StepBatch
+from zbpp.bench.contender import StepBatch, gather
 from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.support.devices import accelerator
 from zbpp.runtime.support.pytree import map_tensors
-
-if TYPE_CHECKING:
-    from zbpp.training.user_model import UserModel
+from zbpp.training.user_model import UserModel
 
 __all__ = ["Gradients", "compare", "noted", "plain_gradients"]
 
@@ -34,7 +31,7 @@ def noted(gradients: Mapping[str, Tensor]) -> Gradients:
 
 
 def plain_gradients(
-    loaded: "UserModel",
+    loaded: UserModel,
     batch: StepBatch,
     device: torch.device,
     *,
@@ -45,10 +42,7 @@ def plain_gradients(
     def here(thing: Any) -> Any:
         return map_tensors(thing, lambda tensor: tensor.to(device))
 
-    model: Any = loaded.model
-    builds = callable(model) and not hasattr(model, "__len__")
-    found = model(range(loaded.n_layers)) if builds else model
-    layers = [layer.to(device) for layer in found]
+    layers = [layer.to(device) for layer in loaded.layers()]
     for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
         value = here(inputs)
         with torch.autocast(device.type, autocast, enabled=autocast is not None):

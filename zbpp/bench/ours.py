@@ -132,40 +132,36 @@ def resolved(field: Field, contender: str) -> Schedule:
 def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipeline:
     request, loaded = field.request, field.model()
     model = layered_of(loaded.model, loaded.n_layers)
-    numerics = Numerics(autocast=autocast_of(request), exact_sums=request.exact_sums)
-    execution = Execution(
-        compile="blocks" if request.compile else False,
-        cuda_graphs=request.cuda_graphs,
-        watch=False,
-        timeout_s=request.timeout_s,
-    )
-    optimizer = make_optimizer(request) if steps else None
+    made_as: dict[str, Any] = {
+        "n_stages": request.stages,
+        "n_microbatches": request.microbatches,
+        "device": field.device,
+        "loss_fn": loaded.loss_fn or own_loss,
+        "optimizer": make_optimizer(request) if steps else None,
+        "numerics": Numerics(
+            autocast=autocast_of(request), exact_sums=request.exact_sums
+        ),
+        "execution": Execution(
+            compile="blocks" if request.compiles else False,
+            cuda_graphs=request.cuda_graphs,
+            watch=False,
+            timeout_s=request.timeout_s,
+        ),
+    }
     plan: Schedule | Plan | str = schedule
     if isinstance(schedule, str):
         plan = plan_model(
             model,
             schedule,
-            n_stages=request.stages,
-            n_microbatches=request.microbatches,
             example=(field.batch.inputs, field.batch.targets),
             memory=request.memory_limit,
-            device=field.device,
-            loss_fn=loaded.loss_fn or own_loss,
-            optimizer=optimizer,
-            numerics=numerics,
-            execution=execution,
+            **made_as,
         )
     return Pipeline(
         model,
         plan,
-        loss_fn=loaded.loss_fn or own_loss,
-        optimizer=optimizer,
-        n_microbatches=request.microbatches,
-        n_stages=request.stages,
         clip_grad_norm=request.clip_grad_norm if steps else None,
-        device=field.device,
-        numerics=numerics,
         # speculative from the first step on
         step=StepPolicy(patience=Patience(failures=11)),
-        execution=execution,
+        **made_as,
     )

@@ -27,12 +27,7 @@ _T = TypeVar("_T")
 
 
 class PeerTimes:
-    """Clocks around the passes of one process.
-
-    Args:
-        device: where they run.
-        stage: of the process.
-    """
+    """Clocks around the passes of one process."""
 
     def __init__(self, device: torch.device, stage: int) -> None:
         self.clock = JobTimes(device)
@@ -41,11 +36,7 @@ class PeerTimes:
 
     @contextmanager
     def on(self, stages: Sequence[Any]) -> Iterator[bool]:
-        """Within this, jobs are noted; False: this torch does not let us.
-
-        Args:
-            stages: torch's, of this process.
-        """
+        """Within this, jobs are noted; False: this torch does not let us."""
         with hooked_passes(stages, self._pass) as hooked:
             self._is_on = hooked
             try:
@@ -76,14 +67,7 @@ class PeerTimes:
     def timelines(
         self, n: int, *, name: str, placement: Placement, n_microbatches: int
     ) -> list[Timeline]:
-        """The last steps, in seconds, oldest first (every rank must call).
-
-        Args:
-            n: steps.
-            name: of the timelines.
-            placement: of all chunks.
-            n_microbatches: in a step.
-        """
+        """The last steps, in seconds, oldest first (every rank must call)."""
         steps, error_s = gather_slots({self._stage: self.clock.steps(n)}, gather)
         return [
             Timeline(

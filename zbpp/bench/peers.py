@@ -1,7 +1,7 @@
 """One of torch's pipeline schedules in a bench, on the same layers and batch."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ _MOST = 10  # steps whose jobs are measured
 _JOBS = ("F", "I", "W", "B")  # torch's B is the full backward, its I our B
 
 
+@dataclass
 class Peer:
     """Stages of torch's, its schedule, and an optimizer.
 
@@ -52,43 +53,38 @@ class Peer:
         optimizer: None leaves the gradients where they are.
     """
 
-    def __init__(
-        self,
-        name: str,
-        schedule: Any,
-        stages: Sequence[Any],
-        times: PeerTimes,
-        chunks: dict[int, PeerChunk],
-        placement: Placement,
-        field: Field,
-        inputs: list[tuple[Tensor, ...]],
-        optimizer: torch.optim.Optimizer | None,
-    ) -> None:
-        self._schedule, self._chunks, self._optimizer = schedule, chunks, optimizer
-        self._name, self._stages, self._times = name, stages, times
-        self._placement = placement
-        self._clip = field.request.clip_grad_norm
+    name: str
+    schedule: Any
+    stages: Sequence[Any]
+    times: PeerTimes
+    chunks: dict[int, PeerChunk]
+    placement: Placement
+    field: Field
+    inputs: list[tuple[Tensor, ...]]
+    optimizer: torch.optim.Optimizer | None
+
+    def __post_init__(self) -> None:
+        self._m = m = self.field.request.microbatches
         self._args: tuple[Tensor, ...] = ()
-        if 0 in chunks:
-            columns = zip(*inputs, strict=True)
-            self._args = tuple(torch.cat(column).to(field.device) for column in columns)
-        self._target = None
-        if placement.n_chunks - 1 in chunks:
-            self._target = torch.arange(field.request.microbatches)
-        self._m = m = field.request.microbatches
-        order = (getattr(schedule, "pipeline_order", None) or {}).get(dist.get_rank())
-        self.n_jobs = _count_jobs(order) if order else 2 * m * len(chunks)
+        if 0 in self.chunks:
+            device, columns = self.field.device, zip(*self.inputs, strict=True)
+            self._args = tuple(torch.cat(column).to(device) for column in columns)
+        is_last = self.placement.n_chunks - 1 in self.chunks
+        self._target = torch.arange(m) if is_last else None
+        orders = getattr(self.schedule, "pipeline_order", None) or {}
+        order = orders.get(dist.get_rank())
+        self.n_jobs = _count_jobs(order) if order else 2 * m * len(self.chunks)
 
     def step(self) -> None:
         """Train on the batch once."""
-        self._times.begin()
-        self._schedule.step(*self._args, target=self._target, return_outputs=False)
-        if self._optimizer is None:
+        self.times.begin()
+        self.schedule.step(*self._args, target=self._target, return_outputs=False)
+        if self.optimizer is None:
             return
-        if self._clip is not None:
-            self._clip_all(self._clip)
-        self._times.step(self._optimizer.step)
-        self._optimizer.zero_grad()
+        if (most := self.field.request.clip_grad_norm) is not None:
+            self._clip_all(most)
+        self.times.step(self.optimizer.step)
+        self.optimizer.zero_grad()
 
     def settle(self) -> None:
         """Nothing is left to decide."""
@@ -96,20 +92,20 @@ class Peer:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this process's parameters."""
         return {
-            k: g for one in self._chunks.values() for k, g in one.gradients().items()
+            k: g for one in self.chunks.values() for k, g in one.gradients().items()
         }
 
     def measured(self, n_steps: int) -> Measured | None:
         """Run so many steps, 10 at most, and one before them, between clocks."""
         n = min(n_steps, _MOST)
         gather(None)
-        with self._times.on(self._stages) as noted:
+        with self.times.on(self.stages) as noted:
             for _ in range(1 + n if noted else 0):
                 self.step()
         if not noted:
             return None
-        timelines = self._times.timelines(
-            n, name=self._name, placement=self._placement, n_microbatches=self._m
+        timelines = self.times.timelines(
+            n, name=self.name, placement=self.placement, n_microbatches=self._m
         )
         return measured_of(timelines)
 
@@ -118,7 +114,7 @@ class Peer:
 
     def _clip_all(self, most: float) -> None:
         """Clip by the norm over all stages, as our pipelines do."""
-        own = [p for chunk in self._chunks.values() for p in chunk.parameters()]
+        own = [p for chunk in self.chunks.values() for p in chunk.parameters()]
         norm = nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
         squared = norm.square()
         dist.all_reduce(squared)
@@ -170,8 +166,14 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
         learn_structures(chunks, placement, inputs[0], field.device)
     last = chunks.get(placement.n_chunks - 1)
     times = PeerTimes(field.device, dist.get_rank())
-    look_up = partial(_loss, last, loss, targets, field.device)
-    timed = partial(_timed_loss, times, look_up)
+
+    def timed(outputs: Any, index: Tensor) -> Tensor:
+        """The loss of a micro-batch; torch is given its number for the targets."""
+        assert last is not None
+        target = map_tensors(targets[int(index[0])], lambda one: one.to(field.device))
+        with last.context():
+            return times.loss(lambda: loss(last.value_of(outputs), target))
+
     stages = _stages(chunks, placement, field)
     schedule = _schedule(contender, stages, placement, field, timed)
     parameters = [p for chunk in chunks.values() for p in chunk.parameters()]
@@ -263,31 +265,6 @@ def _class_of(name: str) -> Any:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     return get_schedule_class(name)
-
-
-def _loss(
-    last: PeerChunk | None,
-    loss: Callable[[Any, Any], Tensor],
-    targets: list[Any],
-    device: torch.device,
-    outputs: Any,
-    index: Tensor,
-) -> Tensor:
-    """The loss of a micro-batch; torch is given its number in place of the targets."""
-    assert last is not None
-    target = _on(targets[int(index[0])], device)
-    with last.context():
-        return loss(last.value_of(outputs), target)
-
-
-def _timed_loss(
-    times: PeerTimes, loss: Callable[[Any, Tensor], Tensor], outputs: Any, index: Tensor
-) -> Tensor:
-    return times.loss(partial(loss, outputs, index))
-
-
-def _on(thing: Any, device: torch.device) -> Any:
-    return map_tensors(thing, lambda tensor: tensor.to(device))
 
 
 def _count_jobs(order: list[Any]) -> int:

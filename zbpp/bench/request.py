@@ -3,22 +3,52 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from zbpp.bench.names import OURS, peer_placement, split_name
 from zbpp.core import Costs, RequestError, Schedule, read_costs
 from zbpp.core.costs.units import with_limit
 from zbpp.planning import is_auto, plan
+from zbpp.training.options import Compute, Memory, Processes, flag
+from zbpp.training.user_model import UserModel
 
-if TYPE_CHECKING:
-    from zbpp.training.user_model import UserModel
-
-__all__ = ["BenchRequest", "costs_of", "planned"]
+__all__ = ["BenchOptions", "BenchRequest", "costs_of", "planned"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest:
-    """All that the processes of a bench are told; `zbpp.cli.bench` explains it.
+class BenchOptions(Processes, Compute):
+    """Comparison."""
+
+    out: Path = flag("folder for results.json and index.html")
+    microbatches: int = flag("micro-batches of a step", 32)
+    warmup: int = flag("steps of each turn that do not count", 5)
+    steps: int = flag("steps of each contender that do", 20)
+    rounds: int = flag("turns of each contender that these are dealt to", 4)
+    costs: Path | None = flag(
+        "costs file in ms to plan and predict with; else auto measures first, others "
+        "plan with equal times and predict by the costs of the same steps",
+        None,
+    )
+    memory_limit: Memory = flag("of a stage, for auto", None)
+    emulate: Path | None = flag("costs file in ms: layers that sleep instead", None)
+    effort: str = flag("of the plans: fast, default, best or best:SECONDS", "default")
+    reference: Literal["first", "plain"] = flag(
+        "whose gradients are right: the first contender's, or a plain loop's", "first"
+    )
+    tolerance: float = flag(
+        "largest difference of gradients, relative to the largest of their layer", 1e-5
+    )
+    optimizer: str = flag("of torch.optim", "adamw")
+    clip_grad_norm: float | None = flag("largest norm of the model's gradient", None)
+    dtype: Literal["fp32", "bf16"] = flag("16 bits by autocast", "fp32")
+    cuda_graphs: bool = flag("of ours: passes as CUDA graphs", False)
+    seed: int = flag("of the weights", 0)
+    json: bool = flag("print one JSON object instead of the table", False, pair=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest(BenchOptions):
+    """All that the processes of a bench are told.
 
     ``load`` gives the model, alike in all processes; ``schedules`` has an entry for
     every contender of ours, None for one that is planned for what it measures.
@@ -26,29 +56,8 @@ class BenchRequest:
 
     contenders: tuple[str, ...]
     stages: int
-    microbatches: int
-    load: "Callable[[], UserModel]"
-    out: Path
+    load: Callable[[], UserModel]
     command: str
-    warmup: int = 5
-    steps: int = 20
-    rounds: int = 4
-    costs: Path | None = None
-    emulate: Path | None = None
-    memory_limit: float | None = None
-    effort: str = "default"
-    reference: Literal["first", "plain"] = "first"
-    tolerance: float = 1e-5
-    optimizer: str = "adamw"
-    clip_grad_norm: float | None = None
-    dtype: str = "fp32"
-    compile: bool = False
-    cuda_graphs: bool = False
-    exact_sums: bool = True
-    seed: int = 0
-    device: str = "auto"
-    timeout_s: float = 600.0
-    json: bool = False
     schedules: Mapping[str, Schedule | None] = field(default_factory=dict)
 
     @property
@@ -58,11 +67,7 @@ class BenchRequest:
 
 
 def costs_of(request: BenchRequest) -> Costs | None:
-    """Costs to plan and predict with; None: there are none.
-
-    Raises:
-        RequestError: the file is not valid.
-    """
+    """Costs to plan and predict with; None: there are none."""
     path = request.emulate or request.costs
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""One process's share of a bench.
+"""A bench: its start, and one process's share of it.
 
 1. Every contender runs one step without optimizer; its gradients are compared.
 2. Contenders take turns: built, warmed up, timed, closed. One that was slow because
@@ -8,30 +8,78 @@
 """
 
 import gc
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from zbpp.bench.contender import Contender, Field, Measured, autocast_of
+from zbpp.bench.contender import (
+    Contender,
+    Field,
+    Measured,
+    StepBatch,
+    autocast_of,
+    step_batch,
+)
 from zbpp.bench.gradients import Gradients, compare, noted, plain_gradients
-from zbpp.bench.micro import StepBatch, step_batch
-from zbpp.bench.names import OURS, split_name
+from zbpp.bench.names import OURS, TORCH, split_name
 from zbpp.bench.ours import Ours, Promised, build_ours, resolved
-from zbpp.bench.outcome import Outcome
-from zbpp.bench.peers import build_peer
+from zbpp.bench.peers import build_peer, has_schedule
 from zbpp.bench.request import BenchRequest
-from zbpp.bench.results import write_results
+from zbpp.bench.results import Outcome, write_results
 from zbpp.bench.turns import Turn, take_turn
-from zbpp.core import RequestError, Schedule
+from zbpp.core import RequestError, Schedule, WorkerError
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.support.devices import asked_device, runs_ahead
 from zbpp.runtime.support.errors import PeerError
+from zbpp.training.launch import is_launched, launch, run_launched
 
-__all__ = ["run_bench"]
+__all__ = ["run_bench", "start_bench"]
 
 _Look = tuple[Measured | None, Promised | None]
+
+
+def start_bench(request: BenchRequest) -> None:
+    """Run a bench, and return when it is done.
+
+    Raises:
+        RequestError: the request is wrong, or a contender cannot run.
+        WorkerError: a process failed, or the gradients of a contender are wrong.
+    """
+    _check_peers(request)
+    if is_launched():
+        run_launched(partial(run_bench, request))
+    device = "cpu" if request.emulate is not None else request.device
+    launch(
+        run_bench,
+        (request,),
+        request.stages,
+        device=device,
+        timeout_s=request.timeout_s,
+    )
+    found = json.loads((request.out / "results.json").read_text(encoding="utf-8"))
+    wrong = [
+        f"{one['name']} ({one['reason']})"
+        for one in found["contenders"]
+        if one["same_gradients"] is False
+    ]
+    if wrong:
+        raise WorkerError(
+            f"not timed, as their gradients are not those of {found['reference']}: "
+            f"{', '.join(wrong)}"
+        )
+
+
+def _check_peers(request: BenchRequest) -> None:
+    for name in request.contenders:
+        if split_name(name)[0] == TORCH and not has_schedule(name):
+            raise RequestError(
+                f"{name} cannot run: torch {torch.__version__} has no such schedule; "
+                "leave it out of --peers"
+            )
 
 
 def run_bench(request: BenchRequest) -> int:
@@ -39,9 +87,6 @@ def run_bench(request: BenchRequest) -> int:
 
     Returns:
         The exit code: 1 if the gradients of a contender are wrong.
-
-    Raises:
-        RequestError: a contender cannot run.
     """
     device = asked_device("cpu" if request.emulate is not None else request.device)
     if device.type == "cpu":

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.checkpoint.tensors import is_sharded, whole
+from zbpp.checkpoint.tensors import whole
+from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["ExpertParts"]
 

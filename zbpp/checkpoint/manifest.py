@@ -155,13 +155,7 @@ def _check_count(what: str, number: object) -> None:
 
 
 def damaged(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Say of each file that is not what was written how it differs.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
-        names: files to be looked at.
-    """
+    """Say of each file that is not what was written how it differs."""
     problems = []
     for name in names:
         expected, path = manifest.files[name], folder / name

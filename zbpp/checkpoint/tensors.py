@@ -16,21 +16,16 @@ from torch import Tensor
 from zbpp.checkpoint.manifest import CheckpointError, TensorIndex
 from zbpp.core import RequestError
 from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = [
     "HostCopies",
     "TensorReader",
     "copy_into",
-    "is_sharded",
     "shard_like",
     "whole",
     "write_tensors",
 ]
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor."""
-    return hasattr(tensor, "full_tensor")
 
 
 @torch.no_grad()

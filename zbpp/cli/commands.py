@@ -9,111 +9,33 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from zbpp.cli.bench import Bench
 from zbpp.cli.doctor import report_lines
 from zbpp.cli.estimate import EstimateCommand
-from zbpp.cli.flags import PlanFlags, ScheduleFlags
-from zbpp.cli.layers_report import split_lines
+from zbpp.cli.flags import ScheduleFlags
 from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.parser import application, parse
 from zbpp.cli.pictures.compare import Compare
 from zbpp.cli.pictures.drawings import draw_file
 from zbpp.cli.pictures.meshes import Mesh
+from zbpp.cli.plan import Plan
 from zbpp.cli.playground.command import Playground
 from zbpp.cli.profile import ProfileCommand
-from zbpp.cli.report import print_report, recompute_text
+from zbpp.cli.report import print_report
 from zbpp.cli.split_report import print_split
-from zbpp.cli.summary import short_memory, steady, summarize
-from zbpp.cli.torchtitan import torchtitan_lines
+from zbpp.cli.summary import steady, summarize
 from zbpp.cli.train import TrainCommand
-from zbpp.cli.waiting import gain_line, waiting_line
 from zbpp.core import (
     RequestError,
     WorkerError,
-    schedule_text,
 )
-from zbpp.core.files.json_text import write_file
-from zbpp.planning import MODE_WORDS, MODES, canonical, is_file
-from zbpp.schedules import certify, to_torch_csv
-from zbpp.schedules.planner.budget import parse_effort
-from zbpp.simulator import simulate, span
-from zbpp.training.options import MODE_FLAG, flag
+from zbpp.training.options import flag
 
 __all__ = ["Bench", "Compare", "Doctor", "Mesh", "Plan", "Show", "main"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(PlanFlags):
-    """Plan a schedule and write it to a file."""
-
-    pipeline_schedule_mode: str = flag(MODE_WORDS, **MODE_FLAG)
-    out: Path = flag("schedule file to write (JSON)")
-    csv: Path | None = flag(
-        "also write the CSV that torch loads, and tell torchtitan's flags for it", None
-    )
-    solver: Literal["cpsat"] | None = flag(
-        "let OR-tools prove the plan optimal, better it, or bound it (small cases)",
-        None,
-    )
-    solver_seconds: float = flag("time limit of the solver", 60.0)
-
-    def run(self) -> None:
-        """Plan, write, and say what it will cost."""
-        check_outputs(out=self.out, csv=self.csv)
-        self._say_how_long()
-        plan = self.plan(self.pipeline_schedule_mode)
-        schedule, costs = plan.schedule, plan.costs
-        proof = ""
-        if self.solver is not None:
-            found = certify(schedule, costs, seconds=self.solver_seconds)
-            proved = found.schedule
-            schedule = replace(
-                proved, split=schedule.split, recompute=schedule.recompute
-            )
-            proof = f", {found}"
-        found_span = span(simulate(schedule, costs))  # before there are V's
-        schedule = self.with_checks(schedule)
-        write_file(self.out, schedule_text(schedule))
-        if self.csv is not None:
-            write_file(self.csv, to_torch_csv(schedule))
-        summary = summarize(schedule, costs)
-        print(
-            f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
-            f"{summary.n_microbatches} micro-batches, "
-            f"bubble rate {summary.bubble_rate:.2%}, "
-            f"peak memory {short_memory(max(summary.peak_memory), costs.memory_unit)}, "
-            f"gap to the lower bound {summary.gap:.2%}{proof}"
-        )
-        if parse_effort(self.effort)[0] == "best":
-            print(self._gain(found_span))
-        if plan.is_layered:
-            print(*split_lines(plan), sep="\n")
-        if schedule.recomputing:
-            print(f"recompute: {recompute_text(schedule)}")
-        if self.csv is not None:
-            print(*torchtitan_lines(schedule, self.csv), sep="\n")
-
-    def _gain(self, found_span: float) -> str:
-        """Compare with the plan of effort default."""
-        usual = replace(self, effort="default").plan(self.pipeline_schedule_mode)
-        return gain_line(found_span, usual.span, self.effort)
-
-    def _say_how_long(self) -> None:
-        """Tell on stderr of plans that take long."""
-        if self.stages is None or self.microbatches is None:
-            return
-        if is_file(self.pipeline_schedule_mode):  # nothing is searched
-            return
-        mode = MODES[canonical(self.pipeline_schedule_mode)]
-        each = mode.chunks or self.chunks_per_stage or 2
-        n_jobs = 3 * self.stages * self.microbatches * each
-        line = waiting_line(n_jobs, each, self.effort)
-        if line is not None:
-            print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name != "torch":
             raise
         print(
-            "zbpp: training needs torch; install it: pip install 'zbpp[train]'",
+            "zbpp: this needs torch; install it: pip install 'zbpp[train]'",
             file=sys.stderr,
         )
         return 2

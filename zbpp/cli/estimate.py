@@ -15,7 +15,6 @@ from zbpp.cli.outputs import Terminal, check_outputs
 from zbpp.cli.several import schedules_in
 from zbpp.core import (
     Costs,
-    RequestError,
     format_bytes,
     read_costs,
     write_costs,
@@ -23,8 +22,17 @@ from zbpp.core import (
 )
 from zbpp.planning import USUAL_MODES, canonical, is_file
 from zbpp.planning.replicas import check_replicas
-from zbpp.training.options import BlockSizes, Compute, Memory, Replicas, flag
-from zbpp.training.user_model import UserModel, load_model
+from zbpp.training.options import (
+    MODEL_FLAG,
+    MODES_FLAG,
+    BlockSizes,
+    Compute,
+    Memory,
+    Replicas,
+    check_at_least,
+    flag,
+)
+from zbpp.training.user_model import UserModel, load_model, optimizer_class
 
 if TYPE_CHECKING:
     from zbpp.memory.estimate import Estimate, Steps
@@ -43,19 +51,13 @@ _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 class EstimateCommand(Compute, BlockSizes, Replicas):
     """Estimate the memory of every stage under every mode, without running anything."""
 
-    model: str | None = flag(
-        "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
-        None,
-        metavar="MODULE:FUNCTION",
-    )
+    model: str | None = flag(**MODEL_FLAG)
     stages: int = flag("pipeline stages")
     microbatches: int = flag("micro-batches of a step")
     modes: str | None = flag(
         "modes or schedule files; left out: the usual ones",
         None,
-        metavar="MODE,..",
-        also=("pipeline_schedule_mode", "mode"),
-        many=True,
+        **MODES_FLAG,
     )
     memory_limit: Memory = flag(
         "of a device, such as 40GiB: what fits, and the largest micro-batch", None
@@ -142,10 +144,7 @@ class EstimateCommand(Compute, BlockSizes, Replicas):
 
     def _check(self) -> None:
         check_outputs(costs_out=self.costs_out, layers_out=self.layers_out)
-        sizes = {"--stages": self.stages, "--microbatches": self.microbatches}
-        for name, value in {**sizes, "--microbatch_size": self.microbatch_size}.items():
-            if value is not None and value < 1:
-                raise RequestError(f"{name} is {value}; it must be at least 1")
+        check_at_least(self, 1, "stages", "microbatches", "microbatch_size")
         check_replicas(
             self.data_parallel,
             self.shard,
@@ -166,18 +165,12 @@ class EstimateCommand(Compute, BlockSizes, Replicas):
     def _config(self) -> "LlamaConfig":
         from zbpp.training.llama import LlamaConfig
 
-        return LlamaConfig(
-            dim=self.dim,
-            n_blocks=self.n_blocks,
-            n_heads=self.n_heads,
-            hidden=self.hidden,
-            seq=self.seq,
-        )
+        return LlamaConfig.of(self)
 
     def _split(self) -> Any:
         if self.split or self.model is not None:
             return self.split or None
-        from zbpp.training.splits import split_layers
+        from zbpp.training.setup import split_layers
 
         return partial(split_layers, self._config())
 
@@ -195,21 +188,9 @@ class EstimateCommand(Compute, BlockSizes, Replicas):
         return UserModel(layers, tokens, tokens, cross_entropy, config.n_layers)
 
     def _optimizer(self) -> Any:
-        import torch
-
         if self.optimizer == "none":
             return None
-        known = {
-            name.lower(): kind
-            for name, kind in vars(torch.optim).items()
-            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-        }
-        if self.optimizer.lower() not in known:
-            raise RequestError(
-                f"--optimizer {self.optimizer}: torch.optim has none of this name; "
-                f"choose one of {', '.join(sorted(known))}, or none"
-            )
-        kind: Any = known[self.optimizer.lower()]
+        kind = optimizer_class(self.optimizer, otherwise=", or none")
         return lambda parameters: kind(parameters, lr=1e-3)
 
     def _write(
@@ -227,21 +208,14 @@ class EstimateCommand(Compute, BlockSizes, Replicas):
             schedule = plan_mode(mode, self.stages, self.microbatches, costs)
             bytes_of = stage_costs(memory, steps, schedule, limit)
             in_bytes = costs.with_memory(bytes_of)
-            _save(self.costs_out, lambda path: write_costs(in_bytes, path))
+            write_costs(in_bytes, self.costs_out)
         if self.layers_out is not None:
             layers = costs_of_layers(
                 memory,
                 steps.optimizer,
                 post_validation=self.enable_optimizer_post_validation is not False,
             )
-            _save(self.layers_out, lambda path: write_layers(layers, path))
-
-
-def _save(path: Path, write: Any) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
+            write_layers(layers, self.layers_out)
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "rollback", "activations_peak")

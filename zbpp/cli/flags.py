@@ -10,17 +10,15 @@ from zbpp.core import (
     Schedule,
     Timeline,
     read_costs,
-    read_layers,
 )
 from zbpp.core.costs.units import with_limit
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import replicated, with_gathers, with_replicas
-from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
-from zbpp.training.options import Planning, Replicas, flag
+from zbpp.training.options import Planning, Replicas, check_at_least, flag
 
 __all__ = ["PlanFlags", "ScheduleFlags"]
 
@@ -46,47 +44,28 @@ class PlanFlags(Replicas, Planning):
         return replicated(schedule, data_parallel=self.data_parallel, shard=self.shard)
 
     def layer_costs(self) -> LayerCosts | None:
-        """Read the layers file, if there is one; the limit as above.
-
-        Raises:
-            RequestError: the file is not valid, or a flag does not go with another.
-        """
-        if self.layers is None:
+        """Read the layers file, if there is one, with what replicas hold in parts."""
+        layers = self.costs_of_layers()
+        if layers is None:
             if self.split is not None:
                 raise RequestError("--split needs --layers, the costs of each layer")
             return None
-        if self.costs is not None:
-            raise RequestError(
-                "--costs and --layers are both given; the costs of chunks follow from "
-                "those of layers: leave --costs out"
-            )
-        layers = with_limit(
-            read_layers(self.layers), self.memory_limit, name="--memory_limit"
-        )
         return with_replicas(layers, self.data_parallel, self.shard)
 
     def request(self, mode: str) -> PlanRequest:
-        """Ask for a mode, or a file, in the words of the flags.
-
-        Raises:
-            RequestError: a size is missing or wrong, or a file of costs is.
-        """
-        stages, microbatches = self.stages, self.microbatches
-        chunks_per_stage, recompute = self.chunks_per_stage, self.recompute
-        sizes = {"--stages": stages, "--microbatches": microbatches}
-        for name, size in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
-            if size is not None and size < 1:
-                raise RequestError(f"{name} is {size}; it must be at least 1")
-            if name in sizes and size is None and not is_file(mode):
-                raise RequestError(f"{name} is missing; {canonical(mode)} needs it")
+        """Ask for a mode, or a file, in the words of the flags."""
+        check_at_least(self, 1, "stages", "microbatches", "chunks_per_stage")
+        for name in ("stages", "microbatches"):
+            if getattr(self, name) is None and not is_file(mode):
+                raise RequestError(f"--{name} is missing; {canonical(mode)} needs it")
         request = PlanRequest(
             schedule=mode,
-            n_stages=stages,
-            n_microbatches=microbatches,
-            chunks_per_stage=chunks_per_stage,
+            n_stages=self.stages,
+            n_microbatches=self.microbatches,
+            chunks_per_stage=self.chunks_per_stage,
             costs=self.layer_costs(),
-            split=None if self.split is None else parse_split(self.split),
-            recompute=None if recompute is None else parse_recompute(recompute),
+            split=self.asked_split,
+            recompute=self.asked_recompute,
             effort=self.effort,
         )
         if request.costs is not None:
@@ -121,11 +100,7 @@ class ScheduleFlags(PlanFlags):
     iterations: int = flag("to draw; of several, behind a barrier and without", 1)
 
     def load(self) -> list[tuple[Schedule, Costs]]:
-        """Plan or read the schedules.
-
-        Raises:
-            RequestError: none is named, or one cannot be had.
-        """
+        """Plan or read the schedules."""
         if self.pipeline_schedule_mode is None:
             raise RequestError(
                 "no schedule is named; give a schedule file, or a mode with --stages "
@@ -140,9 +115,8 @@ class ScheduleFlags(PlanFlags):
         Several iterations come behind a barrier and post-validated, one below the
         other, unless the flag has chosen.
         """
+        check_at_least(self, 1, "iterations")
         n = self.iterations
-        if n < 1:
-            raise RequestError(f"--iterations is {n}; it must be at least 1")
         if n == 1:
             return [simulate(schedule, costs)]
         kinds = {

@@ -109,9 +109,6 @@ def _from_file(app: App, commands: tuple[str, ...], found: ArgumentCollection) -
     """Take the flags of ``--config run.toml`` that nobody has typed.
 
     Tables are headings that group the flags.
-
-    Raises:
-        RequestError: the file is none.
     """
     config = found.get("--config", None)
     if config is None or not config.tokens:
@@ -183,11 +180,7 @@ def _flag(field: Field[Any], hint: Any, group: Group) -> Parameter:
 
 
 def _value(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Read a list with commas, memory, or whole numbers: cyclopts makes 2 of 2.5.
-
-    Raises:
-        CoercionError: it is none.
-    """
+    """Read a list with commas, memory, or whole numbers: cyclopts makes 2 of 2.5."""
     text = ",".join(token.value for token in tokens)
     if kind is float:
         return parse_memory(text)

@@ -1,6 +1,5 @@
 """The ``profile`` command: measure a costs file on the real devices."""
 
-import importlib.util
 import os
 from dataclasses import dataclass, fields
 from functools import partial
@@ -9,7 +8,13 @@ from pathlib import Path
 from zbpp.cli.outputs import check_outputs
 from zbpp.core import RequestError
 from zbpp.planning import Plan
-from zbpp.training.options import RunOptions, Train, flag
+from zbpp.training.options import (
+    MODEL_FLAG,
+    RunOptions,
+    Train,
+    check_at_least,
+    flag,
+)
 from zbpp.training.user_model import UserModel, load_model
 
 __all__ = ["ProfileCommand"]
@@ -27,33 +32,27 @@ class ProfileCommand(RunOptions):
     layers_out: Path | None = flag(
         "also write the costs of each layer, to plan the split with", None
     )
-    model: str | None = flag(
-        "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
-        None,
-        metavar="MODULE:FUNCTION",
-    )
+    model: str | None = flag(**MODEL_FLAG)
     rounds: int = flag("passes that are counted, after a warm-up", 10)
     json: bool = flag("print one JSON object instead of the table", False, pair=False)
 
     def run(self) -> None:
-        """Profile, and return when it is done.
-
-        Raises:
-            RequestError: the request is wrong or cannot be met.
-            WorkerError: a process failed.
-        """
+        """Profile, and return when it is done."""
         options = self._options()
-        if importlib.util.find_spec("torch") is None:
-            raise RequestError("a profile needs torch: pip install 'zbpp[train]'")
-        from zbpp.training.profiled import ProfileRequest, run_profile
+        from zbpp.training.profiled import run_profile
         from zbpp.training.start import start_worker
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's memory profiler
         load = None if self.model is None else self._load
-        request = ProfileRequest(
-            load, self.out, self.layers_out, self.rounds, self.json
+        worker = partial(
+            run_profile,
+            load=load,
+            out=self.out,
+            layers_out=self.layers_out,
+            rounds=self.rounds,
+            as_json=self.json,
         )
-        start_worker(partial(run_profile, request), options, check=self._check)
+        start_worker(worker, options, check=self._check)
 
     def _load(self) -> UserModel:
         assert self.model is not None
@@ -63,8 +62,7 @@ class ProfileCommand(RunOptions):
         """The options of the run whose passes are timed; the request has the model."""
         names = {field.name for field in fields(RunOptions)} - {"model"}
         options = Train(**{name: getattr(self, name) for name in names})
-        if self.rounds < 1:
-            raise RequestError(f"--rounds is {self.rounds}; it must be at least 1")
+        check_at_least(self, 1, "rounds")
         check_outputs(out=self.out, layers_out=self.layers_out)
         for name in ("split", "layers", "cuda_graphs", "emulate"):
             if self.model is not None and getattr(self, name):

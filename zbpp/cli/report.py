@@ -30,7 +30,7 @@ from zbpp.simulator import (
 )
 from zbpp.simulator.tables import Table
 
-__all__ = ["print_comparison", "print_report", "recompute_text"]
+__all__ = ["gain_text", "print_comparison", "print_report", "recompute_text"]
 
 _ROUNDING = 1e-9  # relative
 _MOST_CELLS = 1e6  # of a picture's line before it is cropped
@@ -116,6 +116,11 @@ def recompute_text(schedule: Schedule) -> str:
             whole.append([chunk])
     runs = [f"{a[0]}-{a[-1]}" if len(a) > 1 else str(a[0]) for a in whole]
     return ", ".join([f"chunks {' '.join(runs)}"] * bool(runs) + parts)
+
+
+def gain_text(gain: float) -> str:
+    """Say how much shorter, or longer, a step is than that of even chunks."""
+    return f"{abs(gain):.1%} {'shorter' if gain >= 0 else 'longer'}"
 
 
 def print_comparison(

@@ -30,9 +30,6 @@ def _load(name: str) -> tuple[Any, tuple[Any, ...]]:
 
     A model of layers is run as a whole. Its batch is a pair of inputs and targets, as a
     plain module's is if there is a loss.
-
-    Raises:
-        RequestError: there is no such function, or it returns something else.
     """
     from torch import nn
 
@@ -85,10 +82,6 @@ def examine(
     Returns:
         A row for each parameter (name, shape, where its gradient is computed), and
         `summarize_split`.
-
-    Raises:
-        RequestError: there is no such function, it returns something else, or no
-            parameter needs a gradient.
     """
     from zbpp.diagnostics import summarize_split
     from zbpp.runtime.backward.split import split_forward
@@ -121,11 +114,7 @@ def _compiled(module: Any) -> Callable[..., Any]:
 
 
 def print_split(name: str, *, compile: bool = False) -> None:
-    """Print what `examine` finds.
-
-    Raises:
-        RequestError: as `examine`.
-    """
+    """Print what `examine` finds."""
     rows, summary = examine(name, compile=compile)
     table = Table("parameter", "shape", "gradient computed in")
     for row in rows:

@@ -55,9 +55,6 @@ def summarize(schedule: Schedule, costs: Costs) -> Summary:
 
     The bound holds for every schedule with the same placement and costs within the
     memory limit; if there is none, within the largest memory that this one takes.
-
-    Raises:
-        RequestError: the costs do not fit the placement.
     """
     timeline = simulate(schedule, costs)
     held = peak_memory(timeline, costs)
@@ -112,10 +109,6 @@ class Steady:
 
 
 def steady(schedule: Schedule, costs: Costs) -> Steady:
-    """Simulate steps until they repeat: some ten times the work of `summarize`.
-
-    Raises:
-        RequestError: the costs do not fit the placement.
-    """
+    """Simulate steps until they repeat: some ten times the work of `summarize`."""
     barrier = steady_step_time(without_checks(schedule), costs)
     return Steady(barrier, *with_rollback(post_validated(schedule), costs))

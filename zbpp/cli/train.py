@@ -1,11 +1,9 @@
 """The ``train`` command: the options of a training, and its start."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from zbpp.cli.outputs import check_outputs
-from zbpp.core import RequestError
 from zbpp.training.options import Train, flag
 
 __all__ = ["TrainCommand"]
@@ -22,15 +20,8 @@ class TrainCommand(Train):
     config: Path | None = flag("flags in a TOML file; typed ones overrule it", None)
 
     def run(self) -> None:
-        """Train, and return when it is done.
-
-        Raises:
-            RequestError: the request is wrong or cannot be met.
-            WorkerError: a process failed.
-        """
+        """Train, and return when it is done."""
         check_outputs(metrics=self.metrics, costs_out=self.costs_out, trace=self.trace)
-        if importlib.util.find_spec("torch") is None:
-            raise RequestError("training needs torch: pip install 'zbpp[train]'")
         from zbpp.training.start import start
 
         start(self)

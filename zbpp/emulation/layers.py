@@ -1,27 +1,22 @@
-"""Layers that sleep instead of computing, split like real ones, and slow messages.
+"""Layers that sleep instead of computing, split like real ones.
 
 They make schedules of many stages measurable on few cores: a sleeping stage takes no
-processor from the others.
+processor from the others. A message that occupies its sender does so at the end of its
+pass: the layers sleep for that too, the last one in F and the first one in B.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import ChunkCosts, Job, Message, TiedGradient, What
+from zbpp.core import ChunkCosts, LayerCosts
 from zbpp.runtime.backward.queue import DeferredWork, WeightQueue, current_queue
-from zbpp.runtime.comm.ping import Ping
-from zbpp.runtime.comm.transport import Expected, Opening, Reduction, Transport
-from zbpp.runtime.support.errors import PeerError
-from zbpp.runtime.values import Tensors, with_tensors
 
-__all__ = ["DelayedTransport", "EmulatedLayer", "sleep_until"]
+__all__ = ["EmulatedLayer", "sleep_until", "sleeping_chunks", "sleeping_layers"]
 
 _OVERSHOOT_S = 2e-4
 
@@ -155,142 +150,38 @@ class EmulatedLayer(nn.Module):
         return y
 
 
-@dataclass(frozen=True)
-class _Delayed(Expected):
-    """A value that tells when it was sent, and arrives some time later.
-
-    Args:
-        inner: brings it.
-        delay_s: how much later, in seconds.
-    """
-
-    inner: Expected
-    delay_s: float
-
-    def ready(self) -> bool:
-        """True if `receive` need not wait for a stage of this process."""
-        return self.inner.ready()
-
-    def receive(self, job: Job) -> Tensors:
-        """Wait for the value, and until its delay is over."""
-        tensors = self.inner.receive(job)
-        sleep_until(float(tensors[0].detach().max()) + self.delay_s)
-        return tensors
-
-
-class DelayedTransport(Transport):
-    """A transport whose values arrive no sooner than their link's delay after a send.
-
-    The delay occupies neither stage, as in the simulator: the sender goes on at once,
-    and the receiver waits outside its pass. A message that needs longer by itself
-    takes that long. To tell when it was sent, every tensor is filled with the sender's
-    clock (float64: all stages must be on one machine): it carries no other values.
-
-    Args:
-        inner: what moves the messages.
-        times: in ms; `ChunkCosts.delay` of each edge is kept.
-        stage: whose transport this is.
-    """
-
-    def __init__(self, inner: Transport, times: ChunkCosts, *, stage: int) -> None:
-        self._inner = inner
-        self._stage = stage
-        self.is_local = inner.is_local
-        self.on_device = inner.on_device
-        self.peers = inner.peers
-        self._times = times
-
-    @property
-    def doing(self) -> str:
-        """The call that is under way."""
-        return self._inner.doing
-
-    @doing.setter
-    def doing(self, call: str) -> None:
-        self._inner.doing = call
-
-    def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
-        """The error for a broken collective of the stage's peers."""
-        return self._inner.lost_peer(job, error)
-
-    def report(self, error: BaseException, *, ends: bool = True) -> None:
-        """Tell the other processes why this one stops."""
-        self._inner.report(error, ends=ends)
-
-    def begin(self, opening: Opening | None = None) -> None:
-        """Start a step, or an evaluation."""
-        self._inner.begin(opening)
-
-    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
-        """Send the time in place of the tensors."""
-        if isinstance(value, TiedGradient):
-            self._inner.send(value, tensors, peer)
-            return
-        now = time.perf_counter()
-        stamped = (
-            torch.full_like(tensor, now, dtype=torch.float64).requires_grad_(
-                tensor.requires_grad
-            )
-            for tensor in tensors
+def sleeping_chunks(times: ChunkCosts, chunks: range) -> list[nn.Module]:
+    """Make one layer a chunk; a stage's first one carries its optimizer's time."""
+    layers: list[nn.Module] = []
+    for chunk in chunks:
+        stage = times.placement.stage_of[chunk]
+        first = times.placement.chunks_of[stage][0]
+        layer = EmulatedLayer(
+            times.f[chunk] / 1e3,
+            times.b[chunk] / 1e3,
+            times.w[chunk] / 1e3,
+            step_s=times.optimizer[stage] / 1e3 if chunk == first else 0.0,
         )
-        self._inner.send(value, with_tensors(tensors, stamped), peer)
+        layers.append(layer)
+    return layers
 
-    def post(self, value: Message, peer: int, like: Tensors | None = None) -> Expected:
-        """Announce that a value will be received, no sooner than its delay is over."""
-        expected = self._inner.post(value, peer, like)
-        if isinstance(value, TiedGradient):
-            return expected
-        step = 1 if value.what is What.ACTIVATION else -1
-        delay = self._times.delay(value.chunk, value.chunk + step)
-        return _Delayed(expected, delay / 1e3)
 
-    def reduce(self, vector: Tensor) -> Reduction:
-        """Start to sum a vector over all stages."""
-        return self._inner.reduce(vector)
+def sleeping_layers(
+    costs: LayerCosts, sends: Mapping[int, float], own: range
+) -> list[nn.Module]:
+    """Make layers that sleep for their own times; the last one also for the loss.
 
-    def gather(self, thing: Any) -> list[Any]:
-        """Give every process the things of all processes, by rank."""
-        return self._inner.gather(thing)
-
-    def gather_pipeline(self, thing: Any) -> list[Any]:
-        """Give every process the things of its pipeline, by stage."""
-        return self._inner.gather_pipeline(thing)
-
-    def add_over_replicas(self, numbers: Tensor) -> Reduction | None:
-        """Start to sum numbers of the host over replicas."""
-        return self._inner.add_over_replicas(numbers)
-
-    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
-        """Time messages, which take no less than the delay of their link."""
-        delay_s = self._delay_to(peer) / 1e3
-        return [
-            replace(one, one_way_s=max(one.one_way_s, delay_s))
-            for one in self._inner.ping(peer, n_bytes, rounds)
-        ]
-
-    def message_bytes(self) -> dict[int, int]:
-        """Sizes of the activations that steps send or receive here, by chunk."""
-        return self._inner.message_bytes()
-
-    def _delay_to(self, peer: int) -> float:
-        """The largest delay, in ms, of the edges that lead to a stage or from it."""
-        stage_of = self._times.placement.stage_of
-        ends = {self._stage, peer}
-        hops = zip(self._times.hops, pairwise(stage_of), strict=True)
-        return max((hop for hop, pair in hops if set(pair) == ends), default=0.0)
-
-    def end(self) -> None:
-        """End the step."""
-        self._inner.end()
-
-    def flush(self) -> None:
-        """Wait until all sends have left."""
-        self._inner.flush()
-
-    def let_go(self) -> None:
-        """The pipeline was dropped: end without waiting for other processes."""
-        self._inner.let_go()
-
-    def close(self) -> None:
-        """Give back what the transport holds."""
-        self._inner.close()
+    ``sends``: for how long a message in front of these layers occupies its sender.
+    """
+    forward, backward = sends.get(own.stop, 0.0), sends.get(own.start, 0.0)
+    f, b, w, optimizer = map(costs.of, ("f", "b", "w", "optimizer"))
+    loss = [0.0] * (costs.n_layers - 1) + [costs.loss]
+    return [
+        EmulatedLayer(
+            (f[i] + loss[i] + (forward if i == own[-1] else 0.0)) / 1e3,
+            (b[i] + (backward if i == own[0] else 0.0)) / 1e3,
+            w[i] / 1e3,
+            step_s=optimizer[i] / 1e3,
+        )
+        for i in own
+    ]

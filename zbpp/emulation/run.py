@@ -21,10 +21,8 @@ from torch import Tensor, nn
 
 from zbpp.core import Costs, LayerCosts, Schedule, Timeline
 from zbpp.diagnostics import timeline
-from zbpp.emulation.build import sleeping_chunks, sleeping_layers
-from zbpp.emulation.collectives import SleepingCollectives
-from zbpp.emulation.layers import DelayedTransport, sleep_until
-from zbpp.emulation.slow_sum import SlowSums
+from zbpp.emulation.layers import sleep_until, sleeping_chunks, sleeping_layers
+from zbpp.emulation.network import DelayedTransport, SleepingCollectives
 from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline
 from zbpp.planning.answer import recomputed_layers
@@ -198,10 +196,11 @@ def emulated_pipeline(
     )
     for stage, executor in pipeline.stages.executors.items():
         transport = executor.transport
-        if post_validation is not None:
-            transport = SlowSums(transport, times, stage=stage)
-        elif any(times.hops):
-            transport = DelayedTransport(transport, times, stage=stage)
+        slow_sums = post_validation is not None
+        if slow_sums or any(times.hops):
+            transport = DelayedTransport(
+                transport, times, stage=stage, slow_sums=slow_sums
+            )
         sleeping = SleepingCollectives(times, executor.stage.chunks.values())
         executor.use_network(transport, sleeping)
     return pipeline

@@ -34,11 +34,7 @@ def checkpointed(layer: nn.Module, value: Any) -> Any:
 
 
 class CompiledLayers:
-    """Runs layers compiled; each is compiled once.
-
-    Args:
-        mode: of all fake tensors.
-    """
+    """Runs layers compiled; each is compiled once."""
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode

@@ -7,7 +7,7 @@ inside a kernel are not seen, but for the copies of convolutions on CPUs.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from zbpp.memory.engine_sums import EngineSums
 from zbpp.memory.routing import IntegerNumbers
-from zbpp.memory.shapes import SHAPES
 from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = ["Span", "StorageTracker", "storages_of"]
@@ -75,7 +74,7 @@ class StorageTracker(TorchDispatchMode):
             return NotImplemented  # its own operators come here again
         if self._sums.in_place(func, args):
             return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
-        run = SHAPES.get(func, func)
+        run = _SHAPES.get(func, func)
         if self._numbers is None or run is not func:
             result = run(*args, **(kwargs or {}))
         else:
@@ -202,3 +201,49 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
         return [tensor.untyped_storage()]
     parts = (getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ()))
     return [part.untyped_storage() for part in parts]
+
+
+_ALIGNED = 16  # bytes; rows of a grouped product begin at multiples of it
+
+
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Products of groups: rows of ``a`` (or of both) belong to groups by ``offs``.
+
+    torch's rule asks for bfloat16, its CPU kernel takes all.
+    """
+    if a.dim() == 2 and b.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], a.shape[0], b.shape[1]]
+    elif a.dim() == 2:
+        shape = [a.shape[0], b.shape[-1]]
+    elif b.dim() == 2:
+        shape = [a.shape[1], b.shape[1]]
+    else:
+        shape = [a.shape[0], a.shape[1], b.shape[-1]]
+    dtype = out_dtype or a.dtype
+    step = max(1, _ALIGNED // dtype.itemsize)
+    stride = [-(-shape[-1] // step) * step, 1]
+    if len(shape) == 3:
+        stride.insert(0, stride[0] * shape[1])
+    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """The tensor itself; torch's rule makes another one."""
+    return tensor
+
+
+_SHAPES: dict[Any, Callable[..., Tensor]] = {}
+"""Shapes of results that torch's own rules for fake tensors refuse or get wrong, by
+operator; those that this torch does not have are left out."""
+
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    _SHAPES[torch.ops.aten._grouped_mm.default] = _grouped_mm
+if torch.distributed.is_available():
+    _SHAPES[torch.ops._c10d_functional.wait_tensor.default] = _same

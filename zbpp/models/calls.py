@@ -236,12 +236,7 @@ class Plan:
         return self._learned[0]
 
     def calls(self, batch: Any, device: torch.device) -> Calls:
-        """Calls of the blocks, by index.
-
-        Args:
-            batch: as the model takes it.
-            device: of the hidden state.
-        """
+        """Calls of the blocks, by index."""
         tensors = tensors_in(batch)
         seen = (
             *((id(tensor), tensor._version) for tensor in tensors),
@@ -259,12 +254,7 @@ class Plan:
         return self._last
 
     def follows_made_up(self, batch: Any, device: torch.device) -> bool:
-        """True if calls of the blocks depend on more than the batch.
-
-        Args:
-            batch: as the model takes it.
-            device: of the hidden state.
-        """
+        """True if calls of the blocks depend on more than the batch."""
         self._last = None  # to run once more, and be followed
         followed = FollowsMadeUp(self.frame.site)
         with followed:

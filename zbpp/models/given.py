@@ -9,9 +9,13 @@ from torch import nn
 
 from zbpp.core import RequestError, a_kind
 from zbpp.models.cut import cut_module
-from zbpp.models.hugging_face import cut_pretrained, is_pretrained
+from zbpp.models.hugging_face import (
+    base_of,
+    cut_pretrained,
+    is_peft,
+    is_pretrained,
+)
 from zbpp.models.layered import Layered, Tie, layer_name
-from zbpp.models.peft import base_of, is_peft
 from zbpp.models.weights import Source, Weights, is_on_meta
 from zbpp.runtime.partition import Model, check_layers, count_layers
 from zbpp.runtime.ties.plan import find_ties

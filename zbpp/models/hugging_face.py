@@ -1,4 +1,4 @@
-"""Models of transformers as layers, by their plans or their families.
+"""Models of transformers, and of peft, as layers, by their plans or their families.
 
     llama   model.embed_tokens | model.layers.0 .. | model.norm, lm_head
             base_model_pp_plan   base_model_pp_plan   the rest beside the base model
@@ -23,13 +23,15 @@ from zbpp.models.families import Family, family_of
 from zbpp.models.frame import children_on_path, persistent
 from zbpp.models.layered import Layered
 from zbpp.models.recorded import Collector
-from zbpp.models.token_weights import weigh_of
 from zbpp.models.weights import Source, Weights, is_on_meta
+from zbpp.runtime.microbatches import IGNORED, Weigh
 
 __all__ = [
+    "base_of",
     "cut_batch",
     "cut_pretrained",
     "family_for",
+    "is_peft",
     "is_pretrained",
     "own_loss",
 ]
@@ -39,11 +41,37 @@ _OFF = ("use_cache", "output_hidden_states", "output_attentions")
 
 def is_pretrained(model: object) -> bool:
     """True for a model of transformers; loads nothing."""
+    return _is_of(model, "transformers", "PreTrainedModel")
+
+
+def is_peft(model: object) -> bool:
+    """True for a `PeftModel`; loads nothing."""
+    return _is_of(model, "peft", "PeftModel")
+
+
+def _is_of(model: object, package: str, name: str) -> bool:
     return any(
-        kind.__name__ == "PreTrainedModel"
-        and kind.__module__.startswith("transformers")
+        kind.__name__ == name and kind.__module__.startswith(package)
         for kind in type(model).__mro__
     )
+
+
+def base_of(model: Any) -> tuple[str, nn.Module]:
+    """The wrapped model with the adapters in it, and the prefix of its names.
+
+    Raises:
+        RequestError: the adapter is a prompt, which lies in the wrapper.
+    """
+    for config in model.peft_config.values():
+        if config.is_prompt_learning:
+            raise RequestError(
+                f"peft's {config.peft_type} puts a prompt before the model, in a "
+                "forward of its own that a pipeline does not run; use an adapter "
+                "inside of layers, such as LoRA"
+            )
+    base: nn.Module = model.get_base_model()
+    prefix = next(name for name, held in model.named_modules() if held is base)
+    return f"{prefix}.", base
 
 
 Named = tuple[str, Sequence[str], Sequence[str]]
@@ -92,7 +120,7 @@ def cut_pretrained(
         collector=_collector(model),
         adapt=_adapt,
     )
-    return cut.layered(loss_fn=own_loss, cut_batch=cut_batch, weigh=weigh_of(model))
+    return cut.layered(loss_fn=own_loss, cut_batch=cut_batch, weigh=_weigh_of(model))
 
 
 def family_for(model: Any) -> Family:
@@ -203,3 +231,35 @@ def _adapt(copied: nn.Module) -> None:
         if hasattr(config, name):
             setattr(config, name, False)
     copied.__dict__["config"] = config
+
+
+def _count_next_tokens(labels: Any) -> float:
+    """Tokens that a causal loss predicts: it has no prediction of the first one."""
+    return float((labels[..., 1:] != IGNORED).sum())
+
+
+def _count_labels(labels: Any) -> float:
+    """Labels of tokens that are not left out."""
+    return float((labels != IGNORED).sum())
+
+
+def _weigh_of(model: Any) -> Weigh | None:
+    """Count, from its labels, what a model takes the mean of its loss over.
+
+    A batch's loss is then that of the plain model on the whole batch, however its
+    padding is spread over the micro-batches. None: samples.
+    """
+    kind = type(model).__name__
+    from_states = getattr(model.config, "is_encoder_decoder", False)
+    if from_states and kind.endswith(("ForConditionalGeneration", "MTModel")):
+        return _count_labels  # a decoder's labels are its inputs shifted already
+    causal = "LMHeadModel" in kind  # such a class has no loss_type, and takes this one
+    loss_type = model.loss_type or ("ForCausalLM" if causal else None)
+    return _BY_TOKENS.get(loss_type)
+
+
+_BY_TOKENS: dict[str | None, Weigh] = {
+    "ForCausalLM": _count_next_tokens,
+    "ForMaskedLM": _count_labels,
+    "ForTokenClassification": _count_labels,
+}

@@ -64,11 +64,6 @@ def measure_links(
 ) -> dict[tuple[int, int], Link]:
     """Measure the links of a placement, one after the other (every rank must call).
 
-    Args:
-        executors: of this process.
-        placement: of the chunks.
-        n_bytes: of the largest message.
-
     Returns:
         By pair of stages, the lower one first; none if all are in one process.
     """

@@ -77,12 +77,7 @@ def rehearse(
 def rehearsed_steps(
     rows: Mapping[int, Sequence[Sequence[Slot]]], schedule: Schedule
 ) -> list[Timeline] | None:
-    """Join what all stages have rehearsed; None: they have not.
-
-    Args:
-        rows: by stage, of each step.
-        schedule: that was rehearsed.
-    """
+    """Join what all stages have rehearsed; None: they have not."""
     placement = schedule.placement
     if len(rows) < placement.n_stages:
         return None

@@ -1,13 +1,14 @@
 """Time pieces of work on one device; means, medians and quartiles of the times."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 from operator import add
 from statistics import median
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from zbpp.core.measured import robust_mean
@@ -57,26 +58,14 @@ def spread(seconds: Iterable[float]) -> Spread:
         return Spread(0.0, 0.0, 0.0, 0.0)
     return Spread(
         median=median(ordered),
-        low=_at(ordered, 0.25),
-        high=_at(ordered, 0.75),
+        low=float(np.quantile(ordered, 0.25)),
+        high=float(np.quantile(ordered, 0.75)),
         mean=robust_mean(ordered),
     )
 
 
-def _at(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 class Stopwatch:
-    """Notes when pieces of work run, by name; on GPUs with events, read at the end.
-
-    Args:
-        device: where the work runs.
-        make_event: as for `JobTimes`.
-    """
+    """Notes when pieces of work run, by name; on GPUs with events, read at the end."""
 
     def __init__(
         self, device: torch.device, *, make_event: Callable[[], Event] | None = None

@@ -12,9 +12,9 @@ products with weights are `nn.Linear` without bias.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,10 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from zbpp.core import RequestError
+from zbpp.training.options import BlockSizes
+from zbpp.training.user_model import UserModel
 
 __all__ = ["LlamaConfig", "build_layer", "build_layers", "cross_entropy", "dealt_out"]
 
 VOCABULARY = 256  # bytes
+_SIZES = tuple(field.name for field in fields(BlockSizes))
 _ROTARY_BASE = 10_000.0
 _NORM_EPS = 1e-5
 _LOGIT_STD = 0.02  # of the head's weights: the first loss is close to log(256)
@@ -37,31 +40,26 @@ _BY_COLUMNS = ("attention.query", "attention.key", "attention.value",
 _BY_ROWS = ("attention.out", "feed_forward.down")
 
 
-@dataclass(frozen=True)
-class LlamaConfig:
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(BlockSizes):
     """Sizes of the model; the defaults have 0.94 million parameters.
 
     Args:
-        dim: width of the residual stream; a multiple of 2 * n_heads.
-        n_blocks: transformer blocks; the model has two more layers.
-        n_heads: attention heads.
-        hidden: inner width of the feed-forward part.
-        seq: longest sequence.
         seed: of the initial weights.
 
     Raises:
         RequestError: a size is below 1, or dim is no multiple of 2 * n_heads.
     """
 
-    dim: int = 96
-    n_blocks: int = 8
-    n_heads: int = 4
-    hidden: int = 256
-    seq: int = 128
     seed: int = 0
 
+    @classmethod
+    def of(cls, sizes: BlockSizes, *, seed: int = 0) -> Self:
+        """The model of these sizes, which a command has among its flags."""
+        return cls(**{name: getattr(sizes, name) for name in _SIZES}, seed=seed)
+
     def __post_init__(self) -> None:
-        for name in ("dim", "n_blocks", "n_heads", "hidden", "seq"):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} is {getattr(self, name)}; at least 1")
         if self.dim % (2 * self.n_heads):
@@ -89,8 +87,16 @@ class LlamaConfig:
 
     def about(self) -> dict[str, Any]:
         """The values that must be the same where a checkpoint of it is loaded."""
-        names = ("dim", "n_blocks", "n_heads", "hidden")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _SIZES if name != "seq"}
+
+    def loaded(self, samples: int) -> UserModel:
+        """The model with one micro-batch of random bytes, as a user's comes."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens = torch.randint(VOCABULARY, (samples, self.seq + 1), generator=generator)
+        build = partial(build_layers, self)
+        return UserModel(
+            build, tokens[:, :-1], tokens[:, 1:], cross_entropy, self.n_layers
+        )
 
 
 def build_layers(config: LlamaConfig, indices: Iterable[int]) -> list[nn.Module]:

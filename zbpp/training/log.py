@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -42,10 +42,6 @@ class Record:
     rollbacks: int
     skipped: bool
 
-    def as_json(self) -> str:
-        """One line; JSON has no infinity, so what is not finite becomes null."""
-        return _json(vars(self))
-
 
 def log_line(record: Record, *, memory_gib: float | None, bubble_rate: float) -> str:
     """Write a step like torchtitan's log does, with the pipeline's own numbers.
@@ -70,6 +66,7 @@ bubble: 4.5% (simulated)  rolled back: 0'
     return "  ".join(part for part in parts if part)
 
 
+@dataclass
 class Recorder:
     """Reports a run of ``steps`` steps; use it as a context.
 
@@ -88,60 +85,50 @@ class Recorder:
         device: whose largest memory so far is told: of torch on a GPU, else resident.
     """
 
-    def __init__(
-        self,
-        *,
-        enabled: bool,
-        steps: int,
-        first: int = 0,
-        tokens: int,
-        bubble_rate: float,
-        log_every: int,
-        metrics: Path | None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._enabled = enabled
-        self._steps = steps
-        self._first = first
-        self._tokens = tokens
-        self._bubble_rate = bubble_rate
-        self._log_every = log_every
-        self._path = metrics
-        self._device = torch.device(device)
-        self._metrics: TextIO | None = None
+    enabled: bool
+    steps: int
+    tokens: int
+    bubble_rate: float
+    log_every: int
+    metrics: Path | None
+    first: int = 0
+    device: torch.device | str = "cpu"
+    problems: dict[str, str] = field(default_factory=dict, init=False)
+    """Words about what could not be written, by what it is."""
+
+    def __post_init__(self) -> None:
+        self._file: TextIO | None = None
         self._bar: Progress | None = None
         self._pending: tuple[int, StepResult] | None = None
         self._times = [0.0]  # when the run began, then when each step was issued
-        self._logged = first  # last step with a log line
+        self._logged = self.first  # last step with a log line
         self._rollbacks = self._skipped = 0  # so far
-        self.problems: list[str] = []
-        """Words about what could not be written."""
 
     def __enter__(self) -> Self:
-        if self._enabled and self._path is not None:
+        if self.enabled and self.metrics is not None:
             try:
-                lines = _lines_of_steps(self._path, self._first)
-                self._metrics = self._path.open("w", encoding="utf-8", buffering=1)
+                lines = _lines_of_steps(self.metrics, self.first)
+                self._file = self.metrics.open("w", encoding="utf-8", buffering=1)
             except OSError as error:
                 raise RequestError(
-                    f"--metrics {self._path}: cannot be written: {error.strerror}"
+                    f"--metrics {self.metrics}: cannot be written: {error.strerror}"
                 ) from error
             self._write("".join(lines))
-        if self._enabled and sys.stdout is not None and sys.stdout.isatty():
+        if self.enabled and sys.stdout is not None and sys.stdout.isatty():
             self._bar = Progress(
                 BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
                 TimeRemainingColumn(), transient=True,
             )  # fmt: skip
             self._bar.start()
-            self._bar.add_task("train", total=self._steps, completed=self._first)
+            self._bar.add_task("train", total=self.steps, completed=self.first)
         self._times = [time.perf_counter()]
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._file is not None:
+            self._file.close()
 
     @property
     def seconds(self) -> float:
@@ -152,7 +139,7 @@ class Recorder:
         """A step has been issued: report the one before it."""
         self._times.append(time.perf_counter())
         self._report_pending()
-        self._pending = (self._first + len(self._times) - 1, result)
+        self._pending = (self.first + len(self._times) - 1, result)
 
     def finish_steps(self) -> None:
         """Report the last step so far: at the end, and before it is saved."""
@@ -160,16 +147,15 @@ class Recorder:
 
     def write_final(self, **results: object) -> None:
         """Write the last line of the metrics file, with sums over the run."""
-        speed = (len(self._times) - 1) * self._tokens / (self.seconds or math.inf)
+        speed = (len(self._times) - 1) * self.tokens / (self.seconds or math.inf)
         counts = {"rollbacks": self._rollbacks, "skipped": self._skipped}
-        line = _json({"final": True, **results, "tokens_per_s": speed, **counts})
-        self._write(line + "\n")
+        self._write(_json({"final": True, **results, "tokens_per_s": speed, **counts}))
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
-        elif self._enabled:
+        elif self.enabled:
             try:
                 print(line, flush=True)
             except BrokenPipeError:  # the reader, such as head, has seen enough
@@ -178,34 +164,33 @@ class Recorder:
     @contextmanager
     def hearing(self) -> Iterator[None]:
         """Say what zbpp's logger has to say; without this it goes to stderr."""
-        logger, handler = logging.getLogger("zbpp"), _Hearing(self.say)
-        level = logger.level
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        handler, level = _Hearing(self.say), _LOG.level
+        _LOG.addHandler(handler)
+        _LOG.setLevel(logging.INFO)
         try:
             yield
         finally:
-            logger.setLevel(level)
-            logger.removeHandler(handler)
+            _LOG.setLevel(level)
+            _LOG.removeHandler(handler)
 
     def _report_pending(self) -> None:
-        if self._pending is None or not self._enabled:
+        if self._pending is None or not self.enabled:
             return
         step, result = self._pending
         self._pending = None
         self._rollbacks += result.rollbacks
         self._skipped += result.skipped
-        if self._metrics is not None:
-            self._write(self._record(step, result, since=step - 1).as_json() + "\n")
-        ends = (self._first + 1, self._steps)
-        if step in ends or step % self._log_every == 0:
+        if self._file is not None:
+            self._write(_json(vars(self._record(step, result, since=step - 1))))
+        ends = (self.first + 1, self.steps)
+        if step in ends or step % self.log_every == 0:
             record = self._record(step, result, since=self._logged)
-            peak = peak_held(self._device)
+            peak = peak_held(torch.device(self.device))
             self.say(
                 log_line(
                     replace(record, rollbacks=self._rollbacks),
                     memory_gib=None if peak is None else peak / _GIB,
-                    bubble_rate=self._bubble_rate,
+                    bubble_rate=self.bubble_rate,
                 )
             )
             self._logged = step
@@ -214,13 +199,13 @@ class Recorder:
 
     def _record(self, step: int, result: StepResult, *, since: int) -> Record:
         """Read a result; its speed is the mean over the steps after ``since``."""
-        first = self._first
+        first = self.first
         seconds = self._times[step - first] - self._times[since - first]
         return Record(
             step=step,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            tokens_per_s=(step - since) * self._tokens / seconds,
+            tokens_per_s=(step - since) * self.tokens / seconds,
             rollbacks=result.rollbacks,
             skipped=result.skipped,
         )
@@ -231,21 +216,25 @@ class Recorder:
         try:
             yield
         except OSError as error:
-            words = f"{what} cannot be written: {error.strerror}"
-            self.problems.append(words)
-            _LOG.warning("%s; the run goes on", words)
+            self.note(what, f"{what} cannot be written: {error.strerror}")
+
+    def note(self, what: str, problem: str) -> None:
+        """Note what could not be written; it is told again at the end of the run."""
+        self.problems[what] = problem
+        if self.enabled:
+            _LOG.warning("%s; the run goes on", problem)
 
     def _write(self, text: str) -> None:
         """Write to the metrics file; a full disk ends no training."""
-        if self._metrics is None:
+        if self._file is None:
             return
-        n_problems = len(self.problems)
-        with self.writing(f"--metrics {self._path}"):
-            self._metrics.write(text)
-        if len(self.problems) > n_problems:
+        what = f"--metrics {self.metrics}"
+        with self.writing(what):
+            self._file.write(text)
+        if what in self.problems:
             with suppress(OSError):  # it flushes what could not be written
-                self._metrics.close()
-            self._metrics = None
+                self._file.close()
+            self._file = None
 
 
 class _Hearing(logging.Handler):
@@ -276,8 +265,9 @@ def _lines_of_steps(path: Path, last: int) -> list[str]:
 
 
 def _json(values: dict[str, object]) -> str:
+    """One line; JSON has no infinity, so what is not finite becomes null."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
     }
-    return json.dumps(finite, allow_nan=False)
+    return json.dumps(finite, allow_nan=False) + "\n"

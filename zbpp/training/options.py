@@ -9,12 +9,17 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from zbpp.core import RequestError
+from zbpp.core import LayerCosts, RequestError, read_layers
+from zbpp.core.costs.units import with_limit
 from zbpp.core.sharding import Shard
 from zbpp.planning import MODE_WORDS
+from zbpp.planning.request import parse_recompute, parse_split
+from zbpp.schedules import Recomputing, Split
 
 __all__ = [
     "HF",
+    "MODEL_FLAG",
+    "MODES_FLAG",
     "MODE_FLAG",
     "BlockSizes",
     "Compute",
@@ -24,6 +29,8 @@ __all__ = [
     "Replicas",
     "RunOptions",
     "Train",
+    "check_above_zero",
+    "check_at_least",
     "flag",
 ]
 
@@ -32,6 +39,16 @@ HF = "hf:"
 Memory = Annotated[float | None, "memory"]
 """An amount of memory: a number, or one with a unit, such as ``40GiB``."""
 MODE_FLAG: dict[str, Any] = {"metavar": "MODE", "also": ("mode",)}
+MODES_FLAG: dict[str, Any] = {
+    "metavar": "MODE,..",
+    "also": ("pipeline_schedule_mode", "mode"),
+    "many": True,
+}
+MODEL_FLAG: dict[str, Any] = {
+    "text": "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
+    "default": None,
+    "metavar": "MODULE:FUNCTION",
+}
 
 
 def flag(
@@ -58,6 +75,22 @@ def flag(
     about = {"text": text, "metavar": metavar, "also": also, "many": many,
              "pair": pair, "hidden": hidden}  # fmt: skip
     return field(default=default, metadata=about)
+
+
+def check_at_least(options: object, least: int, *names: str) -> None:
+    """Refuse values of these flags that are less; None is none."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            raise RequestError(f"--{name} is {value}; it must be at least {least}")
+
+
+def check_above_zero(options: object, *names: str) -> None:
+    """Refuse values of these flags that are not above 0; None is none."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise RequestError(f"--{name} is {value}; it must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +122,28 @@ class Planning:
         "are apart",
         None,
     )
+
+    @property
+    def asked_split(self) -> Split:
+        """What ``--split`` asks for."""
+        return None if self.split is None else parse_split(self.split)
+
+    @property
+    def asked_recompute(self) -> Recomputing | None:
+        """What ``--recompute`` asks for."""
+        return None if self.recompute is None else parse_recompute(self.recompute)
+
+    def costs_of_layers(self) -> LayerCosts | None:
+        """Read the layers file, if there is one, under ``--memory_limit``."""
+        if self.layers is None:
+            return None
+        if self.costs is not None:
+            raise RequestError(
+                "--costs and --layers are both given; the costs of chunks follow from "
+                "those of layers: leave --costs out"
+            )
+        layers = read_layers(self.layers)
+        return with_limit(layers, self.memory_limit, name="--memory_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +192,7 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
-    """Run.
-
-    Raises:
-        RequestError: a value is out of its range.
-    """
+    """Run."""
 
     pipeline_schedule_mode: str = flag(MODE_WORDS, "ZBH1", **MODE_FLAG)
     effort: Literal["fast", "default"] = flag(
@@ -168,11 +219,9 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
     )
 
     def __post_init__(self) -> None:
-        for name in ("stages", "microbatches", "microbatch_size", "seq"):
-            self._check_at_least(name, 1)
-        for name in ("data_parallel", "tensor_parallel"):
-            self._check_at_least(name, 1)
-        self._check_at_least("seed", 0)
+        sizes = ("stages", "microbatches", "microbatch_size", "seq")
+        check_at_least(self, 1, *sizes, "data_parallel", "tensor_parallel")
+        check_at_least(self, 0, "seed")
         if self.shard != "none" and self.data_parallel == 1:
             raise RequestError(
                 f"--shard {self.shard} needs replicas to share it; give "
@@ -183,38 +232,23 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
                 f"--transport local is one process, and a stage has {self.n_peers}; "
                 "leave it out, or --data_parallel and --tensor_parallel"
             )
-        for name, is_on in (
-            ("compile", self.compiles),
-            ("cuda_graphs", self.cuda_graphs),
-        ):
+        compiling = {"compile": self.compiles, "cuda_graphs": self.cuda_graphs}
+        for name, is_on in compiling.items():
             if is_on and self.emulate is not None:
                 raise RequestError(
                     f"--{name}: emulated layers sleep; leave one of them out"
                 )
-        self._check_above_zero("timeout_s")
+        check_above_zero(self, "timeout_s")
 
     @property
     def n_peers(self) -> int:
         """Processes of a stage."""
         return self.data_parallel * self.tensor_parallel
 
-    def _check_at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is not None and not value >= least:
-            raise RequestError(f"--{name} is {value}; it must be at least {least}")
-
-    def _check_above_zero(self, name: str) -> None:
-        if not getattr(self, name) > 0:
-            raise RequestError(f"--{name} is {getattr(self, name)}; it must be above 0")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Train(RunOptions):
-    """Training.
-
-    Raises:
-        RequestError: a value is out of its range.
-    """
+    """Training."""
 
     alternating_buffers: bool = flag(
         "layers gathered into two buffers in turn; with --shard parameters", False
@@ -242,14 +276,12 @@ class Train(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("steps", "validation_microbatches", "log_every"):
-            self._check_at_least(name, 1)
-        for name in ("failures", "window", "clean"):
-            self._check_at_least(f"post_validation_{name}", 1)
-        for name in ("max_consecutive_skips", "save_every", "keep"):
-            self._check_at_least(name, 1)
-        for name in ("warmup_steps", "lr", "weight_decay", "max_restarts"):
-            self._check_at_least(name, 0)
+        counts = ("steps", "validation_microbatches", "log_every", "save_every", "keep")
+        patience = [
+            f"post_validation_{name}" for name in ("failures", "window", "clean")
+        ]
+        check_at_least(self, 1, *counts, *patience, "max_consecutive_skips")
+        check_at_least(self, 0, "warmup_steps", "lr", "weight_decay", "max_restarts")
         if self.alternating_buffers and self.shard != "parameters":
             raise RequestError(
                 "--alternating_buffers hold layers for the time of a pass, and --shard "
@@ -259,4 +291,4 @@ class Train(RunOptions):
         for name in ("save_every", "max_restarts"):
             if getattr(self, name) and self.save_dir is None:
                 raise RequestError(f"--{name} needs --save_dir, a folder to save to")
-        self._check_above_zero("clip_grad_norm")
+        check_above_zero(self, "clip_grad_norm")

@@ -2,146 +2,84 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import AdamW
 
-from zbpp.core import LayerCosts, Schedule, write_costs, write_layers
+from zbpp.core import write_costs, write_layers
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
-from zbpp.memory import layer_memory
-from zbpp.models import layered_of
-from zbpp.pipeline import Pipeline
 from zbpp.planning import Plan
 from zbpp.planning.replicas import network_of, on_replicas
 from zbpp.profiling import Profile
-from zbpp.runtime.policies import Execution, StepPolicy
-from zbpp.training.build import (
-    build_pipeline,
-    estimate_layers,
-    mesh_of,
-    numerics_of,
-    tracing_of,
-)
 from zbpp.training.options import Train
-from zbpp.training.setup import costs_of, device_of
+from zbpp.training.setup import (
+    build_pipeline,
+    costs_of,
+    estimate_layers,
+    random_batch,
+)
 from zbpp.training.user_model import UserModel
 
-__all__ = ["ProfileRequest", "run_profile"]
+__all__ = ["run_profile"]
 
 
-@dataclass(frozen=True)
-class ProfileRequest:
-    """Options of a profile: the model, and where the results go.
-
-    ``load`` gives a user's model; None: the model of `zbpp train`.
-    """
-
-    load: Callable[[], UserModel] | None
-    out: Path
-    layers_out: Path | None
-    rounds: int
-    json: bool
-
-
-def run_profile(request: ProfileRequest, options: Train, plan: Plan) -> None:
+def run_profile(
+    options: Train,
+    plan: Plan,
+    *,
+    load: Callable[[], UserModel] | None,
+    out: Path,
+    layers_out: Path | None,
+    rounds: int,
+    as_json: bool,
+) -> None:
     """Profile, and let rank 0 write and print.
 
-    Raises:
-        RequestError: the model and the schedule do not fit together.
+    Args:
+        options: of the run whose passes are timed.
+        plan: of the run.
+        load: gives a user's model; None: that of `zbpp train`.
+        out: costs file to write.
+        layers_out: layers file to write.
+        rounds: passes that are counted.
+        as_json: print a JSON object, and no table.
     """
     torch.set_num_threads(1)  # as in training: the processes share the cores
     emulated = options.emulate is not None
-    loaded = None if request.load is None else request.load()
+    loaded = None if load is None else load()
     if emulated:
         costs = costs_of(options)
         pipeline = emulated_pipeline(plan.schedule, costs, timeout_s=options.timeout_s)
         inputs: Any = emulated_batch(pipeline)
         targets: Any = inputs
-    elif loaded is not None:
-        pipeline = _pipeline_of(loaded, options, plan.schedule)
-        m = pipeline.n_microbatches
-        inputs = [loaded.inputs] * m
-        targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
     else:
-        pipeline = build_pipeline(replace(options, shard="none"), plan)
-        inputs = targets = _tokens(options, pipeline.n_microbatches)
+        pipeline = build_pipeline(replace(options, shard="none"), plan, loaded)
+        m = pipeline.n_microbatches
+        if loaded is None:
+            inputs, targets = random_batch(options, m)
+        else:
+            inputs = [loaded.inputs] * m
+            targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
     profile = pipeline.profile(
-        inputs,
-        targets,
-        rounds=request.rounds,
-        memory=not emulated,
-        shard=options.shard,
+        inputs, targets, rounds=rounds, memory=not emulated, shard=options.shard
     )
     if pipeline.rank == 0:
         if not emulated:
-            profile = profile.with_memory(_estimate(loaded, options))
-        _write(profile, request, options.data_parallel)
+            profile = profile.with_memory(estimate_layers(options, loaded))
+        write_costs(_of_replica(profile, options.data_parallel).costs(), out)
+        if layers_out is not None:
+            write_layers(profile.layers, layers_out)
+        if as_json:
+            print(json.dumps(profile.as_dict()), flush=True)
+        else:
+            print(profile.table)
+            per_layer = [] if layers_out is None else [f"{layers_out} (per layer)"]
+            print(
+                "costs in ms and bytes:", ", ".join([str(out), *per_layer]), flush=True
+            )
     pipeline.close()
-
-
-def _pipeline_of(loaded: UserModel, options: Train, schedule: Schedule) -> Pipeline:
-    return Pipeline(
-        layered_of(loaded.model, loaded.n_layers),
-        schedule,
-        loss_fn=loaded.loss_fn or _own_loss,
-        optimizer=partial(_adamw, options.lr),
-        mesh=mesh_of(options, schedule.n_stages),
-        device=device_of(options),
-        numerics=numerics_of(options),
-        step=StepPolicy(
-            post_validation=options.enable_optimizer_post_validation,
-        ),
-        execution=Execution(
-            compile="blocks" if options.compiles else False,
-            timeout_s=options.timeout_s,
-        ),
-    )
-
-
-def _own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The last layer has put it out."""
-    return outputs
-
-
-def _adamw(lr: float, parameters: list[torch.nn.Parameter]) -> AdamW:
-    return AdamW(parameters, lr=lr, fused=True)
-
-
-def _tokens(options: Train, n_microbatches: int) -> Tensor:
-    shape = (n_microbatches * options.microbatch_size, options.seq)
-    return torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
-
-
-def _estimate(loaded: UserModel | None, options: Train) -> LayerCosts:
-    """Bytes of the layers, on fake tensors."""
-    if loaded is None:
-        return estimate_layers(options)
-    return layer_memory(
-        loaded.model,
-        (loaded.inputs, loaded.targets),
-        loaded.loss_fn,
-        optimizer=partial(_adamw, options.lr),
-        **tracing_of(options, loaded.n_layers if callable(loaded.model) else None),
-    )
-
-
-def _write(profile: Profile, request: ProfileRequest, n_replicas: int) -> None:
-    write_costs(_of_replica(profile, n_replicas).costs(), request.out)
-    if request.layers_out is not None:
-        write_layers(profile.layers, request.layers_out)
-    if request.json:
-        print(json.dumps(profile.as_dict()), flush=True)
-        return
-    print(profile.table)
-    told = [str(request.out)]
-    if request.layers_out is not None:
-        told.append(f"{request.layers_out} (per layer)")
-    print("costs in ms and bytes:", ", ".join(told), flush=True)
 
 
 def _of_replica(profile: Profile, n: int) -> Profile:

@@ -4,9 +4,8 @@ The place in the data is the number of samples so far, whatever the number of st
 what a step draws depends on the seed and the step alone.
 """
 
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,34 +14,30 @@ from typing import Any
 from zbpp.checkpoint import CheckpointError, last_step, locked, newest
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
+from zbpp.training.log import Recorder
 from zbpp.training.options import Train
 
-__all__ = ["RunSaver", "check_saving", "folder_of_one_run", "resumed"]
+__all__ = ["CHECKPOINT", "RunSaver", "check_saving", "folder_of_one_run", "resumed"]
 
-_LOG = logging.getLogger("zbpp")
+CHECKPOINT = "a checkpoint"
+"""Key of the last save among a recorder's problems."""
 
 
 def check_saving(options: Train) -> None:
-    """Find before any process is started what would stop the run.
-
-    Raises:
-        RequestError: a flag needs another, or there is nothing to go on from.
-    """
-    if options.save_dir is None:
+    """Find before any process is started what would stop the run."""
+    folder, asked = options.save_dir, options.resume
+    if folder is None:
         return
-    if options.save_dir.exists() and not options.save_dir.is_dir():
-        raise RequestError(f"--save_dir {options.save_dir} is no folder")
-    if options.resume == "none" and _has_checkpoint(options.save_dir):
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"--save_dir {folder} is no folder")
+    if asked == "none" and _has_checkpoint(folder):
         raise RequestError(
-            f"{options.save_dir} holds checkpoints of a run; go on from them with "
+            f"{folder} holds checkpoints of a run; go on from them with "
             "--resume auto, or give another --save_dir"
         )
-    if options.resume not in ("auto", "none"):
-        _refuse_later_ones(Path(options.resume), options.save_dir)
-
-
-def _refuse_later_ones(asked: Path, folder: Path) -> None:
-    """A restart goes on from the newest one, which must be of this run."""
+    if asked in ("auto", "none"):
+        return
+    # a restart goes on from the newest one, which must be of this run
     first, last = last_step(asked), last_step(folder)
     if first is not None and last is not None and last > first:
         raise RequestError(
@@ -103,8 +98,6 @@ class RunSaver:
         self._per_step = samples
         self._samples = 0
         self._saved: int | None = None
-        self.problem: str | None = None
-        """Words about the last save, if it has failed."""
         self._same: dict[str, Any] = {"seed": options.seed, **same}
 
     def resume(self) -> str | None:
@@ -126,10 +119,18 @@ class RunSaver:
                 f"{path} is of another model: {error}; give the same options, or "
                 "another --save_dir"
             ) from error
-        self._compare(extra, path)
+        other = [
+            f"{name} {extra.get(name)}, now {value}"
+            for name, value in self._same.items()
+            if extra.get(name) != value
+        ]
+        if other:
+            raise RequestError(
+                f"{path} is of another training: {'; '.join(other)}; give the same "
+                "options and text, or another --save_dir"
+            )
         self._samples = int(extra["samples"])
-        step = self._pipeline.n_steps
-        self._saved = step
+        step = self._saved = self._pipeline.n_steps
         return f"resumed after step {step} ({self._samples:,} samples) from {path}"
 
     def _path(self) -> Path | None:
@@ -144,55 +145,33 @@ class RunSaver:
         told: Path | None = self._pipeline.gather(found)[0]
         return told
 
-    def _compare(self, extra: Mapping[str, Any], path: Path) -> None:
-        other = [
-            f"{name} {extra.get(name)}, now {value}"
-            for name, value in self._same.items()
-            if extra.get(name) != value
-        ]
-        if other:
-            raise RequestError(
-                f"{path} is of another training: {'; '.join(other)}; give the same "
-                "options and text, or another --save_dir"
-            )
-
-    def after_step(self, before_save: Callable[[], None]) -> None:
-        """Save if it is time to.
-
-        Args:
-            before_save: reports the step, as a run that goes on from the checkpoint
-                will not do it.
-        """
+    def after_step(self, recorder: Recorder) -> None:
+        """Save if it is time to, and what the recorder has to write before it."""
         self._samples += self._per_step
         every = self._options.save_every
         if every is not None and self._pipeline.n_steps % every == 0:
-            before_save()
-            self._save()
+            recorder.finish_steps()  # a run that goes on from here will not do it
+            self._save(recorder)
 
-    def finish(self) -> None:
+    def finish(self, recorder: Recorder) -> None:
         """Save what is not saved yet, and wait until it is on the disk."""
         if self._options.save_dir is None:
             return
         if self._saved != self._pipeline.n_steps:
-            self._save()
+            self._save(recorder)
         try:
             self._pipeline.finish_saving()
         except CheckpointError as error:
-            self._tell(error)
+            recorder.note(CHECKPOINT, str(error))
 
-    def _save(self) -> None:
+    def _save(self, recorder: Recorder) -> None:
         folder = self._options.save_dir
         assert folder is not None, "the options were checked"
         extra = {"samples": self._samples, **self._same}
         try:
             self._pipeline.save(folder, keep=self._options.keep, extra=extra)
         except CheckpointError as error:  # a full disk ends no training
-            self._tell(error)
+            recorder.note(CHECKPOINT, str(error))
         else:
             self._saved = self._pipeline.n_steps
-            self.problem = None
-
-    def _tell(self, error: CheckpointError) -> None:
-        self.problem = str(error)
-        if self._pipeline.rank == 0:
-            _LOG.warning("%s; the run goes on", error)
+            recorder.problems.pop(CHECKPOINT, None)

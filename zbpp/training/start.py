@@ -16,8 +16,7 @@ from zbpp.training.launch import is_launched, launch, run_launched
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.resume import resumed
-from zbpp.training.setup import check, costs_of, plan_of
-from zbpp.training.splits import sleeping_layers
+from zbpp.training.setup import check, costs_of, plan_of, sleeping_layers
 
 __all__ = ["Worker", "start", "start_worker"]
 
@@ -29,12 +28,7 @@ _EMULATED_STEPS = 10
 
 
 def start(options: Train) -> None:
-    """Train, and return when it is done.
-
-    Raises:
-        RequestError: the request is wrong or cannot be met.
-        WorkerError: a process failed.
-    """
+    """Train, and return when it is done."""
     emulated = options.emulate is not None
     worker = _run_emulated if emulated else train
     if options.steps is None:
@@ -51,10 +45,6 @@ def start_worker(
         worker: called with the options and the plan; can be pickled.
         options: of the run.
         check: called before any process is started, with the same.
-
-    Raises:
-        RequestError: the request is wrong or cannot be met.
-        WorkerError: a process failed.
     """
     if is_launched():
         run_launched(partial(_share, worker, options))
@@ -97,11 +87,7 @@ def _share(worker: Worker, options: Train) -> int | None:
 
 
 def _for_world(options: Train, n_processes: int) -> Train:
-    """The same with one stage of one replica a process.
-
-    Raises:
-        RequestError: another number of stages is asked for, or replicas do not fit.
-    """
+    """The same with one stage of one replica a process."""
     n_stages, rest = divmod(n_processes, options.n_peers)
     if rest:
         raise RequestError(

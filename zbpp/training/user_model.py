@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zbpp.runtime.partition import Model
     from zbpp.runtime.stage import LossFn
 
-__all__ = ["UserModel", "call_builder", "load_model"]
+__all__ = ["UserModel", "call_builder", "load_model", "optimizer_class"]
 
 _WANTED = (
     "it must be a function that returns (model, batch) or (model, batch, loss_fn): an "
@@ -67,9 +67,6 @@ def load_model(
         seq: tokens of a sample, for a configuration; None: 128 at most.
         samples: of the micro-batch, likewise.
         is_fake: its weights are fake tensors, made in the mode that is entered.
-
-    Raises:
-        RequestError: there is no such function or file, or it gives something else.
     """
     if name.startswith(HF):
         from zbpp.models.configs.causal_lm import layers_of_config
@@ -121,9 +118,6 @@ def call_builder(name: str, wanted: str) -> Any:
     Args:
         name: of the function.
         wanted: what it must be, for the error.
-
-    Raises:
-        RequestError: there is no such function.
     """
     path, _, attribute = name.partition(":")
     if not path or not attribute:
@@ -138,3 +132,25 @@ def call_builder(name: str, wanted: str) -> Any:
     if not callable(build):
         raise RequestError(f"--model {name}: {wanted}")
     return build()
+
+
+def optimizer_class(name: str, *, otherwise: str = "") -> Any:
+    """Find an optimizer of torch.optim by its name, in any case.
+
+    Args:
+        name: of the class, as ``--optimizer`` gives it.
+        otherwise: what the flag takes beside names, for the error.
+    """
+    import torch
+
+    known = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    if name.lower() not in known:
+        raise RequestError(
+            f"--optimizer {name}: torch.optim has none of this name; choose one of "
+            f"{', '.join(sorted(known))}{otherwise}"
+        )
+    return known[name.lower()]

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zbpp.cli.flags import PlanFlags
-from zbpp.cli.layers_report import comparison_of_splits
 from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
 from zbpp.cli.pictures.measured import Run, beside, print_runs, read_runs
-from zbpp.cli.report import print_comparison
+from zbpp.cli.report import gain_text, print_comparison
 from zbpp.cli.several import command_text, paths_in, schedules_in
 from zbpp.cli.summary import summarize
 from zbpp.core import RequestError
@@ -18,7 +17,7 @@ from zbpp.core.files.json_text import write_file
 from zbpp.planning import MODES, canonical, is_auto, make_plan
 from zbpp.simulator import bubble_rate, plot_comparison, simulate
 from zbpp.simulator.page import write_page
-from zbpp.training.options import flag
+from zbpp.training.options import MODES_FLAG, flag
 
 __all__ = ["Compare"]
 
@@ -34,9 +33,7 @@ class Compare(PlanFlags):
     modes: str = flag(
         "modes to compare; left out: all",
         ",".join(MODES),
-        metavar="MODE,..",
-        also=("pipeline_schedule_mode", "mode"),
-        many=True,
+        **MODES_FLAG,
     )
     costs: Path | None = flag(
         "costs files, a table each; without one F, B and W take 1 each",
@@ -143,8 +140,12 @@ class Compare(PlanFlags):
             post_validation=bool(validated),
         )
         plans = {mode: row.plan for mode, row in planned.items() if row.plan.is_layered}
-        if plans:
-            print(*comparison_of_splits(plans), sep="\n")
+        widest = max(map(len, plans), default=0)
+        for mode, plan in plans.items():
+            split = " ".join(map(str, plan.split or ()))
+            gain = plan.gain
+            than = "" if gain is None else f": {gain_text(gain)} than even chunks"
+            print(f"{mode:{widest}}  split {split}{than}")
 
     def _draw(self, out: Path, found: Sequence[Comparison]) -> None:
         """Write a page, or a picture of the charts of the first costs."""

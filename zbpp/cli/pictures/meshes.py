@@ -14,7 +14,7 @@ from zbpp.core.costs.units import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, Shard, network_of
 from zbpp.simulator.tables import Table
-from zbpp.training.options import Memory, flag
+from zbpp.training.options import Memory, check_at_least, flag
 from zbpp.training.user_model import load_model
 
 __all__ = ["Mesh"]
@@ -65,11 +65,7 @@ class Mesh:
     json: bool = flag("print one JSON object instead of a table", False, pair=False)
 
     def run(self) -> None:
-        """Plan all meshes and print them; the best is marked.
-
-        Raises:
-            RequestError: no mesh fits, or flags are missing or do not go together.
-        """
+        """Plan all meshes and print them; the best is marked."""
         layers, network = self._layers_and_network()
         found = plan_meshes(
             layers,
@@ -111,8 +107,7 @@ class Mesh:
                 "--replica_bandwidth is missing: the bytes between two devices in a "
                 "unit of time, which replicas exchange parameters with"
             )
-        if self.node < 1:
-            raise RequestError(f"--node is {self.node}; it must be at least 1")
+        check_at_least(self, 1, "node")
         if (self.node > 1) != (self.node_bandwidth is not None):
             raise RequestError(
                 "--node and --node_bandwidth go together: devices of a node, and the "
@@ -144,11 +139,7 @@ class Mesh:
         return self._of_chunks() if self.model is None else self._of_model()
 
     def _of_chunks(self) -> LayerCosts:
-        """Take the parts of a costs file for layers: one for each entry of its lists.
-
-        Raises:
-            RequestError: its lists have no one length.
-        """
+        """Take the parts of a costs file as layers: one for each entry of its lists."""
         assert self.costs is not None
         costs = with_limit(
             read_costs(self.costs), self.memory_limit, name="--memory_limit"

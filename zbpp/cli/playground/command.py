@@ -19,11 +19,7 @@ class Playground:
     open: bool = flag("open the page in the default browser", False, pair=False)
 
     def run(self) -> None:
-        """Print the address, and serve until Ctrl-C.
-
-        Raises:
-            RequestError: the port cannot be had.
-        """
+        """Print the address, and serve until Ctrl-C."""
         import webbrowser  # with the server, it would hold up all other commands
 
         from zbpp.cli.playground.server import make_server

@@ -1,11 +1,13 @@
-"""Models of transformers on bytes: from a configuration, or from a checkpoint."""
+"""Models whose tokens are bytes: what a training on text needs to know of them, and
+those of transformers, from a configuration or from a checkpoint.
+"""
 
 import hashlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -13,11 +15,40 @@ from zbpp.core import RequestError
 from zbpp.models.configs.causal_lm import layers_of_files, read_config
 from zbpp.models.hugging_face import cut_batch
 
-__all__ = ["CausalLM", "read_causal_lm"]
+__all__ = ["CausalLM", "TextModel", "read_causal_lm"]
 
 _BYTES = 256
 _OF_THE_FILE = ("transformers_version", "_name_or_path", "architectures", "dtype")
 """Entries of a configuration that do not change the model."""
+
+
+class TextModel(Protocol):
+    """A model whose tokens are bytes; its weights are not made before they are needed.
+
+    The first layer is the embedding, the last one the head; between them are blocks.
+    """
+
+    @property
+    def n_layers(self) -> int:
+        """Layers, with embedding and head."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Layers between embedding and head, alike in work."""
+
+    def given(self) -> dict[str, Any]:
+        """Arguments of `zbpp.Pipeline` that say the model: layers, loss, dropout."""
+
+    def batch(self, tokens: Tensor, following: Tensor) -> tuple[Any, Any]:
+        """Inputs and targets of a step.
+
+        Args:
+            tokens: of shape (samples, seq).
+            following: the token after each of them, of the same shape.
+        """
+
+    def about(self) -> dict[str, Any]:
+        """The values that must be the same where a checkpoint of it is loaded."""
 
 
 @dataclass(frozen=True)
