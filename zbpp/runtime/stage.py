@@ -188,6 +188,7 @@ class Stage:
         self._saved: dict[tuple[int, int], Saved] = {}
         for order in self._orders.values():
             order.begin()
+        self._lent = {i: c.gathered() for i, c in self.chunks.items() if c.shards}
 
     def watch_gradients(self, look: Callable[[int, int], None]) -> None:
         """Call ``look(chunk, microbatch)`` in this step after every addition."""
@@ -240,7 +241,8 @@ class Stage:
             # be added in 16 bits; in the whole model it is no leaf
             read = mapped(taken, alias_of)
         held, passed = self.chunks[chunk], self._passed_on(chunk, read)
-        with (queue := WeightQueue()), self._computes:
+        queue = WeightQueue(self._lent.get(chunk, ()))
+        with queue, self._computes:
             value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
             outputs = self._finish(chunk, microbatch, value, passed)
         if chunk == self._last:
