@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.runtime.backward.accumulate import GradientOrder, MicrobatchGraph
 from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.ends import alias_of, zeros_for_none
+from zbpp.runtime.backward.ends import alias_of
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
@@ -35,6 +35,8 @@ from zbpp.runtime.values import (
     Tensors,
     as_value,
     detached,
+    gradients_in,
+    gradients_of,
     leaves,
     mapped,
     ready,
@@ -186,9 +188,9 @@ class Stage:
         self.gradient_factor = 1.0
         """The factor of the gradients at the end of a step of several parts."""
         self._saved: dict[tuple[int, int], Saved] = {}
+        self._lent = {i: c.gathered() for i, c in self.chunks.items() if c.shards}
         for order in self._orders.values():
             order.begin()
-        self._lent = {i: c.gathered() for i, c in self.chunks.items() if c.shards}
 
     def watch_gradients(self, look: Callable[[int, int], None]) -> None:
         """Call ``look(chunk, microbatch)`` in this step after every addition."""
@@ -262,10 +264,10 @@ class Stage:
         Args:
             chunk: one of this stage's.
             microbatch: its number in the step.
-            gradients: one for each output of F that needs one; None on the last chunk.
+            gradients: of the outputs of F that need one; None on the last chunk.
 
         Returns:
-            One gradient for each input of F that needs one.
+            The gradients of the inputs of F that need one.
         """
         saved, run = self._saved[chunk, microbatch], self._orders[chunk].run_b
         return self._backward(saved, chunk, microbatch, gradients, run)
@@ -283,17 +285,18 @@ class Stage:
         chunk: int,
         microbatch: int,
         gradients: Tensors | None,
-        run: Callable[[int, MicrobatchGraph, Tensors], Sequence[Tensor | None]],
+        run: Callable[
+            [int, MicrobatchGraph, Sequence[Tensor | None]], Sequence[Tensor | None]
+        ],
     ) -> Tensors:
         if gradients is None:
             gradients = self.loss.gradients(saved.ends, microbatch, self.loss_scale)
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report(self.chunks[chunk].leaves_once())
-        found = run(microbatch, saved.graph, gradients)
+        found = run(microbatch, saved.graph, gradients_in(gradients))
         self.defers = self.defers or saved.graph.defers()
-        asked = saved.asked
         saved.asked = saved.ends = ()
-        return zeros_for_none(asked, found)
+        return gradients_of(found)
 
     def backward_weight(self, chunk: int, microbatch: int, _: None = None) -> None:
         """W: the weight gradients that B has deferred."""

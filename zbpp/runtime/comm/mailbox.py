@@ -48,7 +48,13 @@ from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 from zbpp.runtime.support.streams import SideStream
 from zbpp.runtime.support.strides import with_strides
-from zbpp.runtime.values import Nested, Tensors, nested
+from zbpp.runtime.values import (
+    Nested,
+    SomeGradients,
+    Tensors,
+    nested,
+    some_gradients,
+)
 
 __all__ = ["Mailbox", "StageLinks", "connect"]
 
@@ -214,6 +220,8 @@ class Mailbox(Transport):
         places: Collection[int] = ()
         if isinstance(value, Value):
             known = self._shapes.known(value)
+            if known is not None and isinstance(tensors, SomeGradients):
+                tensors = known.complete(tensors, self._failures.device)
             if known is None or not known.fits(tensors):
                 self._announce(value, known, spec_of(value, tensors), peer)
             if isinstance(tensors, Nested):
@@ -289,6 +297,8 @@ class Mailbox(Transport):
         for tensor, needs in zip(tensors, spec.needs_grad, strict=True):
             if needs:
                 tensor.requires_grad_()
+        if spec.missing:
+            return some_gradients(tensors, spec.missing)
         if spec.structure is None:
             return tuple(tensors)
         return nested(tensors, spec.structure)
