@@ -188,6 +188,8 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"files hold no torch\.complex128"):
         extra = {"numbers": torch.zeros(1, dtype=torch.complex128)}
         pipeline.save(tmp_path, extra=extra, wait=True)
+    with pytest.raises(RequestError, match="extra/table is a tensor of layout sparse"):
+        pipeline.save(tmp_path, extra={"table": torch.eye(2).to_sparse()})
     with pytest.raises(RequestError, match="keep is 0"):
         pipeline.save(tmp_path, keep=0)
     (tmp_path / "file").touch()
