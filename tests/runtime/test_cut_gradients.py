@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import zbpp
 from zbpp.runtime import recompute as recomputing
 from zbpp.runtime import stage, values
+from zbpp.runtime.support.errors import PeerError, ShapeError
 from zbpp.runtime.support.strides import strides_of, with_strides
 
 N_MICROBATCHES = 4
@@ -260,3 +261,27 @@ def in_processes_with_zeros(mode: str) -> bool:
 def test_so_are_those_of_stages_in_processes(pool: Pool, mode: str) -> None:
     assert all(all(same.values()) for same in pool.run(in_processes, 2, mode))
     assert not all(pool.run(in_processes_with_zeros, 2, mode))
+
+
+def freeze_between_steps() -> str:
+    """Words of the rank that finds it; none where nothing is frozen."""
+    layers = build("stopped")
+    pipeline = zbpp.Pipeline(
+        layers, "1F1B", optimizer=None, loss_fn=mse_loss, device="cpu",
+        n_microbatches=N_MICROBATCHES, execution=zbpp.Execution(timeout_s=20.0),
+    )  # fmt: skip
+    pipeline.step(*batch())
+    pipeline.step(*batch())
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    try:
+        pipeline.step(*batch())
+    except (ShapeError, PeerError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_freezing_between_steps_is_said(pool: Pool) -> None:
+    words, _ = pool.run(freeze_between_steps, 2)
+    assert "parameters were frozen or thawed" in words

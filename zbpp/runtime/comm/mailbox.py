@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -248,6 +248,14 @@ class Mailbox(Transport):
             self._link.send(value, HEADER, header, peer)
             self._shapes.learn(value, spec)
         elif known != spec:
+            if replace(known, needs_grad=spec.needs_grad) == spec:
+                raise ShapeError(
+                    f"stage {self.stage}: the {value} needs gradients for "
+                    f"{sum(spec.needs_grad)} tensors, and before for "
+                    f"{sum(known.needs_grad)}: parameters were frozen or thawed, which "
+                    "stages in several processes do not learn; build a new Pipeline "
+                    "then, from a checkpoint"
+                )
             raise ShapeError(
                 f"stage {self.stage}: the {value} is {spec}, but with inputs of the "
                 f"same shapes it was {known}; what is handed from chunk to chunk must "
