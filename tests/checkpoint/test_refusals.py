@@ -138,6 +138,24 @@ def test_misfits_are_named_and_nothing_changes() -> None:
     assert same(state, frozen(pipeline))
 
 
+def sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_an_option_that_torch_writes_as_0_may_have_grown() -> None:
+    pipeline = made(2, optimizer=sgd)
+    for optimizer in pipeline.optimizers:
+        optimizer.param_groups[0]["weight_decay"] = 0.05
+    state, fresh = frozen(pipeline), made(1, optimizer=sgd)
+    fresh.load_state_dict(state)
+    decays = [x.param_groups[0]["weight_decay"] for x in fresh.optimizers]
+    assert decays == [0.05, 0.05]
+    for entries in state["optimizer"].values():
+        entries[0]["options"]["weight_decay"] = "much"
+    with pytest.raises(RequestError, match=r"weight_decay of .* is 'much', no number"):
+        fresh.load_state_dict(state)
+
+
 def test_the_model_alone_leaves_the_rest() -> None:
     state = frozen(made(2))
     pipeline = made(1)
@@ -170,6 +188,8 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"files hold no torch\.complex128"):
         extra = {"numbers": torch.zeros(1, dtype=torch.complex128)}
         pipeline.save(tmp_path, extra=extra, wait=True)
+    with pytest.raises(RequestError, match="extra/table is a tensor of layout sparse"):
+        pipeline.save(tmp_path, extra={"table": torch.eye(2).to_sparse()})
     with pytest.raises(RequestError, match="keep is 0"):
         pipeline.save(tmp_path, keep=0)
     (tmp_path / "file").touch()

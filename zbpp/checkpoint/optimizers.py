@@ -142,7 +142,10 @@ def _misfits(
                 f"parameter {tuple(parameter.shape)}"
             )
     for option, value in entry["options"].items():
-        text = misfit(value, group.get(option), f"the optimizer's {option} of {name}")
+        here = group.get(option)
+        if type(here) is int:  # torch writes 0 for 0.0: a decay may have grown since
+            here = float(here)
+        text = misfit(value, here, f"the optimizer's {option} of {name}")
         if text is not None:
             yield text
     kind = type(optimizer).__name__

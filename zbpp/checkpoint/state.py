@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zbpp.checkpoint.folder import Gather
@@ -98,6 +99,13 @@ def take_snapshot(
 
     def gather(name: str, tensor: Tensor) -> None:
         gathered = whole(tensor)
+        if gathered.layout is not torch.strided:
+            layout = str(gathered.layout).removeprefix("torch.")
+            raise RequestError(
+                f"{name} is a tensor of layout {layout}, which a checkpoint cannot "
+                "hold; give a dense one (sparse gradients make a momentum of SGD "
+                "sparse: leave the momentum out there)"
+            )
         if saves:
             put(name, gathered)
 

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import nn
 
+from zbpp.runtime.backward.queue import memory_of
 from zbpp.runtime.error_notes import note_layer
 
 __all__ = ["Chunk", "OwnName", "layer_name"]
@@ -47,6 +48,10 @@ class Chunk:
     widen: Callable[[], None] | None = None
     experts: frozenset[nn.Parameter] = frozenset()
     own_name: OwnName = layer_name
+
+    def gathered(self) -> frozenset[int]:
+        """The memory that parameters are gathered into, as `memory_of` tells it."""
+        return frozenset(map(memory_of, self.shards))
 
     def leaves_once(self) -> Iterator[nn.Parameter]:
         """Every leaf of the forwards' graphs, once."""

@@ -7,12 +7,14 @@
 The second run must see what the first one saw, and leave no trace. While it runs, the
 random generators and the buffers (of a BatchNorm, say) are what they were in F; after
 it they are what they were in B. A layer that works in place on its input is given a
-copy. Other state of a layer, as a counter in Python, changes twice.
+copy, and hooks that it registers on its input again are not called. Other state of a
+layer, as a counter in Python, changes twice.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +72,7 @@ class Recomputed:
                 self._forward,
                 is_tuple=is_tuple,
                 copies=self._is_first or self._changes_input,
+                runs=count(),
             ),
             *arguments,
             use_reentrant=False,
@@ -85,8 +88,12 @@ class Recomputed:
         self._is_first = False
         return output
 
-    def _forward(self, *arguments: object, is_tuple: bool, copies: bool) -> object:
+    def _forward(
+        self, *arguments: object, is_tuple: bool, copies: bool, runs: Iterator[int]
+    ) -> object:
         value: object = arguments if is_tuple else arguments[0]
+        if next(runs) > 0:
+            value = map_tensors(value, cache(_cut_off))
         constants = _Copies()
         if copies:
             value = map_tensors(value, constants.copy)
@@ -121,21 +128,32 @@ def recomputed_of(
     }
 
 
+def _cut_off(tensor: Tensor) -> Tensor:
+    """Return an input for the second run, whose hooks are not those of the first.
+
+    A layer that registers a hook on its input does so in both; the gradient passes the
+    input of the first.
+    """
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
 class _Copies:
-    """Copies of inputs, and the way back: a constant stays the same object."""
+    """Copies of inputs, and the way back: a constant stays the same object.
+
+    A tensor that comes twice has one copy: gradients of all its uses have one sum.
+    """
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Mark, Tensor]] = {}
         self._of: dict[int, Tensor] = {}
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy, the same one for a constant that comes twice."""
-        if tensor.requires_grad:
-            return copy_of(tensor)
+        """Return a copy, the same one for a tensor that comes twice."""
         made = self._of.get(id(tensor))
         if made is None:
             made = self._of[id(tensor)] = copy_of(tensor)
-            self._made[id(made)] = made, mark(made), tensor
+            if not tensor.requires_grad:
+                self._made[id(made)] = made, mark(made), tensor
         return made
 
     def original(self, tensor: Tensor) -> Tensor:

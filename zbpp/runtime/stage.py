@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.runtime.backward.accumulate import GradientOrder, MicrobatchGraph
 from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.ends import alias_of, zeros_for_none
+from zbpp.runtime.backward.ends import alias_of
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
@@ -35,6 +35,8 @@ from zbpp.runtime.values import (
     Tensors,
     as_value,
     detached,
+    gradients_in,
+    gradients_of,
     leaves,
     mapped,
     ready,
@@ -48,7 +50,6 @@ class Saved:
     """The state of a micro-batch on a chunk from F to W."""
 
     graph: MicrobatchGraph
-    asked: Tensors
     ends: Tensors
     """The losses that B starts from, without their graph; of the last chunk."""
 
@@ -186,6 +187,7 @@ class Stage:
         self.gradient_factor = 1.0
         """The factor of the gradients at the end of a step of several parts."""
         self._saved: dict[tuple[int, int], Saved] = {}
+        self._lent = {i: c.gathered() for i, c in self.chunks.items() if c.shards}
         for order in self._orders.values():
             order.begin()
 
@@ -240,7 +242,8 @@ class Stage:
             # be added in 16 bits; in the whole model it is no leaf
             read = mapped(taken, alias_of)
         held, passed = self.chunks[chunk], self._passed_on(chunk, read)
-        with (queue := WeightQueue()), self._computes:
+        queue = WeightQueue(self._lent.get(chunk, ()))
+        with queue, self._computes:
             value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
             outputs = self._finish(chunk, microbatch, value, passed)
         if chunk == self._last:
@@ -249,7 +252,7 @@ class Stage:
         graph = SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
         cut_off = detached(outputs)
         ends = cut_off if chunk == self._last else ()
-        self._saved[chunk, microbatch] = Saved(graph, asked, ends)
+        self._saved[chunk, microbatch] = Saved(graph, ends)
         return cut_off
 
     def backward_input(
@@ -260,10 +263,10 @@ class Stage:
         Args:
             chunk: one of this stage's.
             microbatch: its number in the step.
-            gradients: one for each output of F that needs one; None on the last chunk.
+            gradients: of the outputs of F that need one; None on the last chunk.
 
         Returns:
-            One gradient for each input of F that needs one.
+            The gradients of the inputs of F that need one.
         """
         saved, run = self._saved[chunk, microbatch], self._orders[chunk].run_b
         return self._backward(saved, chunk, microbatch, gradients, run)
@@ -281,17 +284,18 @@ class Stage:
         chunk: int,
         microbatch: int,
         gradients: Tensors | None,
-        run: Callable[[int, MicrobatchGraph, Tensors], Sequence[Tensor | None]],
+        run: Callable[
+            [int, MicrobatchGraph, Sequence[Tensor | None]], Sequence[Tensor | None]
+        ],
     ) -> Tensors:
         if gradients is None:
             gradients = self.loss.gradients(saved.ends, microbatch, self.loss_scale)
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report(self.chunks[chunk].leaves_once())
-        input_gradients = run(microbatch, saved.graph, gradients)
+        input_gradients = run(microbatch, saved.graph, gradients_in(gradients))
         self.defers = self.defers or saved.graph.defers()
-        asked = saved.asked
-        saved.asked = saved.ends = ()
-        return zeros_for_none(asked, input_gradients)
+        saved.ends = ()
+        return gradients_of(input_gradients)
 
     def backward_weight(self, chunk: int, microbatch: int, _: None = None) -> None:
         """W: the weight gradients that B has deferred."""

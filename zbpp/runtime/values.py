@@ -13,6 +13,10 @@
 
 A tensor, and a tuple of several, have no text: they travel as they always did. The text
 is JSON, so that a receiver parses it and runs nothing.
+
+A tensor that a value holds twice travels once, and is one tensor for who reads it too.
+Gradients of all its uses are then added in the order in which they would be without a
+cut: two copies would have two sums, which are rounded apart.
 """
 
 import json
@@ -38,17 +42,21 @@ __all__ = [
     "GivenConstants",
     "Nested",
     "Origin",
+    "SomeGradients",
     "Tensors",
     "UnfitValueError",
     "as_tensors",
     "as_value",
     "described",
     "detached",
+    "gradients_in",
+    "gradients_of",
     "leaves",
     "mapped",
     "nested",
     "origins_in",
     "ready",
+    "some_gradients",
     "with_tensors",
 ]
 
@@ -66,6 +74,17 @@ class Nested(tuple[Tensor, ...]):
 
     structure: str
     """Tells the rest of the value; see above."""
+
+
+class SomeGradients(tuple[Tensor, ...]):
+    """The gradients of a chunk's inputs, of which some have no influence on the loss.
+
+    These have no gradient rather than one of zeros: the chunks below then have none
+    either, and weight decay, say, leaves their parameters alone, as without a cut.
+    """
+
+    missing: tuple[int, ...]
+    """Places among the inputs that need a gradient; the others' are here, in order."""
 
 
 class UnfitValueError(TypeError):
@@ -97,17 +116,14 @@ def as_tensors(
     containers = _dumped(spec)
     tensors: list[Any] = []
     entries: list[str] = []
-    constants: dict[int, int] = {}
+    places: dict[int, int] = {}
     for item in items:
         if not isinstance(item, leaf):
             entries.append(_plain(item))
-        elif getattr(item, "requires_grad", True):
-            entries.append("[]")
-            tensors.append(item)
-        elif id(item) in constants:
-            entries.append(f"[{constants[id(item)]}]")
+        elif id(item) in places:
+            entries.append(f"[{places[id(item)]}]")
         else:
-            constants[id(item)] = len(tensors)
+            places[id(item)] = len(tensors)
             origin = origins.get(id(item)) if origins else None
             entries.append("[]" if origin is None else json.dumps(origin))
             tensors.append(item)
@@ -219,6 +235,30 @@ def nested(tensors: Iterable[Tensor], structure: str) -> Nested:
     value = Nested(tensors)
     value.structure = structure
     return value
+
+
+def gradients_of(found: Sequence[Tensor | None]) -> Tensors:
+    """Return gradients as they travel; None: the input has no influence."""
+    there = tuple([dx for dx in found if dx is not None])
+    if len(there) == len(found):
+        return there
+    return some_gradients(there, [i for i, dx in enumerate(found) if dx is None])
+
+
+def some_gradients(there: Iterable[Tensor], missing: Iterable[int]) -> SomeGradients:
+    """Make `SomeGradients` of their two parts."""
+    value = SomeGradients(there)
+    value.missing = tuple(missing)
+    return value
+
+
+def gradients_in(tensors: Tensors) -> Sequence[Tensor | None]:
+    """Return one gradient, or None, for each input: the inverse of `gradients_of`."""
+    if not isinstance(tensors, SomeGradients):
+        return tensors
+    following = iter(tensors)
+    n = len(tensors) + len(tensors.missing)
+    return [None if i in tensors.missing else next(following) for i in range(n)]
 
 
 def ready(tensors: Tensors) -> Tensors:

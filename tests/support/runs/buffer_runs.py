@@ -115,6 +115,7 @@ class _Taken(StorageTracker):
 
 def alike(depth: int) -> tuple[list[nn.Module], torch.Tensor, int]:
     """Layers, the samples of a replica's two micro-batches, and bytes of a layer."""
+    torch.manual_seed(0)
     width = 64
     layers = [nn.Linear(width, width, bias=False) for _ in range(depth)]
     return [*layers], torch.randn(2, width), 4 * width * width

@@ -1,13 +1,13 @@
 """Gradients of a zoo module: by one backward, and by B and W in any order."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from zoo import Case
 
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.values import Tensors, as_value, gradients_in
 
 ORDERS = {
     "one by one": "F0 B0 W0 F1 B1 W1 F2 B2 W2",
@@ -28,6 +28,16 @@ def inputs_of(case: Case, i: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def gradient_of(y: Tensor, i: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + i)
     return torch.randn(y.shape, generator=generator).to(y.dtype)
+
+
+def gradients_for(outputs: Tensors, i: int) -> Tensors:
+    """One gradient for each tensor, whose places in the outputs have one each."""
+    places = tensors_in(as_value(outputs))
+    return tuple(
+        sum(gradient_of(x, i) for x in places if x is y)
+        for y in outputs
+        if y.requires_grad
+    )
 
 
 def call(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -75,15 +85,22 @@ def split(
         exact_sums=exact_sums,
     )  # fmt: skip
     passes = [(text[0], int(text[1:])) for text in order.split()]
-    outputs: dict[int, Sequence[Tensor]] = {}
+    outputs: dict[int, Tensors] = {}
     found = {}
     for kind, i in passes:
         if kind == "F":
             torch.manual_seed(i)
             outputs[i] = stage.forward(1, i, inputs_of(case, i, dtype))
         elif kind == "B":
-            dy = tuple(gradient_of(y, i) for y in outputs.pop(i) if y.requires_grad)
-            found[f"inputs {i}"] = list(stage.backward_input(1, i, dy))
+            dy = gradients_for(outputs.pop(i), i)
+            found[f"inputs {i}"] = [
+                torch.zeros_like(x) if dx is None else dx
+                for x, dx in zip(
+                    [x for x in inputs_of(case, i, dtype) if x.requires_grad],
+                    gradients_in(stage.backward_input(1, i, dy)),
+                    strict=True,
+                )
+            ]
         else:
             stage.backward_weight(1, i)
     stage.assert_empty()

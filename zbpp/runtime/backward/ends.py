@@ -18,7 +18,6 @@ __all__ = [
     "alias_of",
     "end_of",
     "fitting",
-    "zeros_for_none",
 ]
 
 End = Any
@@ -110,20 +109,3 @@ def fitting(
         used_ends.append(ends[i])
         used.append(dy)
     return used_ends, used
-
-
-def zeros_for_none(
-    inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
-    """Return gradients, zero for inputs that have no influence.
-
-    Args:
-        inputs: of the forward.
-        gradients: one for each of them that requires a gradient.
-    """
-    for dx in gradients:
-        if dx is None:
-            needing = [x for x in inputs if x.requires_grad]
-            pairs = zip(needing, gradients, strict=True)
-            return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in pairs)
-    return tuple(gradients)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def _deferring(
     def defer(gradients: tuple[Tensor | None, ...]) -> None:
         (dy,) = gradients
         if dy is not None:
-            queue.put(product.work(edges, dy, product.take(node)))
+            queue.put(product.work(edges, dy, product.take(node, queue)))
 
     return defer
 
@@ -96,7 +96,7 @@ def _capture(
 ) -> tuple[Tensor | None, ...]:
     inputs_in_b = {id(x) for x in inputs}
     leaves = [leaf for leaf in plan.leaves if id(leaf) not in inputs_in_b]
-    taken = [product.take(node) for node, product, _ in plan.products]
+    taken = [product.take(node, queue) for node, product, _ in plan.products]
     edges = [edge_at(node, 0) for node, _, _ in plan.products]
     gradients = run_backward(*ends, [*inputs, *leaves, *edges], accumulates=False)
     first_product = len(inputs) + len(leaves)

@@ -28,7 +28,7 @@ from zbpp.runtime.backward.grads import (
 )
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.paths import find_target
-from zbpp.runtime.backward.queue import DeferredWork
+from zbpp.runtime.backward.queue import DeferredWork, WeightQueue
 from zbpp.runtime.support.autograd_internals import can_read_saved
 
 __all__ = [
@@ -93,7 +93,7 @@ class Product(NamedTuple):
     saved: tuple[str, ...]
     target: GradTarget | None = None
 
-    def take(self, node: Any) -> Taken:
+    def take(self, node: Any, queue: WeightQueue) -> Taken:
         """Read what W needs; called before the node runs, which frees it.
 
         An operand is cut off its graph, which leads to the chunk's input and would keep
@@ -101,6 +101,9 @@ class Product(NamedTuple):
         """
         values = [getattr(node, name) for name in self.saved]
         saved = [None if x is None else x.detach() for x in values]
+        for i in range(self.rule.n_kept if queue.lent else 0):
+            if (x := saved[i]) is not None:
+                saved[i] = queue.own(x)
         gradients = self.rule.prepare(node, self.operands, *saved)
         kept = saved[: self.rule.n_kept]
         if kept[-1] is None:

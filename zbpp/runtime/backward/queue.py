@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Protocol
@@ -13,6 +13,8 @@ from torch import Tensor
 from zbpp.runtime.backward.grads import Root, hand_over
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.support.autograd_internals import NoGrad
+from zbpp.runtime.support.sharded import own_shard
+from zbpp.runtime.support.strides import copy_of
 
 __all__ = [
     "DeferredWork",
@@ -21,6 +23,7 @@ __all__ = [
     "Root",
     "WeightQueue",
     "current_queue",
+    "memory_of",
 ]
 
 _TOGETHER_BYTES = 4 * 2**20
@@ -34,6 +37,13 @@ _SPARSE_PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number of the memory that a tensor, or this process's part, lies in."""
+    part: Tensor = own_shard(tensor)
+    number: int = part.untyped_storage()._cdata
+    return number
 
 
 class DeferredWork:
@@ -115,9 +125,14 @@ class WeightQueue:
 
     ``with queue:`` makes it the `current_queue` of this thread, for modules that defer
     work by themselves.
+
+    Args:
+        lent: memory that is something else's between B and W, as `memory_of` tells it:
+            parameters that were gathered for B.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lent: Collection[int] = ()) -> None:
+        self.lent = lent
         self.birth = watch.begin_forward()
         """Of the forward whose weights it is for."""
         self._work: list[DeferredWork] = []
@@ -141,6 +156,13 @@ class WeightQueue:
             for storage in (part.untyped_storage() for part in _parts(tensor))
         }
         return sum(storages.values())
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is the same until W: itself, or a copy of lent memory.
+
+        A layer's queries, say, may be parameters that a product multiplies by others.
+        """
+        return copy_of(tensor) if memory_of(tensor) in self.lent else tensor
 
     def put(self, work: DeferredWork) -> None:
         """Keep work for W."""

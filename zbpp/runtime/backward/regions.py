@@ -97,6 +97,8 @@ class RegionSite(NamedTuple):
         Returns:
             The numbers of the pieces that B makes.
         """
+        if queue.lent:
+            held[:] = map(queue.own, held)
         work = _RegionWork(self, held)
         if self.known_pieces:
             queue.put(work)

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +48,13 @@ from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 from zbpp.runtime.support.streams import SideStream
 from zbpp.runtime.support.strides import with_strides
-from zbpp.runtime.values import Nested, Tensors, nested
+from zbpp.runtime.values import (
+    Nested,
+    SomeGradients,
+    Tensors,
+    nested,
+    some_gradients,
+)
 
 __all__ = ["Mailbox", "StageLinks", "connect"]
 
@@ -221,6 +227,8 @@ class Mailbox(Transport):
         places: Collection[int] = ()
         if isinstance(value, Value):
             known_spec = self._shapes.known(value)
+            if known_spec is not None and isinstance(tensors, SomeGradients):
+                tensors = known_spec.complete(tensors, self._failures.device)
             if known_spec is None or not known_spec.fits(tensors):
                 self._announce(value, known_spec, spec_of(value, tensors), peer)
             if isinstance(tensors, Nested):
@@ -247,6 +255,14 @@ class Mailbox(Transport):
             self._link.send(value, HEADER, header, peer)
             self._shapes.learn(value, spec)
         elif known_spec != spec:
+            if replace(known_spec, needs_grad=spec.needs_grad) == spec:
+                raise ShapeError(
+                    f"stage {self.stage}: the {value} needs gradients for "
+                    f"{sum(spec.needs_grad)} tensors, and before for "
+                    f"{sum(known_spec.needs_grad)}: parameters were frozen or thawed, "
+                    "which stages in several processes do not learn; build a new "
+                    "Pipeline then, from a checkpoint"
+                )
             raise ShapeError(
                 f"stage {self.stage}: the {value} is {spec}, but with inputs of the "
                 f"same shapes it was {known_spec}; what is handed from chunk to chunk "
@@ -300,6 +316,8 @@ class Mailbox(Transport):
         for tensor, needs in zip(tensors, spec.needs_grad, strict=True):
             if needs:
                 tensor.requires_grad_()
+        if spec.missing:
+            return some_gradients(tensors, spec.missing)
         if spec.structure is None:
             return tuple(tensors)
         return nested(tensors, spec.structure)

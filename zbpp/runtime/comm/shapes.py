@@ -14,6 +14,10 @@ What travels is contiguous. A header also tells the strides that a tensor had, a
 receiver lays it out so: how sums are rounded depends on them. Hence gradients have
 headers too where messages go from host to host. Where they occupy devices, a receive
 that begins early matters more, and gradients are taken to be contiguous.
+
+Such a header also tells which gradients are missing (`SomeGradients`). It is not
+learnt: the next micro-batch of the kind may have them. Where the shapes are known, with
+or without headers, zeros are sent for what is missing.
 """
 
 import json
@@ -29,7 +33,13 @@ from torch import Tensor
 from zbpp.core import Value, What
 from zbpp.runtime.support.errors import ShapeError
 from zbpp.runtime.support.strides import Strides, strides_of
-from zbpp.runtime.values import Nested, Tensors, described
+from zbpp.runtime.values import (
+    Nested,
+    SomeGradients,
+    Tensors,
+    described,
+    gradients_in,
+)
 
 __all__ = [
     "HEADER_BYTES",
@@ -77,6 +87,8 @@ class Spec:
     """Of a `Nested` value."""
     strides: tuple[Strides | None, ...] = field(default=(), compare=False)
     """Of each tensor as `strides_of` tells them; empty: all are contiguous."""
+    missing: tuple[int, ...] = ()
+    """Of `SomeGradients`."""
 
     def __str__(self) -> str:
         texts = (
@@ -101,6 +113,7 @@ class Spec:
             tuple(tensor.requires_grad for tensor in tensors),
             tensors.structure if isinstance(tensors, Nested) else None,
             strides if any(strides) else (),
+            tensors.missing if isinstance(tensors, SomeGradients) else (),
         )
 
     def fits(self, tensors: Tensors) -> bool:
@@ -125,6 +138,13 @@ class Spec:
             tuple(self.shapes[i] for i in learning),
             tuple(self.dtypes[i] for i in learning),
             (False,) * len(learning),
+        )
+
+    def complete(self, gradients: SomeGradients, device: torch.device) -> Tensors:
+        """Return gradients of this spec: the given ones, zeros for those missing."""
+        return tuple(
+            self.empty(i, device).zero_() if dx is None else dx
+            for i, dx in enumerate(gradients_in(gradients))
         )
 
     def empty(self, place: int, device: torch.device) -> Tensor:
@@ -178,7 +198,8 @@ def pack(value: Value, spec: Spec) -> Tensor:
     dtypes = map(_DTYPES.index, spec.dtypes)
     tensors = zip(spec.shapes, dtypes, spec.needs_grad, strict=True)
     place = [_WHATS.index(value.what), value.chunk, value.microbatch]
-    text = json.dumps([place, [*tensors], spec.structure, spec.strides]).encode()
+    about = [place, [*tensors], spec.structure, spec.strides, spec.missing]
+    text = json.dumps(about).encode()
     header = zlib.compress(text, 1)
     if len(spec.shapes) > MAX_TENSORS or len(header) > HEADER_BYTES:
         raise ShapeError(
@@ -191,7 +212,8 @@ def pack(value: Value, spec: Spec) -> Tensor:
 def unpack(header: Tensor, expected: Value) -> Spec:
     """Read a header; it must announce the value that this end expects."""
     text = zlib.decompressobj().decompress(header.numpy().tobytes())
-    (what, chunk, microbatch), tensors, structure, strides = json.loads(text)
+    place, tensors, structure, strides, missing = json.loads(text)
+    what, chunk, microbatch = place
     value = Value(_WHATS[what], chunk, microbatch)
     assert value == expected, f"{expected} was due, but {value} came"
     return Spec(
@@ -200,6 +222,7 @@ def unpack(header: Tensor, expected: Value) -> Spec:
         tuple(bool(needs) for _, _, needs in tensors),
         structure,
         tuple(steps and tuple(steps) for steps in strides),
+        tuple(missing),
     )
 
 
@@ -259,7 +282,7 @@ class Shapes:
 
     def learn(self, value: Value, spec: Spec) -> None:
         """Note the shapes of a message; in an evaluation no kinds are known."""
-        if self._kinds is not None:
+        if self._kinds is not None and not spec.missing:
             kind = self._kinds[value.microbatch]
             self._specs[kind, value.what, value.chunk] = spec
             if value.what is What.ACTIVATION:

@@ -183,8 +183,11 @@ class Slot:
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """B; see `SplitGraph.backward_input`."""
-        values = [x for x in gradients if x is not None]
-        assert len(values) == len(gradients), "a graph has a gradient for each output"
+        learning = [y for y in self._outputs if y.requires_grad]
+        values = [  # a graph is recorded with a gradient for each output
+            torch.zeros_like(y) if dy is None else dy
+            for y, dy in zip(learning, gradients, strict=True)
+        ]
         if "B" not in self._replays:
             self._dy = [_copied(x) for x in values]
             self._record("B", self._run_b)

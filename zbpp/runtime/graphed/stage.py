@@ -197,7 +197,7 @@ class GraphedStage(Stage):
         outputs = slot.forward(taken, targets, forward)
         cut_off = detached(outputs)
         ends = cut_off if is_last else ()
-        self._saved[chunk, microbatch] = Saved(slot, taken if chunk else (), ends)
+        self._saved[chunk, microbatch] = Saved(slot, ends)
         if is_last:
             self.loss.keep(microbatch, outputs[0].detach())
         return cut_off

@@ -6,6 +6,8 @@ x.real             4 3 | strides 6 2     every other number: kept
 x[:, 0]            4 3 | strides 30 1    a small part: contiguous
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -43,4 +45,25 @@ def with_strides(tensor: Tensor, strides: Strides) -> Tensor:
 def copy_of(tensor: Tensor) -> Tensor:
     """Copy a tensor, with its strides; gradients go through."""
     strides = strides_of(tensor)
-    return tensor.clone() if strides is None else with_strides(tensor, strides)
+    if strides is None:
+        return tensor.clone()
+    if 0 not in strides or not tensor.requires_grad:
+        return with_strides(tensor, strides)
+    apply: Any = _ExpandedCopy.apply  # typed from torch 2.14 on
+    return cast(Tensor, apply(tensor, strides))
+
+
+class _ExpandedCopy(torch.autograd.Function):
+    """A copy whose gradient is that of the tensor, as it is.
+
+    Autograd would sum it over what is expanded before it is added to the gradients of
+    other uses of the tensor, where a backward without the copy sums behind that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, strides: Strides) -> Tensor:
+        return with_strides(tensor, strides)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
