@@ -55,12 +55,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_layers(self.placement, self.split, self.recompute)
-        validate(self.placement, self.n_microbatches, self.orders, self.costs)
+        validate(self.placement, self.n_microbatches, self.orders)
+        limited = None
+        if self.costs is not None and self.costs.limit is not None:
+            limited = self.costs.on(self.placement)
+            check_memory(self.orders, limited)
         if self.parts is not None:
-            m, rows = self.n_microbatches, self.parts
-            check_parts(self.placement, m, self.orders, rows)
-            if self.costs is not None and self.costs.limit is not None:
-                check_memory(rows, self.costs.on(self.placement))
+            check_parts(self.placement, self.n_microbatches, self.orders, self.parts)
+            if limited is not None:
+                check_memory(self.parts, limited)
 
     @property
     def n_stages(self) -> int:

@@ -48,13 +48,8 @@ def mistake(
     )
 
 
-def validate(
-    placement: Placement,
-    n_microbatches: int,
-    orders: Orders,
-    costs: Costs | None,
-) -> None:
-    """Check all rules.
+def validate(placement: Placement, n_microbatches: int, orders: Orders) -> None:
+    """Check all rules but that of the memory.
 
     Raises:
         RequestError: there is no micro-batch, or not one row a stage.
@@ -95,8 +90,6 @@ def validate(
         _check_equal_collectives(orders, placement)
     _check_steps(orders)
     _check_progress(orders, placement, n_microbatches)
-    if costs is not None and costs.limit is not None:
-        check_memory(orders, costs.on(placement))
 
 
 _WORK = (F, B, W)  # in the order in which it is done for each micro-batch

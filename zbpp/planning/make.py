@@ -31,7 +31,7 @@ from zbpp.planning.request import Memory, PlanRequest
 from zbpp.planning.search import Problem, placements, within_limit
 from zbpp.schedules import check_effort, is_torch_csv, read_torch_csv
 from zbpp.schedules.planner.figures import ROUNDING
-from zbpp.schedules.planner.limits import check_one_fits
+from zbpp.schedules.planner.limits import check_limits, needs
 
 __all__ = ["fitting_modes", "given_orders", "make_plan", "plan"]
 
@@ -219,7 +219,8 @@ def _fits(mode: Mode, request: PlanRequest) -> bool:
         try:
             if mode.order is not None:
                 return _order_fits(mode, placement, n_microbatches, costs)
-            check_one_fits(mode.name, placement, costs, n_microbatches)
+            held = costs.on(placement).joined()
+            check_limits(mode.name, needs(held), held, n_microbatches)
             return True
         except RequestError:  # over the limit, or a list of another number of chunks
             continue

@@ -28,7 +28,7 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
-    lower_bound,
+    lower_bound_on,
     passes_in,
     peaks,
 )
@@ -139,13 +139,17 @@ class Problem:
         """
         name = searched_name(placement) if mode is None else mode.name
         with contest.attempt(name):
-            limited = self._limited(mode, placement)
+            promised = None if mode is None else mode.memory(placement.n_stages)
+            held = capped(
+                self.costs.on(placement).joined(),
+                memory_cap=math.inf if promised is None else promised,
+                default_limit=_allowance(placement),
+            )
             if mode is None or mode.order is None:
-                limits = limited.on(placement).limit
-                if (placement, limits) in searched:
+                if (placement, held.limit) in searched:
                     return
-                searched.add((placement, limits))
-            bound = lower_bound(placement, self.n_microbatches, limited)
+                searched.add((placement, held.limit))
+            bound = lower_bound_on(held.without_pairs(), self.n_microbatches)
             if contest.best is not None and contest.is_out(bound):
                 least, best = f"{bound:.4g}", contest.best
                 reason = f"its span is at least {least}, that of {best.mode} is "
@@ -154,18 +158,9 @@ class Problem:
             if mode is None:
                 schedule = self.search_whole(placement)
             else:
+                limited = replace(self.costs, limit=held.limit)
                 schedule = replace(self, costs=limited).plan(mode, placement)
             contest.offer(name, Plan(schedule, self.costs, name))
-
-    def _limited(self, mode: Mode | None, placement: Placement) -> Costs:
-        """Costs with the limit of a mode; without one that of its placement."""
-        promised = None if mode is None else mode.memory(placement.n_stages)
-        return capped(
-            self.costs,
-            placement,
-            memory_cap=math.inf if promised is None else promised,
-            default_limit=_allowance(placement),
-        )
 
 
 def placements(mode: Mode, request: PlanRequest) -> list[Placement]:

@@ -86,15 +86,17 @@ class _Settings:
         )
 
 
-def plan_on_lanes(whole: Schedule, costs: Costs, *, effort: str) -> Schedule:
+def plan_on_lanes(
+    whole: Schedule, costs: Costs, base: PlacementProblem, *, effort: str
+) -> Schedule:
     """Plan the parts of passes.
 
     Args:
         whole: a plan of the passes in one piece, under the same limit.
-        costs: with parts, and the limit to keep.
+        costs: with parts.
+        base: the same, with the limit to keep.
         effort: as that of `zbpp.schedules.plan_placement`.
     """
-    base = PlacementProblem.of(whole.placement, whole.n_microbatches, costs)
     problem = LaneProblem(base)
     kind, seconds = parse_effort(effort)
     budget = Budget(_PARTS.get(kind, _PARTS["default"]))

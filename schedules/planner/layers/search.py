@@ -38,7 +38,7 @@ from zbpp.core import (
 from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
 from zbpp.schedules.planner.layers.balance import Loads, balance, even_split, moved
-from zbpp.schedules.planner.limits import check_one_fits
+from zbpp.schedules.planner.limits import check_limits, needs
 
 __all__ = [
     "Choice",
@@ -238,7 +238,8 @@ class Trials:
     def _bound(self, choice: Choice) -> float:
         costs, m = self._on_chunks(choice), self.n_microbatches
         try:
-            check_one_fits("split", self.placement, costs, m)
+            held = costs.on(self.placement).joined()
+            check_limits("split", needs(held), held, m)
         except LimitError:
             return math.inf
         load = self.loads(choice.recompute).largest(choice.split)

@@ -24,7 +24,6 @@ from typing import TypeAlias
 
 from zbpp.core import (
     ChunkCosts,
-    Costs,
     Order,
     Pass,
     PassKind,
@@ -57,21 +56,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Times and memories by number in the chain; limits are above ``m_fixed``."""
+    """Times and memories by number in the chain.
+
+    Args:
+        costs: joined and above what is fixed; every limit must hold one micro-batch.
+        n_microbatches: in a step.
+    """
 
     costs: ChunkCosts
     n_microbatches: int
-
-    @classmethod
-    def of(
-        cls, placement: Placement, n_microbatches: int, costs: Costs
-    ) -> "PlacementProblem":
-        """Put the numbers together; every limit must hold one micro-batch.
-
-        Raises:
-            RequestError: lists of a wrong length.
-        """
-        return cls(costs.on(placement).joined().above_fixed(), n_microbatches)
 
     @property
     def placement(self) -> Placement:
