@@ -31,8 +31,7 @@ from zbpp.core import (
     Step,
     lower_bound_on,
 )
-from zbpp.core.bulk import gc_paused
-from zbpp.core.jobs import passes
+from zbpp.core.jobs import gc_paused, passes
 from zbpp.schedules.planner.limits import beyond, micro_batch
 
 __all__ = ["PlacementProblem", "Plan", "Row", "Rows"]
