@@ -47,7 +47,7 @@ from zbpp.core import (
     replay,
     writes,
 )
-from zbpp.core.lanes import unit_times
+from zbpp.core.validation import unit_times
 
 __all__ = ["SegmentedOrders", "in_segments"]
 

@@ -11,9 +11,14 @@ from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.costs.layers import chunk_layers, with_m_r
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Check, Job, PassKind, passes_in
-from zbpp.core.lanes import check_parts
 from zbpp.core.placement import Placement
-from zbpp.core.validation import Recompute, check_layers, check_memory, validate
+from zbpp.core.validation import (
+    Recompute,
+    check_layers,
+    check_memory,
+    check_parts,
+    validate,
+)
 
 __all__ = ["Order", "Recompute", "Schedule", "recomputed"]
 
