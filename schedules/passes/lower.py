@@ -64,7 +64,7 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.validation import mistake
-from zbpp.schedules.passes.posting import InTime, Posting, WhenSent
+from zbpp.schedules.passes.posting import Posting, in_time, when_sent
 from zbpp.schedules.passes.segments import in_segments
 from zbpp.schedules.passes.self_waits import find_self_waits
 
@@ -129,10 +129,10 @@ def lower(
     _check_validation(placement, orders)
     times, m = (costs or Costs()).on(placement), schedule.n_microbatches
     columns = None if cut is None else (cut.starts, cut.ends)
-    posting: Posting = (
-        WhenSent(orders, times, n_microbatches=m, columns=columns)
+    posting = (
+        when_sent(orders, times, n_microbatches=m, columns=columns)
         if on_device
-        else InTime(orders, times, n_microbatches=m, ahead=ahead, columns=columns)
+        else in_time(orders, times, n_microbatches=m, ahead=ahead, columns=columns)
     )
     programs = _lower_orders(placement, orders, posting, ties)
     assert not (on_device and find_self_waits(programs)), "a stage may wait for itself"
@@ -173,7 +173,7 @@ def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program
             for i in range(first, min(first + n_stages, n_microbatches)):
                 orders[stage].append(Pass(PassKind.F, chunk, i))
     times = Costs().on(placement)
-    posting = InTime(orders, times, n_microbatches=n_microbatches, ahead=0)
+    posting = in_time(orders, times, n_microbatches=n_microbatches, ahead=0)
     return _lower_orders(placement, orders, posting)
 
 
@@ -278,7 +278,7 @@ def _posts(
         first = len(order)
         for value, sent in reversed(messages):
             need = needed_at.get(value, len(order) - 1)
-            column = posting.column(stage, value, need=need, sender=(source, sent))
+            column = posting(stage, value, need=need, sender=(source, sent))
             first = min(first, column)
             columns.append(first)
         for (value, _), column in zip(messages, reversed(columns), strict=True):
