@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.costs.layers import chunk_layers, with_m_r
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Check, Job, PassKind, passes_in
+from zbpp.core.jobs import Check, Collective, Job, PassKind, passes_in
 from zbpp.core.placement import Placement
 from zbpp.core.validation import (
     Recompute,
@@ -79,6 +79,17 @@ class Schedule:
     def is_post_validated(self) -> bool:
         """True if steps are validated in the next warm-up: all stages have a V."""
         return any(isinstance(job, Check) for job in self.orders[0])
+
+    def without(self, kind: type[Check] | type[Collective]) -> "Schedule":
+        """The same without V's, or without collectives."""
+        rows = (self.orders, self.parts or ())
+        orders, parts = (
+            tuple(tuple(job for job in row if not isinstance(job, kind)) for row in x)
+            for x in rows
+        )
+        if orders == self.orders:
+            return self
+        return replace(self, orders=orders, parts=parts or None)
 
     def rows_for(self, times: ChunkCosts) -> tuple[Order, ...]:
         """What each stage runs: parts where the costs have them too, else passes."""
