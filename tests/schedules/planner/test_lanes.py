@@ -17,7 +17,6 @@ from zbpp.schedules import (
     plan_dual_pipe_v,
     plan_placement,
 )
-from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.lanes import plan as lane_plan
 from zbpp.schedules.planner.lanes import scheduler
 from zbpp.schedules.planner.lanes.problem import LaneProblem
@@ -75,7 +74,7 @@ def planned(placement, m, costs, n_parts=3e4):
         effort="fast",
     )
     problem = LaneProblem(base)
-    rows = lane_plan._search(problem, Budget(n_parts), 0.0)
+    rows = lane_plan._search(problem, n_parts, 0.0)
     found = [replace(whole, costs=None)]
     return found if rows is None else [*found, problem.schedule(rows, "lanes")]
 
