@@ -77,25 +77,6 @@ It raises LimitError if that does not fit the memory limit.
 """
 
 
-@dataclass(frozen=True)
-class LayerPlan(PlanFigures):
-    """A schedule, the split that it is for, and what even chunks would take."""
-
-    schedule: Schedule
-    """With ``split`` and ``recompute`` in it."""
-    costs: Costs
-    """Of the chunks."""
-    split: tuple[int, ...]
-    """Layers of each chunk."""
-    recompute: frozenset[int]
-    """Layers that are recomputed, of the whole model."""
-    ideal_step: float
-    """Work of a step, shared evenly by the stages."""
-    even_step: float | None
-    """``step`` of even chunks, with the same mode; None: they do not fit."""
-    names = "step", "barrier_step", "peak"
-
-
 class Choice(NamedTuple):
     """The request that a plan answers."""
 
@@ -116,6 +97,26 @@ class Trial(PlanFigures):
     schedule: Schedule
     costs: Costs
     names = "step", "barrier_step", "peak"
+
+
+@dataclass(frozen=True)
+class LayerPlan(Trial):
+    """A plan whose schedule has its choice in it, and what even chunks would take."""
+
+    ideal_step: float
+    """Work of a step, shared evenly by the stages."""
+    even_step: float | None
+    """``step`` of even chunks, with the same mode; None: they do not fit."""
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Layers of each chunk."""
+        return self.choice.split
+
+    @property
+    def recompute(self) -> frozenset[int]:
+        """Layers that are recomputed, of the whole model."""
+        return self.choice.recompute
 
 
 def better(trial: Trial, other: Trial) -> Trial:
@@ -478,10 +479,9 @@ def finished(trials: Trials, best: Trial, effort: str) -> LayerPlan:
     )
     total = trials.loads(recompute).total
     return LayerPlan(
-        schedule=schedule,
-        costs=best.costs,
-        split=split,
-        recompute=recompute,
+        best.choice,
+        schedule,
+        best.costs,
         ideal_step=total / trials.placement.n_stages,
         even_step=None if even is None else even.step,
     )
