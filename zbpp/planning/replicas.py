@@ -42,7 +42,7 @@ from zbpp.core import (
     collective_time,
 )
 from zbpp.core.costs.layers import PerLayer
-from zbpp.core.sharding import SHARDS, Shard, gathers_once, reduces_every
+from zbpp.core.sharding import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
 __all__ = [
@@ -109,7 +109,7 @@ def replicated(schedule: Schedule, *, data_parallel: int, shard: str) -> Schedul
         return schedule
     return add_collectives(
         schedule,
-        shards=gathers_once(shard),
+        shards=shard in ("optimizer", "gradients"),  # gathered once a step, by a job
         reduces="every" if reduces_every(shard) else "last",
     )
 
