@@ -18,7 +18,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import accumulate, pairwise, product
 from random import Random
 from typing import Literal, NamedTuple
@@ -147,8 +147,9 @@ class Trials:
         self.even = even_split(layers.n_layers, placement.n_chunks)
         self._done: dict[tuple[Choice, str], Trial | None] = {}
         self._planner = planner
-        self._bounds: dict[Choice, float] = {}
-        self._loads: dict[frozenset[int], Loads] = {}
+        self.bound = cache(self._bound)
+        """Lower bound of the step of every plan; inf: no micro-batch fits."""
+        self.loads = cache(self._loads)
         self._error: LimitError | None = None
 
     @property
@@ -158,13 +159,11 @@ class Trials:
         runs = 1.0 if n_chunks == self.placement.n_stages else 6.0
         return 3.0 * runs * n_chunks * self.n_microbatches
 
-    def loads(self, recompute: frozenset[int]) -> Loads:
+    def _loads(self, recompute: frozenset[int]) -> Loads:
         """Loads of ranges of layers."""
-        if recompute not in self._loads:
-            self._loads[recompute] = Loads.of(
-                self.layers, self.placement, self.n_microbatches, recompute=recompute
-            )
-        return self._loads[recompute]
+        return Loads.of(
+            self.layers, self.placement, self.n_microbatches, recompute=recompute
+        )
 
     def of(self, choice: Choice, effort: str = "fast") -> Trial | None:
         """Plan; None if it does not fit the memory.
@@ -229,12 +228,6 @@ class Trials:
             assert self._error is not None
             raise self._error
         return reduce(better, trials)
-
-    def bound(self, choice: Choice) -> float:
-        """Lower bound of the step of every plan; inf: no micro-batch fits."""
-        if choice not in self._bounds:
-            self._bounds[choice] = self._bound(choice)
-        return self._bounds[choice]
 
     def _bound(self, choice: Choice) -> float:
         costs, m = self._on_chunks(choice), self.n_microbatches
