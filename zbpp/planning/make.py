@@ -167,12 +167,7 @@ def _as_mode(schedule: Schedule, request: PlanRequest) -> tuple[Mode, PlanReques
 
 
 def _under_limit(plan: Plan, limit: PerChunk | None) -> Plan:
-    """Take a plan as it is, under another limit if there is one.
-
-    Raises:
-        LimitError: it needs more memory.
-        RequestError: the limit has another unit.
-    """
+    """Take a plan as it is, under another limit if there is one."""
     if limit is None:
         return plan
     costs = with_limit(plan.costs, limit)

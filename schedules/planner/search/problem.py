@@ -199,11 +199,11 @@ class PlacementProblem:
             return self.limits
         limits = []
         for stage, numbers in enumerate(self.numbers):
-            forwards, backwards = _halves(numbers)
+            half = len(numbers) // 2
             inside = [self.needs[q] - max(0.0, self.change[q]) for q in numbers]
-            rise = max(self.needs[q] for q in backwards)
+            rise = max(self.needs[q] for q in numbers[half:])
             left = self.limits[stage] - max(0.0, rise, *inside)
-            whole = sum(self.change[q] for q in forwards)
+            whole = sum(self.change[q] for q in numbers[:half])
             limits.append(left if left >= whole else -math.inf)
         return limits
 
@@ -274,8 +274,3 @@ class PlacementProblem:
             left[q] = iter(passes(backward, chunk, self.n_microbatches))
             left[q + n] = iter(passes(PassKind.W, chunk, self.n_microbatches))
         return (*map(next, map(left.__getitem__, row)), Step(stage))
-
-
-def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """The F's of a stage, and its B's."""
-    return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
