@@ -183,8 +183,12 @@ def _lower_orders(
     posting: Posting,
     ties: Ties = (),
 ) -> tuple[Program, ...]:
-    tied = [_tied_sends(placement, order, ties) for order in orders]
-    channels = _messages(placement, orders, tied)
+    sends = [_sends(placement, order, ties) for order in orders]
+    channels: dict[Channel, list[Sent]] = defaultdict(list)
+    for stage, of_stage in enumerate(sends):
+        for column, behind in sorted(of_stage.items()):
+            for send in behind:
+                channels[stage, send.peer].append((send.value, column))
     sent_early = _sent_before_checks(placement, orders)
     programs = []
     for stage, order in enumerate(orders):
@@ -197,61 +201,37 @@ def _lower_orders(
                     program.append(AddTied(stage))
                 program.append(Reduce(stage))
             program.append(job)
-            message = _sent(job, placement)
-            if message is not None:
-                program.append(message)
-            program += tied[stage].get(column, ())
+            program += sends[stage].get(column, ())
         programs.append(tuple(program))
     check_channels(programs, placement)
     return tuple(programs)
 
 
-def _sent(job: Instruction, placement: Placement) -> Send | None:
-    """Return the message that a job has for another stage, None if there is none."""
-    ended = ended_by(job)
-    value = None if ended is None else output_of(ended, placement.n_chunks)
-    if value is None:
-        return None
-    peer = placement.stage_of[reader(value)]
-    return None if peer == placement.stage_of[value.chunk] else Send(value, peer)
-
-
-def _tied_sends(
+def _sends(
     placement: Placement, order: Sequence[Instruction], ties: Ties
 ) -> dict[int, list[Send]]:
-    """The gradients of tied parameters to send after each column of an order."""
+    """What a stage sends behind each column: values, then gradients of tied parameters.
+
+    A chunk sends these behind its last W, or behind the wait for their sum.
+    """
+    sends: dict[int, list[Send]] = defaultdict(list)
     last: dict[int, int] = {}
-    for column, instruction in enumerate(order):
-        done = (
-            instruction
-            if isinstance(instruction, Collective)
-            else ended_by(instruction)
-        )
+    for column, job in enumerate(order):
+        ended = ended_by(job)
+        value = None if ended is None else output_of(ended, placement.n_chunks)
+        if value is not None:
+            peer = placement.stage_of[reader(value)]
+            if peer != placement.stage_of[value.chunk]:
+                sends[column].append(Send(value, peer))
+        done = job if isinstance(job, Collective) else ended
         if done is not None and kind_of(done).gradients_due < 0:
             last[done.chunk] = column
-    sends: dict[int, list[Send]] = defaultdict(list)
     for tie, chunks in enumerate(ties):
         stages = {placement.stage_of[chunk] for chunk in chunks}
         for chunk in sorted(last.keys() & set(chunks)):
             for peer in sorted(stages - {placement.stage_of[chunk]}):
                 sends[last[chunk]].append(Send(TiedGradient(tie, chunk), peer))
     return sends
-
-
-def _messages(
-    placement: Placement,
-    orders: Orders,
-    tied: Sequence[dict[int, list[Send]]],
-) -> dict[Channel, list[Sent]]:
-    """List the values that each channel carries, in the order of the sends."""
-    channels: dict[Channel, list[Sent]] = defaultdict(list)
-    for stage, order in enumerate(orders):
-        for column, job in enumerate(order):
-            message = _sent(job, placement)
-            sends = [] if message is None else [message]
-            for send in (*sends, *tied[stage].get(column, ())):
-                channels[stage, send.peer].append((send.value, column))
-    return channels
 
 
 def _posts(
