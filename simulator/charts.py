@@ -126,11 +126,7 @@ def _scatter(axes: "Axes", points: Points, chosen: str) -> None:
 def _label_heights(
     names: Mapping[tuple[float, float], str],
 ) -> dict[tuple[float, float], int]:
-    """Say how many points above its mark each label stands, so that none overlap.
-
-    Args:
-        names: labels by the place of their marks.
-    """
+    """Say how many points above its mark each label stands, so that none overlap."""
     memories = [x for x, _ in names]
     across = _WIDTH_PT / (max(memories) - min(memories) or 1)
     up = _HEIGHT_PT / (max(y for _, y in names) or 1)

@@ -32,8 +32,10 @@ Linearity", 1992, chapter 3).
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from zbpp.core import (
     Check,
@@ -165,14 +167,13 @@ def _timeline(
     )
 
 
-@dataclass(frozen=True)
-class IterationState:
-    """State that an iteration leaves to the next one, per stage."""
+class IterationState(NamedTuple):
+    """State that an iteration leaves to the next one."""
 
     free: tuple[float, ...]
-    """End of the stage's O."""
-    known: tuple[float, ...]
-    """Time from which its V knows the sum."""
+    """End of each stage's O."""
+    known: float
+    """Time from which the V's know the sum."""
 
 
 class IteratedSchedule:
@@ -186,7 +187,9 @@ class IteratedSchedule:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.times = costs.on(schedule.placement)
         self.has_checks = schedule.is_post_validated
-        self._n_microbatches = schedule.n_microbatches
+        self._replay = partial(
+            replay, times=self.times, n_microbatches=schedule.n_microbatches
+        )
         self._orders = [
             [job for job in order if not isinstance(job, Step)]
             for order in schedule.rows_for(self.times)
@@ -195,8 +198,7 @@ class IteratedSchedule:
     @property
     def start(self) -> IterationState:
         """All stages are free at 0, and know all they need."""
-        nothing = (0.0,) * len(self._orders)
-        return IterationState(nothing, nothing)
+        return IterationState((0.0,) * len(self._orders), 0.0)
 
     def iterate(
         self, state: IterationState, *, rolled_back: bool = False
@@ -205,11 +207,11 @@ class IteratedSchedule:
         if rolled_back:
             rows = self._attempts(state)
         else:
-            rows = self._replay(self._orders, state.free, state.known)
+            known = [state.known] * len(self._orders)
+            rows = self._replay(self._orders, free=state.free, known=known)
         sum_known = max(map(_end, rows)) + self.times.reduction
         self._add_steps(rows, after=0.0 if self.has_checks else sum_known)
-        free = tuple(row[-1].end for row in rows)
-        return rows, IterationState(free, (sum_known,) * len(rows))
+        return rows, IterationState(tuple(row[-1].end for row in rows), sum_known)
 
     def _attempts(self, state: IterationState) -> list[list[Slot]]:
         """Every stage up to its V; then O again, and all passes."""
@@ -219,24 +221,11 @@ class IteratedSchedule:
             cut = order.index(Check(stage))
             first.append(order[: cut + 1])
             second.append([*order[:cut], *order[cut + 1 :]])
-        rows = self._replay(first, state.free, state.known)
+        known = [state.known] * len(self._orders)
+        rows = self._replay(first, free=state.free, known=known)
         self._add_steps(rows)
-        again = self._replay(second, [row[-1].end for row in rows])
+        again = self._replay(second, free=[row[-1].end for row in rows])
         return [before + after for before, after in zip(rows, again, strict=True)]
-
-    def _replay(
-        self,
-        orders: Sequence[Sequence[Job]],
-        free: Sequence[float],
-        known: Sequence[float] | None = None,
-    ) -> list[list[Slot]]:
-        return replay(
-            orders,
-            self.times,
-            n_microbatches=self._n_microbatches,
-            free=free,
-            known=known,
-        )
 
     def _add_steps(self, rows: Sequence[list[Slot]], *, after: float = 0.0) -> None:
         """Let each stage step when it is free, not before a time."""
@@ -342,15 +331,13 @@ def _leap(earlier: IterationState, state: IterationState) -> IterationState:
     slowest, spread = max(lateness), max(lateness) - min(lateness)
     moved = [
         time - 10 * slowest * (slowest - late) / spread
-        for time, late in zip((*state.free, *state.known), lateness, strict=True)
+        for time, late in zip((*state.free, state.known), lateness, strict=True)
     ]
-    n_stages, origin = len(state.free), min(moved)
-    shifted = tuple(time - origin for time in moved)
-    return IterationState(shifted[:n_stages], shifted[n_stages:])
+    origin = min(moved)
+    *free, known = (time - origin for time in moved)
+    return IterationState(tuple(free), known)
 
 
 def _lateness(state: IterationState, earlier: IterationState) -> list[float]:
-    pairs = zip(
-        (*state.free, *state.known), (*earlier.free, *earlier.known), strict=True
-    )
+    pairs = zip((*state.free, state.known), (*earlier.free, earlier.known), strict=True)
     return [after - before for after, before in pairs]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import zbpp.planning.search
 from zbpp.core import (
     Costs,
     LimitError,
@@ -17,7 +18,6 @@ from zbpp.core import (
 from zbpp.planning import MODES, canonical, plan
 from zbpp.planning.make import fitting_modes
 from zbpp.planning.request import PlanRequest
-from zbpp.planning.search import Problem
 from zbpp.simulator import simulate, span
 
 SPELLINGS = {
@@ -143,7 +143,7 @@ def test_what_would_fit_is_told_without_plans_of_the_full_size(monkeypatch):
                 return order(**request)
 
             monkeypatch.setitem(MODES, mode.name, replace(mode, order=order))
-    monkeypatch.setattr(Problem, "search", None)
+    monkeypatch.setattr(zbpp.planning.search, "plan_placement", None)
     told = []
     for m in (40, 2000):
         with pytest.raises(RequestError) as error:

@@ -26,8 +26,8 @@ from random_cases import random_case
 
 from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
 from zbpp.planning import plan
+from zbpp.schedules.planner import placement as plans
 from zbpp.schedules.planner.search import local_search, seeds
-from zbpp.schedules.planner.search import plan as plans
 
 Case = tuple[str, int, int, Costs, MemoryModel]
 """A mode, stages, micro-batches, times and memory."""

@@ -89,11 +89,7 @@ def add_collectives(
 
 def without_collectives(schedule: Schedule) -> Schedule:
     """Take all collectives out of a schedule."""
-    orders = tuple(
-        tuple(job for job in order if not isinstance(job, Collective))
-        for order in schedule.orders
-    )
-    return schedule if orders == schedule.orders else replace(schedule, orders=orders)
+    return schedule.without(Collective)
 
 
 def _with_sums(order: Sequence[Job], *, every: bool) -> list[Job]:

@@ -27,7 +27,6 @@ from zbpp.core import (
     members_of,
     replay,
 )
-from zbpp.core.lanes import parts_of_pass
 
 __all__ = ["lay_out"]
 
@@ -69,7 +68,7 @@ def _parts(job: Job, times: ChunkCosts, *, w_first: bool) -> Iterator[Job]:
     parts: dict[PassKind, list[Part]] = {kind: [] for kind in PassKind}
     for one in passes:
         lanes = [lane for lane, _ in times.parts_of(one)]
-        parts[one.kind] = parts_of_pass(one, lanes)
+        parts[one.kind] = [Part(one, index, lane) for index, lane in enumerate(lanes)]
     waiting = parts[W]
     is_joint = isinstance(job, Pair) or job.kind is BW
     for index in range(max(len(parts[F]), len(parts[B]))):

@@ -64,7 +64,7 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.validation import mistake
-from zbpp.schedules.passes.posting import InTime, Posting, WhenSent
+from zbpp.schedules.passes.posting import Posting, in_time, when_sent
 from zbpp.schedules.passes.segments import in_segments
 from zbpp.schedules.passes.self_waits import find_self_waits
 
@@ -129,10 +129,10 @@ def lower(
     _check_validation(placement, orders)
     times, m = (costs or Costs()).on(placement), schedule.n_microbatches
     columns = None if cut is None else (cut.starts, cut.ends)
-    posting: Posting = (
-        WhenSent(orders, times, n_microbatches=m, columns=columns)
+    posting = (
+        when_sent(orders, times, n_microbatches=m, columns=columns)
         if on_device
-        else InTime(orders, times, n_microbatches=m, ahead=ahead, columns=columns)
+        else in_time(orders, times, n_microbatches=m, ahead=ahead, columns=columns)
     )
     programs = _lower_orders(placement, orders, posting, ties)
     assert not (on_device and find_self_waits(programs)), "a stage may wait for itself"
@@ -173,7 +173,7 @@ def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program
             for i in range(first, min(first + n_stages, n_microbatches)):
                 orders[stage].append(Pass(PassKind.F, chunk, i))
     times = Costs().on(placement)
-    posting = InTime(orders, times, n_microbatches=n_microbatches, ahead=0)
+    posting = in_time(orders, times, n_microbatches=n_microbatches, ahead=0)
     return _lower_orders(placement, orders, posting)
 
 
@@ -183,8 +183,12 @@ def _lower_orders(
     posting: Posting,
     ties: Ties = (),
 ) -> tuple[Program, ...]:
-    tied = [_tied_sends(placement, order, ties) for order in orders]
-    channels = _messages(placement, orders, tied)
+    sends = [_sends(placement, order, ties) for order in orders]
+    channels: dict[Channel, list[Sent]] = defaultdict(list)
+    for stage, of_stage in enumerate(sends):
+        for column, behind in sorted(of_stage.items()):
+            for send in behind:
+                channels[stage, send.peer].append((send.value, column))
     sent_early = _sent_before_checks(placement, orders)
     programs = []
     for stage, order in enumerate(orders):
@@ -197,61 +201,37 @@ def _lower_orders(
                     program.append(AddTied(stage))
                 program.append(Reduce(stage))
             program.append(job)
-            message = _sent(job, placement)
-            if message is not None:
-                program.append(message)
-            program += tied[stage].get(column, ())
+            program += sends[stage].get(column, ())
         programs.append(tuple(program))
     check_channels(programs, placement)
     return tuple(programs)
 
 
-def _sent(job: Instruction, placement: Placement) -> Send | None:
-    """Return the message that a job has for another stage, None if there is none."""
-    ended = ended_by(job)
-    value = None if ended is None else output_of(ended, placement.n_chunks)
-    if value is None:
-        return None
-    peer = placement.stage_of[reader(value)]
-    return None if peer == placement.stage_of[value.chunk] else Send(value, peer)
-
-
-def _tied_sends(
+def _sends(
     placement: Placement, order: Sequence[Instruction], ties: Ties
 ) -> dict[int, list[Send]]:
-    """The gradients of tied parameters to send after each column of an order."""
+    """What a stage sends behind each column: values, then gradients of tied parameters.
+
+    A chunk sends these behind its last W, or behind the wait for their sum.
+    """
+    sends: dict[int, list[Send]] = defaultdict(list)
     last: dict[int, int] = {}
-    for column, instruction in enumerate(order):
-        done = (
-            instruction
-            if isinstance(instruction, Collective)
-            else ended_by(instruction)
-        )
+    for column, job in enumerate(order):
+        ended = ended_by(job)
+        value = None if ended is None else output_of(ended, placement.n_chunks)
+        if value is not None:
+            peer = placement.stage_of[reader(value)]
+            if peer != placement.stage_of[value.chunk]:
+                sends[column].append(Send(value, peer))
+        done = job if isinstance(job, Collective) else ended
         if done is not None and kind_of(done).gradients_due < 0:
             last[done.chunk] = column
-    sends: dict[int, list[Send]] = defaultdict(list)
     for tie, chunks in enumerate(ties):
         stages = {placement.stage_of[chunk] for chunk in chunks}
         for chunk in sorted(last.keys() & set(chunks)):
             for peer in sorted(stages - {placement.stage_of[chunk]}):
                 sends[last[chunk]].append(Send(TiedGradient(tie, chunk), peer))
     return sends
-
-
-def _messages(
-    placement: Placement,
-    orders: Orders,
-    tied: Sequence[dict[int, list[Send]]],
-) -> dict[Channel, list[Sent]]:
-    """List the values that each channel carries, in the order of the sends."""
-    channels: dict[Channel, list[Sent]] = defaultdict(list)
-    for stage, order in enumerate(orders):
-        for column, job in enumerate(order):
-            message = _sent(job, placement)
-            sends = [] if message is None else [message]
-            for send in (*sends, *tied[stage].get(column, ())):
-                channels[stage, send.peer].append((send.value, column))
-    return channels
 
 
 def _posts(
@@ -278,7 +258,7 @@ def _posts(
         first = len(order)
         for value, sent in reversed(messages):
             need = needed_at.get(value, len(order) - 1)
-            column = posting.column(stage, value, need=need, sender=(source, sent))
+            column = posting(stage, value, need=need, sender=(source, sent))
             first = min(first, column)
             columns.append(first)
         for (value, _), column in zip(messages, reversed(columns), strict=True):

@@ -62,17 +62,7 @@ def post_validated(schedule: Schedule) -> Schedule:
 
 def without_checks(schedule: Schedule) -> Schedule:
     """Take the V's out of a schedule: every O waits for the norm of all stages."""
-    orders = tuple(
-        tuple(job for job in order if not isinstance(job, Check))
-        for order in schedule.orders
-    )
-    if orders == schedule.orders:
-        return schedule
-    parts = schedule.parts and tuple(
-        tuple(job for job in row if not isinstance(job, Check))
-        for row in schedule.parts
-    )
-    return replace(schedule, orders=orders, parts=parts)
+    return schedule.without(Check)
 
 
 def _parts_with_checks(schedule: Schedule, cuts: Sequence[int]) -> tuple[Order, ...]:

@@ -38,7 +38,7 @@ from zbpp.core import (
 )
 from zbpp.core.clock import replay
 
-__all__ = ["InTime", "Posting", "WhenSent"]
+__all__ = ["Posting", "in_time", "when_sent"]
 
 Orders = Sequence[Sequence[Job | Segment]]
 
@@ -49,7 +49,7 @@ Columns = tuple[list[list[float]], list[list[float]]]
 class Posting(Protocol):
     """A rule for when receives are posted."""
 
-    def column(
+    def __call__(
         self, stage: int, message: Message, *, need: int, sender: tuple[int, int]
     ) -> int:
         """The column of a stage's order before which it posts a receive.
@@ -62,7 +62,14 @@ class Posting(Protocol):
         """
 
 
-class InTime:
+def in_time(
+    orders: Orders,
+    times: ChunkCosts,
+    *,
+    n_microbatches: int,
+    ahead: int,
+    columns: Columns | None = None,
+) -> Posting:
     """Post receives some jobs before their readers, and two delays of their links.
 
     Args:
@@ -72,69 +79,50 @@ class InTime:
         ahead: jobs before the reader; collectives and further segments do not count.
         columns: starts and ends, if they are known.
     """
-
-    def __init__(
-        self,
-        orders: Orders,
-        times: ChunkCosts,
-        *,
-        n_microbatches: int,
-        ahead: int,
-        columns: Columns | None = None,
-    ) -> None:
-        self._times = times
-        self._ahead = ahead
-        self._places = [
-            [c for c, job in enumerate(order) if not _goes_on(job)] for order in orders
-        ]
-        self._columns = None
-        if any(times.hops):
-            self._columns = columns or _starts_and_ends(
-                orders, times, n_microbatches=n_microbatches
-            )
+    places = [
+        [c for c, job in enumerate(order) if not _goes_on(job)] for order in orders
+    ]
+    if not any(times.hops):
+        columns = None
+    elif columns is None:
+        columns = _starts_and_ends(orders, times, n_microbatches=n_microbatches)
 
     def column(
-        self, stage: int, message: Message, *, need: int, sender: tuple[int, int]
+        stage: int, message: Message, *, need: int, sender: tuple[int, int]
     ) -> int:
-        """See `Posting`."""
-        places = self._places[stage]
-        column = places[max(0, bisect_right(places, need) - 1 - self._ahead)]
-        if self._columns is None or isinstance(message, TiedGradient):
-            return column
-        starts, ends = self._columns
-        delay = self._times.delay(message.chunk, reader(message))
-        return min(column, bisect_right(ends[stage], starts[stage][column] - 2 * delay))
+        place = max(0, bisect_right(places[stage], need) - 1 - ahead)
+        early = places[stage][place]
+        if columns is None or isinstance(message, TiedGradient):
+            return early
+        starts, ends = columns
+        delay = times.delay(message.chunk, reader(message))
+        return min(early, bisect_right(ends[stage], starts[stage][early] - 2 * delay))
+
+    return column
 
 
-class WhenSent:
+def when_sent(
+    orders: Orders,
+    times: ChunkCosts,
+    *,
+    n_microbatches: int,
+    columns: Columns | None = None,
+) -> Posting:
     """Post each receive before the first job that ends after its sender.
 
-    Args:
-        orders: of all stages.
-        times: of the jobs and messages.
-        n_microbatches: of a step.
-        columns: starts and ends, if they are known.
+    The arguments are those of `in_time`.
     """
-
-    def __init__(
-        self,
-        orders: Orders,
-        times: ChunkCosts,
-        *,
-        n_microbatches: int,
-        columns: Columns | None = None,
-    ) -> None:
-        _, ends = columns or _starts_and_ends(
-            orders, times, n_microbatches=n_microbatches
-        )
-        self._numbers = _in_order_of_ends(orders, ends, times.placement.n_chunks)
+    if columns is None:
+        columns = _starts_and_ends(orders, times, n_microbatches=n_microbatches)
+    numbers = _in_order_of_ends(orders, columns[1], times.placement.n_chunks)
 
     def column(
-        self, stage: int, message: Message, *, need: int, sender: tuple[int, int]
+        stage: int, message: Message, *, need: int, sender: tuple[int, int]
     ) -> int:
-        """See `Posting`."""
-        source, column = sender
-        return bisect_right(self._numbers[stage], self._numbers[source][column])
+        source, sent = sender
+        return bisect_right(numbers[stage], numbers[source][sent])
+
+    return column
 
 
 def _goes_on(job: Job | Segment) -> bool:

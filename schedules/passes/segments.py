@@ -47,7 +47,7 @@ from zbpp.core import (
     replay,
     writes,
 )
-from zbpp.core.lanes import unit_times
+from zbpp.core.validation import unit_times
 
 __all__ = ["SegmentedOrders", "in_segments"]
 
@@ -160,12 +160,7 @@ class _Stretch:
 
 @dataclass(eq=False)
 class _Course:
-    """A pass, and how far it has come.
-
-    Args:
-        of: the pass.
-        phase: 0: before the V; 1: behind it.
-    """
+    """A pass, and how far it has come; phase 0 is before the V, 1 behind it."""
 
     of: Pass
     stretches: list[_Stretch]
@@ -307,11 +302,7 @@ class _Stage:
         return self.ends[-1] if self.ends else 0.0
 
     def choose(self, written: Mapping[Value, float]) -> float:
-        """Choose what comes next, and say when it starts; infinite: nothing can.
-
-        Args:
-            written: when the values are there that are known so far.
-        """
+        """Choose what comes next, and say when it starts; infinite: nothing can."""
         now, self._chosen, self._start = self._now, None, math.inf
         if self._others and not self._left[0]:
             waits = isinstance(self._others[0], Step) and self._left[1]

@@ -21,7 +21,7 @@ https://github.com/deepseek-ai/DualPipe (DeepSeek-V3, arXiv 2412.19437).
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from zbpp.core import Job, Pair, Pass, PassKind, Placement, Schedule, Step
+from zbpp.core import Job, Pair, Pass, PassKind, Placement, Schedule, Step, passes_in
 
 __all__ = ["plan_dual_pipe_v"]
 
@@ -48,11 +48,7 @@ def plan_dual_pipe_v(*, n_stages: int, n_microbatches: int) -> Schedule:
 def _order(stage: int, n_stages: int, n_microbatches: int) -> Iterator[Job]:
     first = min(0, n_microbatches - 2 * n_stages)
     for job in _jobs(stage, n_stages, n_microbatches - first, first):
-        if isinstance(job, Pass):
-            kept = [job] if job.microbatch >= 0 else []
-        else:
-            passes = (job.forward, job.backward)
-            kept = [part for part in passes if part.microbatch >= 0]
+        kept = [part for part in passes_in(job) if part.microbatch >= 0]
         yield from [job] if len(kept) == 2 else kept
 
 

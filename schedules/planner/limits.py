@@ -12,24 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpp.core import (
-    ChunkCosts,
-    Costs,
-    LimitError,
-    Placement,
-    RequestError,
-    format_memory,
-)
+from zbpp.core import ChunkCosts, LimitError, RequestError, format_memory
 
-__all__ = [
-    "beyond",
-    "capped",
-    "check_limits",
-    "check_one_fits",
-    "check_sizes",
-    "micro_batch",
-    "needs",
-]
+__all__ = ["beyond", "capped", "check_limits", "check_sizes", "micro_batch", "needs"]
 
 _MARGIN = 1e-9  # relative; as in `Schedule`
 _MOST_JOBS = 2**24  # with effort fast, minutes and some GB of memory
@@ -77,43 +62,20 @@ def needs(costs: ChunkCosts, n_in_flight: float = 1.0) -> list[float]:
 
 
 def capped(
-    costs: Costs,
-    placement: Placement,
-    *,
-    memory_cap: float = math.inf,
-    default_limit: float = math.inf,
-) -> Costs:
+    costs: ChunkCosts, *, memory_cap: float = math.inf, default_limit: float = math.inf
+) -> ChunkCosts:
     """Lower the limits to what a mode promises.
 
     Args:
-        costs: with the limits that the caller gives, or without.
-        placement: chunk to stage.
+        costs: joined, with the limits that the caller gives, or without.
         memory_cap: never more than this, in M_B of each stage.
         default_limit: the same where the caller gives no limit.
-
-    Raises:
-        RequestError: the costs do not fit the placement.
     """
-    if costs.limit is None:
+    if math.inf in costs.limit:
         memory_cap = min(memory_cap, default_limit)
     if math.isinf(memory_cap):
         return costs
-    chunk_costs = costs.on(placement).joined()
-    promised = needs(chunk_costs, memory_cap)
-    return replace(costs, limit=tuple(map(min, chunk_costs.limit, promised)))
-
-
-def check_one_fits(
-    name: str, placement: Placement, costs: Costs, n_microbatches: int
-) -> None:
-    """Refuse limits that do not hold one micro-batch: the smallest that can work.
-
-    Raises:
-        LimitError: it names the smallest limit that works.
-        RequestError: the costs do not fit the placement.
-    """
-    held = costs.on(placement).joined()
-    check_limits(name, needs(held), held, n_microbatches)
+    return replace(costs, limit=tuple(map(min, costs.limit, needs(costs, memory_cap))))
 
 
 def check_limits(

@@ -1,16 +1,71 @@
-"""Plan any placement: its passes, or their parts where the costs tell them."""
+"""Plan any placement: one chunk a stage, the V, interleaved chunks, or any other.
+
+Two stages with one chunk each, four micro-batches, F = B = W = 1, for three memory
+limits in micro-batches of a stage:
+
+    limit 1  0 | F0 .  .  B0 W0 F1 .  .  B1 W1 F2 .  .  B2 W2 F3 .  .  B3 W3
+             1 | .  F0 B0 W0 .  .  F1 B1 W1 .  .  F2 B2 W2 .  .  F3 B3 W3
+
+    limit 2  0 | F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+             1 | .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+
+    limit 3  0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
+             1 | .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+Two stages with two chunks each (placement 0 1 1 0), three micro-batches,
+F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stage:
+
+    limit 1
+    0 | 0F0 .   .   3F0 3B0 3W0 0F1 0B0 0W0 .   .   3F1 3B1 3W1 0F2 0B1 0W1 .   .   ...
+    1 | .   1F0 2F0 .   .   2B0 1B0 1F1 2W0 1W0 2F1 .   .   2B1 1B1 1F2 2W1 1W1 2F2 ...
+
+    limit 1.5
+    0 | 0F0 0F1 .   3F0 3B0 3W0 0F2 0B0 0W0 3F1 3B1 3W1 .   0B1 3F2 3B2 0W1 3W2 ...
+    1 | .   1F0 2F0 1F1 .   2B0 1B0 2F1 2W0 1W0 1F2 2B1 1B1 2F2 2W1 1W1 2B2 1B2 ...
+
+    limit 2
+    0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 0B1 3W2 0B2 0W1 0W2
+    1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 1B1 2B2 1B2 2W1 1W1 2W2 1W2
+
+Many plans are made and the one with the smallest largest span of a stage is kept:
+
+1. `seeds`: list schedules by a few rules, and known orders.
+2. `critical_path` moves single passes of the best plan.
+3. The same under less memory, as long as that could be better.
+4. `local_search`: settings changed, moves on the best three plans, then groups,
+   travel and shifts.
+
+``effort`` says how much of it, counted in passes: ``fast`` is 1 to 3, ``default`` adds
+4, and ``best`` goes on with 4 for a time. All end when the plan reaches a lower bound;
+the first two depend on nothing but the arguments.
+"""
 
 import math
 from dataclasses import replace
 
 from zbpp.core import Costs, Placement, Schedule
+from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
 from zbpp.schedules.planner.lanes.plan import plan_on_lanes
-from zbpp.schedules.planner.limits import capped
-from zbpp.schedules.planner.search.plan import plan_passes
+from zbpp.schedules.planner.limits import capped, check_limits, check_sizes, needs
+from zbpp.schedules.planner.search.compiled import improve, timed
+from zbpp.schedules.planner.search.critical_path import XorShift64
+from zbpp.schedules.planner.search.local_search import (
+    hill_climb,
+    improve_top_k,
+    intensify,
+    n_moves,
+    search_on,
+    shortest,
+)
+from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
+from zbpp.schedules.planner.search.seeds import is_line, seeds
 
 __all__ = ["plan_placement"]
 
 _UNIT = Costs()
+_MARGIN = 0.01
+_LONG = 1200  # passes placed, for each pass of the plan
+_SMALL = 3000  # passes; larger lines are planned once
 
 
 def plan_placement(
@@ -25,6 +80,8 @@ def plan_placement(
 ) -> Schedule:
     """Plan any placement under the memory limit; without one, memory is no constraint.
 
+    Passes are planned in one piece, and then their parts, where the costs tell them.
+
     Args:
         placement: chunk to stage: a wave, interleaved, or any other.
         n_microbatches: micro-batches in a step, at least 1.
@@ -38,20 +95,101 @@ def plan_placement(
         LimitError: a limit holds no micro-batch; it names the smallest that works.
         RequestError: a number is invalid.
     """
-    passes = plan_passes(
-        placement=placement,
-        n_microbatches=n_microbatches,
-        costs=costs if costs.parts is None else replace(costs, parts=None),
-        effort=effort if costs.parts is None else "fast",
-        name=name,
-        memory_cap=memory_cap,
-        default_limit=default_limit,
-    )
+    most_chunks = max(map(len, placement.chunks_of))
+    check_sizes(placement.n_stages, n_microbatches, most_chunks)
+
+    def problem_of(costs: Costs) -> PlacementProblem:
+        held = costs.on(placement).joined()
+        check_limits(name, needs(held), held, n_microbatches)
+        held = capped(held, memory_cap=memory_cap, default_limit=default_limit)
+        return PlacementProblem(held.above_fixed(), n_microbatches)
+
+    whole = costs if costs.parts is None else replace(costs, parts=None)
+    problems = [problem_of(each) for each in (whole, *_without_overhead(whole))]
+    efforts = shares(effort if costs.parts is None else "fast", len(problems))
+    plans = [_best(problem, next(efforts)) for problem in problems]
+    rows = shortest([timed(problems[0], plan.rows).plan for plan in plans]).rows
+    orders = problems[0].orders(rows)
+    limited = None if costs.limit is None else costs
     if costs.parts is None:
-        return passes
-    limited = capped(
-        costs, placement, memory_cap=memory_cap, default_limit=default_limit
-    )
-    whole = replace(passes, costs=None)
-    planned = plan_on_lanes(whole, limited, effort=effort)
-    return replace(planned, costs=None if costs.limit is None else costs)
+        return Schedule(name, placement, n_microbatches, orders, limited)
+    passes = Schedule(name, placement, n_microbatches, orders)
+    planned = plan_on_lanes(passes, costs, problem_of(costs), effort=effort)
+    return replace(planned, costs=limited)
+
+
+def _without_overhead(costs: Costs) -> list[Costs]:
+    """The costs of sends that occupy no stage, where they are others.
+
+    A pass and its send are one job to the planner. But a search may find a better order
+    for times that are a little different: so the order for sends that are mere delays
+    is offered too, and no plan is longer than that order.
+    """
+    sends = costs.send_occupies
+    if not (any(sends) if isinstance(sends, tuple) else sends):
+        return []
+    return [replace(costs, send_occupies=0.0)]
+
+
+def _best(problem: PlacementProblem, effort: str) -> Plan:
+    """Search; small lines also under a little less memory, from the first seed on.
+
+    More memory should not give a longer plan, and what moves find depends on chance:
+    without it, one in 77 limits of 8 stages with 24 micro-batches does.
+    """
+    plan = _search(problem, effort)
+    is_small = is_line(problem) and problem.n_passes < _SMALL
+    for lower in problem.next_limits() if is_small and effort == "default" else []:
+        if problem.target < plan.span and lower.target < plan.span:
+            plan = shortest([plan, _search(lower, effort)])
+    return plan
+
+
+def _search(problem: PlacementProblem, effort: str) -> Plan:
+    kind, seconds = parse_effort(effort)
+    n = problem.n_passes
+    if kind == "fast":
+        tries, moves = Budget(min(24 * n, 1.5e6)), Budget(min(60 * n, 1e5))
+        plans = [seed.plan for seed in seeds(problem, tries)]
+        plan = improve_top_k(problem, plans, moves)
+        return _below_limit(problem, plan, tries, moves, Budget(min(100 * n, 1.5e5)))
+    tries = Budget(max(2e6, min(16 * n, 4e6)))
+    moves = Budget(min(max(3e4, 40 * n), 1e5 + 8 * n, 2e6))
+    found = seeds(problem, tries, margin=_MARGIN)
+    plan = improve(problem, found[0].plan, moves, XorShift64(0))
+    others = hill_climb(problem, found) if plan.span > problem.target else []
+    less = Budget(min(max(2e5, 200 * n), 6e5))
+    plan = _below_limit(problem, plan, tries, moves, less)
+    plan = improve_top_k(problem, [plan, *others], Budget(n_moves(n)))
+    plan = intensify(problem, plan)
+    if kind == LONG:
+        plan = improve(problem, plan, Budget(min(_LONG * n, 4e6)), XorShift64(1))
+    if kind == "best":
+        plan = search_on(problem, plan, Budget(math.inf, seconds))
+    return plan
+
+
+def _below_limit(
+    problem: PlacementProblem, plan: Plan, tries: Budget, moves: Budget, budget: Budget
+) -> Plan:
+    """Plan as if there were less memory: more should not give a longer plan.
+
+    A plan under less memory is a plan under more. The limits are the quarters of M_B
+    below what the plan holds, from the top, while the budget lasts; at the first whose
+    lower bound is not below the best span, no lower one can help. Seeds that moves can
+    hardly make better than the best plan are given up.
+    """
+    once = tries.spent + moves.spent
+    if problem.target >= plan.span or budget.passes < once:
+        return plan
+    for lower in problem.lower_limits(plan.rows):
+        if budget.passes - budget.spent < once:
+            break
+        # the second bound only where the first leaves room: large ones take long
+        if problem.target >= plan.span or lower.target >= plan.span:
+            break
+        tries, moves = Budget(tries.passes), Budget(moves.passes)
+        first = seeds(lower, tries, below=1.03 * plan.span)[0].plan
+        plan = shortest([plan, improve(lower, first, moves, XorShift64(0))])
+        budget.spend(tries.spent + moves.spent)
+    return plan

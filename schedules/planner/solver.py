@@ -321,11 +321,7 @@ def _exact(number: float) -> Fraction:
 
 
 def _scale_of(numbers: list[Fraction], largest: int = _MAX_TIME) -> int:
-    """The factor that makes all numbers whole.
-
-    Raises:
-        RequestError: they have too many digits for the solver.
-    """
+    """The factor that makes all numbers whole, if that is not too large."""
     scale = lcm(*(number.denominator for number in numbers))
     if max(numbers, default=Fraction(0)) * scale * len(numbers) > largest:
         raise RequestError(

@@ -3,9 +3,9 @@
 Columns of the table of modes for which no entry has a figure are left out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from statistics import fmean
 
 from zbpp.core import Costs, Job, Schedule, Timeline, format_memory
@@ -168,55 +168,37 @@ def _by_kind(timeline: Timeline) -> dict[str, float]:
     return times
 
 
-_Column = Callable[[PageEntry], str]
-
-
 def modes_table(entries: Sequence[PageEntry], *, time_unit: str = "") -> Table:
     """Tabulate entries; the shortest step is bold."""
     steps = _steps(entries)
     least = min((step for step in steps if step is not None), default=0.0)
-    columns = {
-        name: column
-        for name, column in _columns(entries, time_unit).items()
-        if any(column(entry) for entry in entries)
+    baselines = {
+        entry.group: step
+        for entry, step in zip(entries, steps, strict=True)
+        if entry.name == _BASELINE
     }
+    unit = f", {time_unit}" if time_unit else ""
+    beside = any(entry.measured_step is not None for entry in entries)
+    rows = [
+        _cells(entry, step, baselines.get(entry.group), unit, beside=beside)
+        for entry, step in zip(entries, steps, strict=True)
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = [name for name in names if any(row.get(name) for row in rows)]
     captions = (
         f"{word}: {text}."
         for word, text in _CAPTIONS.items()
         if any(name.startswith(word) for name in columns)
     )
     table = Table(["mode", *columns], caption=" ".join(captions))
-    for entry, step in zip(entries, steps, strict=True):
+    for entry, step, row in zip(entries, steps, rows, strict=True):
         if entry.reason:
             table.add(entry.name, note=entry.reason)
             continue
         best = step is not None and step <= least * (1 + _ROUNDING)
-        cells = (column(entry) for column in columns.values())
+        cells = (row.get(name, "") for name in columns)
         table.add(entry.name, *cells, look="bold" if best else "")
     return table
-
-
-def _columns(entries: Sequence[PageEntry], time_unit: str) -> dict[str, _Column]:
-    unit = f", {time_unit}" if time_unit else ""
-    simulated = (
-        " simulated" if any(e.measured_step is not None for e in entries) else ""
-    )
-    columns: dict[str, _Column] = {
-        "chunks a stage": _chunks,
-        f"step{simulated}{unit}": lambda entry: _number(entry.simulated_step),
-        f"step measured{unit}": lambda entry: _number(entry.measured_step),
-        "measured / simulated": _ratio,
-        f"speed-up over {_BASELINE}": _speed_up(entries),
-        f"bubble{simulated}": lambda entry: _share(entry.bubble),
-        "bubble measured": lambda entry: _share(entry.measured_bubble),
-        "gap to the bound": lambda entry: _share(entry.gap),
-        "peak memory": _memory(lambda entry: entry.peak),
-        "memory limit": _memory(lambda entry: entry.limit),
-    }
-    for entry in entries:
-        for name in entry.figures:
-            columns.setdefault(name, partial(_figure, name))
-    return columns
 
 
 def _steps(entries: Sequence[PageEntry]) -> list[float | None]:
@@ -227,48 +209,42 @@ def _steps(entries: Sequence[PageEntry]) -> list[float | None]:
     return [entry.simulated_step for entry in entries]
 
 
-def _speed_up(entries: Sequence[PageEntry]) -> _Column:
-    steps = dict(zip(map(id, entries), _steps(entries), strict=True))
-    baselines = {e.group: steps[id(e)] for e in entries if e.name == _BASELINE}
+def _cells(
+    entry: PageEntry,
+    step: float | None,
+    baseline: float | None,
+    unit: str,
+    *,
+    beside: bool,
+) -> dict[str, str]:
+    """The figures of an entry by the heads of their columns; empty: it has none."""
 
-    def column(entry: PageEntry) -> str:
-        baseline, step = baselines.get(entry.group), steps[id(entry)]
-        return f"{baseline / step:.3f}" if baseline and step else ""
+    def text(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
 
-    return column
+    def ratio(value: float | None, other: float | None) -> str:
+        return f"{value / other:.3f}" if value and other else ""
 
-
-def _memory(amount_of: Callable[[PageEntry], float | None]) -> _Column:
-    def column(entry: PageEntry) -> str:
-        amount = amount_of(entry)
+    def memory(amount: float | None) -> str:
         if amount is None or entry.costs is None:
             return ""
         return format_memory(float(f"{amount:.4g}"), entry.costs.memory_unit)
 
-    return column
-
-
-def _chunks(entry: PageEntry) -> str:
-    order = entry.schedule or entry.any_timeline
-    if order is None:
-        return ""
-    return f"{order.placement.n_chunks / order.placement.n_stages:.4g}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
-
-
-def _ratio(entry: PageEntry) -> str:
-    if not entry.measured_step or not entry.simulated_step:
-        return ""
-    return f"{entry.measured_step / entry.simulated_step:.3f}"
-
-
-def _figure(name: str, entry: PageEntry) -> str:
-    value = entry.figures.get(name, "")
-    return value if isinstance(value, str) else f"{value:.6g}"
+    order, simulated = entry.schedule or entry.any_timeline, " simulated" * beside
+    placement = None if order is None else order.placement
+    chunks = None if placement is None else placement.n_chunks / placement.n_stages
+    cells = {
+        "chunks a stage": text(chunks, ".4g"),
+        f"step{simulated}{unit}": text(entry.simulated_step, ".6g"),
+        f"step measured{unit}": text(entry.measured_step, ".6g"),
+        "measured / simulated": ratio(entry.measured_step, entry.simulated_step),
+        f"speed-up over {_BASELINE}": ratio(baseline, step),
+        f"bubble{simulated}": text(entry.bubble, ".2%"),
+        "bubble measured": text(entry.measured_bubble, ".2%"),
+        "gap to the bound": text(entry.gap, ".2%"),
+        "peak memory": memory(entry.peak),
+        "memory limit": memory(entry.limit),
+    }
+    for name, value in entry.figures.items():
+        cells.setdefault(name, value if isinstance(value, str) else f"{value:.6g}")
+    return cells

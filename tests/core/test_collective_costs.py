@@ -13,7 +13,6 @@ from zbpp.core.costs.collectives import (
     fit_link,
     ring_time,
     tree_time,
-    two_level_time,
     zero_bytes,
     zero_volume,
 )
@@ -83,7 +82,7 @@ def test_two_levels_by_hand() -> None:
         assert time == pytest.approx(expected, rel=1e-3)
     assert by_hand < collective_time(ALL_GATHER, 6e5, 16, LINK)
     with pytest.raises(RequestError, match="do not fill nodes of 4"):
-        two_level_time(ALL_GATHER, 1.0, 6, LINK, **levels)
+        collective_time(ALL_GATHER, 1.0, 6, LINK, **levels)
 
 
 def test_a_fit_finds_what_messages_were_made_of() -> None:

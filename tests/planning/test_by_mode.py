@@ -1,5 +1,6 @@
 """The best plan of all modes for the layers of a model, and a line that says why."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ from layer_plan import plan_layers
 import zbpp.planning.layers as room
 from zbpp.core import LayerCosts, LimitError
 from zbpp.planning import MODES, USUAL_MODES, Plan
+from zbpp.schedules import balance
 
 GIB = 2.0**30
 COMPARED = ("1F1B", *(name for name in USUAL_MODES if MODES[name].splits))
@@ -93,7 +95,9 @@ def test_what_fits_no_mode_is_refused() -> None:
 
 def test_a_mode_whose_busiest_stage_takes_too_long_is_not_planned(monkeypatch) -> None:
     costs = layers(head=7.0)  # a stage of its own with one chunk, half with two
-    monkeypatch.setattr(room, "_least_load", lambda *_: 0.0)
+    monkeypatch.setattr(
+        room, "balance", lambda *sizes: replace(balance(*sizes), is_proved=False)
+    )
     whole = pick(costs, 3, 8)
     assert "at least" not in whole.line
     monkeypatch.undo()

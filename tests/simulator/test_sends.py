@@ -19,7 +19,6 @@ from zbpp.core import (
     write_layers,
 )
 from zbpp.core.costs import chunk_layers
-from zbpp.planning.replicas import with_gathers
 from zbpp.simulator import (
     bubble_rate,
     critical_path,
@@ -103,8 +102,7 @@ def test_files_and_layers_keep_it(tmp_path) -> None:
     write_layers(layers, tmp_path / "layers.json")
     assert parse_layers((tmp_path / "layers.json").read_text()) == layers
     assert layers.on(V, (2, 1, 1, 1)).on(V) == BY_EDGE.on(V)
-    gathered = Costs(send_occupies=1.0, all_gather=1.0)
-    gathered = with_gathers(gathered, data_parallel=2, shard="parameters")
+    gathered = Costs(send_occupies=1.0, all_gather=1.0, gathers=True)
     assert gathered.on(V).f == (2.0, 1.0, 2.0, 1.0)
 
 

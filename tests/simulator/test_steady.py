@@ -136,12 +136,12 @@ def largest_cycle_mean(schedule, costs):
     Entry (i, j): how much later than j alone was ready is i, an iteration later.
     """
     run, p, much = IteratedSchedule(schedule, costs), schedule.n_stages, 1e6
-    n = 2 * p
+    n = p + 1
     columns = []
     for j in range(n):
         begin = [much if i == j else 0.0 for i in range(n)]
-        _, left = run.iterate(IterationState(tuple(begin[:p]), tuple(begin[p:])))
-        after = (*left.free, *left.known)
+        _, left = run.iterate(IterationState(tuple(begin[:p]), begin[p]))
+        after = (*left.free, left.known)
         columns.append([end - much if end >= much else -math.inf for end in after])
     walks = [[0.0] + [-math.inf] * (n - 1)]
     for _ in range(n):

@@ -15,7 +15,7 @@ from zbpp.core.costs.units import with_limit
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
-from zbpp.planning.replicas import replicated, with_gathers, with_replicas
+from zbpp.planning.replicas import gathers_in_passes, replicated, with_replicas
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import Planning, Replicas, check_at_least, flag
@@ -36,8 +36,8 @@ class PlanFlags(Replicas, Planning):
         """Read the costs, and let the flag overrule the file's memory limit."""
         costs = Costs() if self.costs is None else read_costs(self.costs)
         costs = with_limit(costs, self.memory_limit, name="--memory_limit")
-        n, shard = self.data_parallel, self.shard
-        return with_gathers(costs, data_parallel=n, shard=shard)
+        gathers = gathers_in_passes(self.data_parallel, self.shard)
+        return replace(costs, gathers=gathers) if gathers else costs
 
     def with_collectives(self, schedule: Schedule) -> Schedule:
         """Add the collectives of replicas, if there are several."""

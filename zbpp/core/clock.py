@@ -7,7 +7,6 @@ tested to give the same times.
 
 from collections.abc import Iterator, Sequence
 
-from zbpp.core.bulk import bulk_construct, gc_paused
 from zbpp.core.costs import ChunkCosts
 from zbpp.core.jobs import (
     KINDS,
@@ -20,6 +19,8 @@ from zbpp.core.jobs import (
     State,
     Step,
     Value,
+    bulk_construct,
+    gc_paused,
     is_beside,
     kind_of,
     lanes_of,

@@ -31,14 +31,16 @@ reads and writes, what it costs and holds, and which lane of its stage it occupi
 new kind is a row there, and a class only if it is per something new.
 """
 
-from collections.abc import Mapping
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import repeat
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
-from zbpp.core.bulk import bulk_construct
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
@@ -62,6 +64,8 @@ __all__ = [
     "Step",
     "Value",
     "What",
+    "bulk_construct",
+    "gc_paused",
     "input_of",
     "is_beside",
     "kind_of",
@@ -76,6 +80,9 @@ __all__ = [
     "stage_of",
     "writes",
 ]
+
+
+_T = TypeVar("_T")
 
 
 class PassKind(StrEnum):
@@ -500,6 +507,40 @@ def passes_in(job: object) -> tuple[Pass, ...]:
 def members_of(job: Job) -> tuple[Job, ...]:
     """The jobs that run at the same time in a job: what it computes, or itself."""
     return passes_in(job) or (job,)
+
+
+def bulk_construct(
+    made_of: type[_T], n: int, /, **fields: Iterable[object]
+) -> list[_T]:
+    """Make n objects of a frozen dataclass with slots, in half the time of its calls.
+
+    Args:
+        made_of: the class.
+        n: their number.
+        fields: of each field a value for every object; further ones are not looked at.
+
+    >>> bulk_construct(Step, 2, stage=[0, 1])
+    [Step(stage=0), Step(stage=1)]
+    """
+    made = list(map(object.__new__, repeat(made_of, n)))
+    for name, values in fields.items():
+        deque(map(vars(made_of)[name].__set__, made, values), maxlen=0)
+    return made
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Make many objects that stay without a look for circles among them now and then.
+
+    It takes a third of the time of millions of jobs, and there are no circles.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def passes(kind: PassKind, chunk: int, n_microbatches: int) -> list[Pass]:

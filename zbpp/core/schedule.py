@@ -10,10 +10,15 @@ from dataclasses import dataclass, replace
 from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.costs.layers import chunk_layers, with_m_r
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Check, Job, PassKind, passes_in
-from zbpp.core.lanes import check_parts
+from zbpp.core.jobs import Check, Collective, Job, PassKind, passes_in
 from zbpp.core.placement import Placement
-from zbpp.core.validation import Recompute, check_layers, check_memory, validate
+from zbpp.core.validation import (
+    Recompute,
+    check_layers,
+    check_memory,
+    check_parts,
+    validate,
+)
 
 __all__ = ["Order", "Recompute", "Schedule", "recomputed"]
 
@@ -55,12 +60,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_layers(self.placement, self.split, self.recompute)
-        validate(self.placement, self.n_microbatches, self.orders, self.costs)
+        validate(self.placement, self.n_microbatches, self.orders)
+        limited = None
+        if self.costs is not None and self.costs.limit is not None:
+            limited = self.costs.on(self.placement)
+            check_memory(self.orders, limited)
         if self.parts is not None:
-            m, rows = self.n_microbatches, self.parts
-            check_parts(self.placement, m, self.orders, rows)
-            if self.costs is not None and self.costs.limit is not None:
-                check_memory(rows, self.costs.on(self.placement))
+            check_parts(self.placement, self.n_microbatches, self.orders, self.parts)
+            if limited is not None:
+                check_memory(self.parts, limited)
 
     @property
     def n_stages(self) -> int:
@@ -71,6 +79,17 @@ class Schedule:
     def is_post_validated(self) -> bool:
         """True if steps are validated in the next warm-up: all stages have a V."""
         return any(isinstance(job, Check) for job in self.orders[0])
+
+    def without(self, kind: type[Check] | type[Collective]) -> "Schedule":
+        """The same without V's, or without collectives."""
+        rows = (self.orders, self.parts or ())
+        orders, parts = (
+            tuple(tuple(job for job in row if not isinstance(job, kind)) for row in x)
+            for x in rows
+        )
+        if orders == self.orders:
+            return self
+        return replace(self, orders=orders, parts=parts or None)
 
     def rows_for(self, times: ChunkCosts) -> tuple[Order, ...]:
         """What each stage runs: parts where the costs have them too, else passes."""

@@ -16,17 +16,12 @@ and whole from a chunk's first F to its last B.
 
 from typing import Literal, get_args
 
-__all__ = ["SHARDS", "Shard", "gathers_once", "reduces_every"]
+__all__ = ["SHARDS", "Shard", "reduces_every"]
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 """State that is divided among replicas; each word includes the ones before."""
 
 SHARDS: tuple[Shard, ...] = get_args(Shard)
-
-
-def gathers_once(shard: str) -> bool:
-    """True if a chunk is gathered once a step, by a job."""
-    return shard in ("optimizer", "gradients")
 
 
 def reduces_every(shard: str) -> bool:

@@ -1,12 +1,20 @@
-"""The rules of a schedule. Each is one linear scan; the first breach is reported."""
+"""The rules of a schedule. Each is one linear scan; the first breach is reported.
 
-from collections.abc import Sequence
+Where passes have parts, each stage has its order of passes, and a row of their parts:
+
+    order    0F0 0F1 0B0                       passes, in the order of their starts
+    row      0F0.0 0F0.1~ 0F1.0 0F0.2 ..       their parts, in the order of theirs
+    compute  0F0.0        0F1.0 0F0.2          what a lane runs, one after the other
+    network        0F0.1~
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.clock import can_finish, replay
-from zbpp.core.costs import ChunkCosts, Costs, held_during
+from zbpp.core.costs import ChunkCosts, Costs, Parts, held_during
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import (
     KINDS,
@@ -14,6 +22,8 @@ from zbpp.core.jobs import (
     Collective,
     CollectiveKind,
     Job,
+    Lane,
+    Part,
     Pass,
     PassKind,
     Scope,
@@ -29,7 +39,15 @@ from zbpp.core.jobs import (
 from zbpp.core.placement import Placement
 from zbpp.core.text import grid
 
-__all__ = ["Recompute", "check_layers", "check_memory", "mistake", "validate"]
+__all__ = [
+    "Recompute",
+    "check_layers",
+    "check_memory",
+    "check_parts",
+    "mistake",
+    "unit_times",
+    "validate",
+]
 
 Orders = Sequence[Sequence[Job]]
 Recompute = bool | tuple[int, ...]
@@ -48,13 +66,8 @@ def mistake(
     )
 
 
-def validate(
-    placement: Placement,
-    n_microbatches: int,
-    orders: Orders,
-    costs: Costs | None,
-) -> None:
-    """Check all rules.
+def validate(placement: Placement, n_microbatches: int, orders: Orders) -> None:
+    """Check all rules but that of the memory.
 
     Raises:
         RequestError: there is no micro-batch, or not one row a stage.
@@ -95,8 +108,6 @@ def validate(
         _check_equal_collectives(orders, placement)
     _check_steps(orders)
     _check_progress(orders, placement, n_microbatches)
-    if costs is not None and costs.limit is not None:
-        check_memory(orders, costs.on(placement))
 
 
 _WORK = (F, B, W)  # in the order in which it is done for each micro-batch
@@ -358,6 +369,105 @@ def _check_progress(orders: Orders, placement: Placement, n_microbatches: int) -
             f"deadlock: {waits}; no stage can go on. Is an F after its B, or do two "
             "stages exchange micro-batches in opposite orders?",
         )
+
+
+def check_parts(
+    placement: Placement, n_microbatches: int, orders: Orders, rows: Orders
+) -> None:
+    """Check that rows lay out the passes of valid orders, and can be run.
+
+    Raises:
+        ScheduleError: a part is missing, doubled or out of turn, passes start in
+            another order, or the stages wait for one another.
+    """
+    if len(rows) != len(orders):
+        raise ScheduleError(f"parts has {len(rows)} rows for {len(orders)} stages")
+    breach = next(_part_breaches(placement, n_microbatches, orders, rows), None)
+    if breach is not None:
+        raise ScheduleError(f"parts, {mistake(rows, *breach)}")
+
+
+def _part_breaches(
+    placement: Placement, n_microbatches: int, orders: Orders, rows: Orders
+) -> Iterator[tuple[int, int, str]]:
+    """Find breaches of the rules of parts: row, column, and the reason."""
+    lanes: dict[tuple[PassKind, int], dict[int, Lane]] = {}
+    for stage, row in enumerate(rows):
+        for column, job in enumerate(row):
+            if isinstance(job, Part):
+                known = lanes.setdefault((job.kind, job.chunk), {})
+                if known.setdefault(job.index, job.lane) is not job.lane:
+                    yield (
+                        stage,
+                        column,
+                        f"{job}: this part is on another lane elsewhere",
+                    )
+    counts = {key: len(known) for key, known in lanes.items()}
+    for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
+        for column, reason in _row_breaches(order, row, counts):
+            yield stage, column, reason
+    times = unit_times(placement, rows)
+    for stage, slots in enumerate(replay(rows, times, n_microbatches=n_microbatches)):
+        if len(slots) < len(rows[stage]):
+            reason = "deadlock: what this waits for on another stage waits for it"
+            yield stage, len(slots), reason
+
+
+def _row_breaches(
+    order: Sequence[Job],
+    row: Sequence[Job],
+    counts: dict[tuple[PassKind, int], int],
+) -> Iterator[tuple[int, str]]:
+    """A row has all parts of the order's passes in turn, and its other jobs."""
+    started: list[Job] = []
+    at_any_time: set[Job] = set()  # W's of BW's
+    for member in (member for job in order for member in members_of(job)):
+        if isinstance(member, Pass) and member.kind is BW:
+            chunk, i = member.chunk, member.microbatch
+            started.append(Pass(B, chunk, i))
+            if (W, chunk) in counts:
+                at_any_time.add(Pass(W, chunk, i))
+        else:
+            started.append(member)
+    starts, done = iter(started), dict[Job, int]()
+    for column, job in enumerate(row):
+        of: Job = job.of if isinstance(job, Part) else job
+        index = job.index if isinstance(job, Part) else 0
+        if isinstance(of, Pass) and not isinstance(job, Part):
+            yield column, f"{job} is no part, such as {job}.0"
+        before = done.get(of, 0)
+        if index != before:
+            yield column, f"{job} comes where part {before} of {of} must; reorder them"
+        done[of] = before + 1
+        if index == 0 and of not in at_any_time:
+            due = next(starts, None)
+            if due != of:
+                yield (
+                    column,
+                    f"{job} starts where the order has {due or 'nothing more'}",
+                )
+    missing = next((of for of in at_any_time if of not in done), next(starts, None))
+    if missing is not None:
+        yield len(row), f"{missing} is missing"
+    for of, n in done.items():
+        if isinstance(of, Pass) and n < counts[of.kind, of.chunk]:
+            yield len(row), f"part {n} of {of} is missing"
+
+
+def unit_times(placement: Placement, rows: Orders) -> ChunkCosts:
+    """Times by which every part takes a unit, on the lanes that rows tell."""
+    lanes: dict[tuple[PassKind, int], dict[int, Lane]] = {}
+    for job in chain.from_iterable(rows):
+        if isinstance(job, Part):
+            lanes.setdefault((job.kind, job.chunk), {})[job.index] = job.lane
+
+    def parts(kind: PassKind, chunk: int) -> tuple[tuple[Lane, float], ...]:
+        known = sorted(lanes.get((kind, chunk), {}).items())
+        return tuple((lane, 1.0) for _, lane in known)
+
+    chunks = range(placement.n_chunks)
+    of_chunks = tuple(Parts(parts(F, c), parts(B, c), parts(W, c)) for c in chunks)
+    return Costs(parts=of_chunks).on(placement)
 
 
 def check_memory(orders: Orders, costs: ChunkCosts) -> None:

@@ -23,7 +23,6 @@ from zbpp.core import (
 from zbpp.core.files.costs_file import costs_data, costs_of
 from zbpp.core.files.json_text import fail, number, object_of, read, refuse_unknown
 from zbpp.core.files.schedule_file import schedule_of
-from zbpp.schedules import LayerPlan
 from zbpp.schedules.planner.figures import PlanFigures
 
 __all__ = [
@@ -96,18 +95,6 @@ class Plan(PlanFigures):
     even_step: float | None = None
     rejected: tuple[Rejected, ...] = ()
     line: str = ""
-
-    @classmethod
-    def of_layers(cls, found: LayerPlan, mode: str) -> "Plan":
-        """Take over what was planned together with a split."""
-        return cls(
-            found.schedule,
-            found.costs,
-            mode,
-            split=found.split,
-            ideal_step=found.ideal_step,
-            even_step=found.even_step,
-        )
 
     @property
     def is_layered(self) -> bool:

@@ -9,6 +9,7 @@ those with the fewest messages come first.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from zbpp.core import (
@@ -83,7 +84,15 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
                 split=split,
                 effort=effort,
             )
-            contest.offer(mode.name, Plan.of_layers(found, mode.name))
+            plan = Plan(
+                found.schedule,
+                found.costs,
+                mode.name,
+                split=found.split,
+                ideal_step=found.ideal_step,
+                even_step=found.even_step,
+            )
+            contest.offer(mode.name, plan)
     _, best = contest.winner()
     plans = [entry.plan for entry in contest.entries if entry.plan is not None]
     even = [plan.even_step for plan in plans if plan.even_step is not None]
@@ -96,10 +105,6 @@ def _asked(
     """Costs of layers, their split and what is recomputed, on a placement.
 
     Costs of chunks are dealt to their layers, one each if these are not known.
-
-    Raises:
-        RequestError: they do not fit the placement, or the schedule that is given; or
-            no such part can be recomputed.
     """
     given = request.schedule if isinstance(request.schedule, Schedule) else None
     split, recompute = request.split, request.recompute
@@ -152,14 +157,14 @@ def _plan_auto(problem: Problem, placement: Placement) -> Schedule:
     """
     kind, seconds = parse_effort(problem.effort)
     if kind in ("fast", LONG):
-        return problem.search_whole(placement)
+        return problem.plan(None, placement)
     budget = Budget(math.inf, seconds)
     if kind == "best":
         problem = replace(problem, effort="default")
     contest = problem.contest([placement])
     if kind == "best" and contest.best is not None:
         problem = replace(problem, effort=f"best:{budget.seconds_left:g}")
-        last = problem.search_whole(placement)
+        last = problem.plan(None, placement)
         contest.offer(AUTO, Plan(last, problem.costs, AUTO))
     _, best = contest.winner()
     return replace(best.schedule, name=AUTO, costs=problem.limited)
@@ -198,14 +203,19 @@ def _enter(
     One whose busiest stage alone takes longer than the first plan, and more than is
     trusted, is not planned; but 1F1B is, to tell what zero bubble gains.
     """
-    bound = _least_load(mode, layers, request) if mode.name != BASELINE else 0.0
-    if bound > first.step * (1 + _TRUST):
-        contest.reject(mode.name, f"{bound / first.step - 1:+.1%} at least")
-        return
+    n_stages, n_microbatches = request.sizes(mode.name)
+    assert mode.place is not None and mode.chunks is not None, mode.name
+    placement = mode.place(n_stages, mode.chunks)
+    if mode.name != BASELINE:
+        # recompute adds to the loads, and a memory limit only leaves fewer splits
+        least = balance(replace(layers, limit=None), placement, n_microbatches)
+        if least.is_proved and least.load > first.step * (1 + _TRUST):
+            reason = f"{least.load / first.step - 1:+.1%} at least"
+            contest.reject(mode.name, reason)
+            return
     if request.split in (None, "balanced"):
-        quick = _quick_plan(mode, layers, first, request)
-        n_stages, n_microbatches = request.sizes(mode.name)
         is_large = n_stages * n_microbatches > _SMALL
+        quick = _quick_plan(mode, placement, layers, first, request, is_large=is_large)
         far = first.step * (1 + (0 if is_large else _FAR))
         if quick is not None and quick.step > far:
             contest.offer(mode.name, quick)
@@ -213,35 +223,23 @@ def _enter(
     contest.offer(mode.name, _best_split(mode, request))
 
 
-def _least_load(mode: Mode, layers: LayerCosts, request: PlanRequest) -> float:
-    """Load of the busiest stage that no split and no recompute make less; 0: unknown.
-
-    Recompute adds to the loads, and a memory limit only leaves fewer splits.
-    """
-    n_stages, n_microbatches = request.sizes(mode.name)
-    free = replace(layers, limit=None)
-    found = balance(free, _placement(mode, n_stages), n_microbatches)
-    return found.load if found.is_proved else 0.0
-
-
-def _placement(mode: Mode, n_stages: int) -> Placement:
-    assert mode.place is not None and mode.chunks is not None, mode.name
-    return mode.place(n_stages, mode.chunks)
-
-
 def _quick_plan(
-    mode: Mode, layers: LayerCosts, first: Plan, request: PlanRequest
+    mode: Mode,
+    placement: Placement,
+    layers: LayerCosts,
+    first: Plan,
+    request: PlanRequest,
+    *,
+    is_large: bool,
 ) -> Plan | None:
     """Plan with the balanced split and, on the same placement, that of the first plan.
 
     None if neither fits.
     """
-    n_stages, n_microbatches = request.sizes(mode.name)
-    placement = _placement(mode, n_stages)
-    is_large = n_stages * n_microbatches > _SMALL
     splits = [first.split] if placement == first.schedule.placement else []
     found: list[Plan] = []
-    try:
+    with suppress(LimitError):
+        _, n_microbatches = request.sizes(mode.name)
         splits.append(balance(layers, placement, n_microbatches).split)
         for split in dict.fromkeys(splits):
             quick = replace(request, split=split, effort="fast")
@@ -249,8 +247,6 @@ def _quick_plan(
                 again = first.recompute if split == first.split else frozenset()
                 quick = replace(quick, recompute=again)
             found.append(_best_split(mode, quick))
-    except LimitError:
-        pass
     return min(found, key=lambda plan: plan.step, default=None)
 
 

@@ -31,7 +31,7 @@ from zbpp.planning.request import Memory, PlanRequest
 from zbpp.planning.search import Problem, placements, within_limit
 from zbpp.schedules import check_effort, is_torch_csv, read_torch_csv
 from zbpp.schedules.planner.figures import ROUNDING
-from zbpp.schedules.planner.limits import check_one_fits
+from zbpp.schedules.planner.limits import check_limits, needs
 
 __all__ = ["fitting_modes", "given_orders", "make_plan", "plan"]
 
@@ -167,12 +167,7 @@ def _as_mode(schedule: Schedule, request: PlanRequest) -> tuple[Mode, PlanReques
 
 
 def _under_limit(plan: Plan, limit: PerChunk | None) -> Plan:
-    """Take a plan as it is, under another limit if there is one.
-
-    Raises:
-        LimitError: it needs more memory.
-        RequestError: the limit has another unit.
-    """
+    """Take a plan as it is, under another limit if there is one."""
     if limit is None:
         return plan
     costs = with_limit(plan.costs, limit)
@@ -219,7 +214,8 @@ def _fits(mode: Mode, request: PlanRequest) -> bool:
         try:
             if mode.order is not None:
                 return _order_fits(mode, placement, n_microbatches, costs)
-            check_one_fits(mode.name, placement, costs, n_microbatches)
+            held = costs.on(placement).joined()
+            check_limits(mode.name, needs(held), held, n_microbatches)
             return True
         except RequestError:  # over the limit, or a list of another number of chunks
             continue

@@ -11,7 +11,7 @@ are neighbours, then come the replicas of a stage: they share a node where one h
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -159,7 +159,9 @@ def plan_meshes(
     for n in tensor_parallel:
         shared = on_shared_layers(layers, n, network)
         links = replicas_network(network, n)
-        for n_stages in _divisors(n_devices // n):
+        for n_stages in range(1, n_devices // n + 1):
+            if n_devices // n % n_stages:
+                continue
             replicas = n_devices // n // n_stages
             mesh = MeshPlan(
                 n_stages=n_stages,
@@ -168,11 +170,15 @@ def plan_meshes(
                 shard=shard if replicas > 1 else "none",
                 tensor_parallel=n,
             )
-            reason = _cannot_be(mesh, shared, n_microbatches)
-            if reason:
-                found.append(replace(mesh, reason=reason))
+            if n_microbatches % replicas:
+                dealt = f"cannot be dealt to {replicas} replicas"
+                mesh = replace(mesh, reason=f"{n_microbatches} micro-batches {dealt}")
+            elif n_stages > shared.n_layers:
+                few = f"{shared.n_layers} layers are too few for {n_stages} stages"
+                mesh = replace(mesh, reason=few)
             else:
-                found.append(_planned(mesh, shared, links, mode, effort))
+                mesh = _planned(mesh, shared, links, mode, effort)
+            found.append(mesh)
     return found
 
 
@@ -192,16 +198,6 @@ def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
     return min(
         planned, key=lambda mesh: (mesh.step, mesh.tensor_parallel, mesh.data_parallel)
     )
-
-
-def _cannot_be(mesh: MeshPlan, layers: LayerCosts, n_microbatches: int) -> str:
-    """Say why a mesh cannot be planned; empty if it can."""
-    n, n_stages = mesh.data_parallel, mesh.n_stages
-    if n_microbatches % n:
-        return f"{n_microbatches} micro-batches cannot be dealt to {n} replicas"
-    if n_stages > layers.n_layers:
-        return f"{layers.n_layers} layers are too few for {n_stages} stages"
-    return ""
 
 
 def _planned(
@@ -262,7 +258,3 @@ def _any_stages(layers: LayerCosts) -> LayerCosts:
 
 def _least(limit: float | tuple[float, ...]) -> float:
     return min(limit) if isinstance(limit, tuple) else limit
-
-
-def _divisors(n: int) -> Iterator[int]:
-    return (divisor for divisor in range(1, n + 1) if n % divisor == 0)

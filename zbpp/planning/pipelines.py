@@ -114,11 +114,7 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
 
 
 def _count_stages(n_stages: int | None, n_ranks: int) -> int | None:
-    """Number of stages: one a process, if there are several; else what is asked for.
-
-    Raises:
-        RequestError: another number is asked for than there are processes.
-    """
+    """Number of stages: one a process, if there are several; else what is asked for."""
     if n_ranks == 1:
         return n_stages
     if n_stages not in (None, n_ranks):

@@ -35,7 +35,6 @@ from typing import Any
 
 from zbpp.core import (
     CollectiveOperation,
-    Costs,
     LayerCosts,
     Link,
     RequestError,
@@ -43,7 +42,7 @@ from zbpp.core import (
     collective_time,
 )
 from zbpp.core.costs.layers import PerLayer
-from zbpp.core.sharding import SHARDS, Shard, gathers_once, reduces_every
+from zbpp.core.sharding import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
 __all__ = [
@@ -59,7 +58,6 @@ __all__ = [
     "replicas_network",
     "replicated",
     "whole_for_a_while",
-    "with_gathers",
     "with_replicas",
 ]
 
@@ -111,7 +109,7 @@ def replicated(schedule: Schedule, *, data_parallel: int, shard: str) -> Schedul
         return schedule
     return add_collectives(
         schedule,
-        shards=gathers_once(shard),
+        shards=shard in ("optimizer", "gradients"),  # gathered once a step, by a job
         reduces="every" if reduces_every(shard) else "last",
     )
 
@@ -119,11 +117,6 @@ def replicated(schedule: Schedule, *, data_parallel: int, shard: str) -> Schedul
 def gathers_in_passes(data_parallel: int, shard: str) -> bool:
     """True if F and B gather parameters themselves, instead of an UNSHARD."""
     return data_parallel > 1 and shard == "parameters"
-
-
-def with_gathers(costs: Costs, *, data_parallel: int, shard: str) -> Costs:
-    """Let F and B gather parameters, where replicas hold them in parts."""
-    return replace(costs, gathers=gathers_in_passes(data_parallel, shard))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
-    lower_bound,
+    lower_bound_on,
     passes_in,
     peaks,
 )
@@ -65,51 +65,30 @@ class Problem:
         """The costs, if they have a limit that a schedule shall keep."""
         return None if self.costs.limit is None else self.costs
 
-    def plan(self, mode: Mode, placement: Placement) -> Schedule:
-        """Plan a mode on one of its placements.
+    def plan(self, mode: Mode | None, placement: Placement) -> Schedule:
+        """Plan a mode on one of its placements; None: any under all its memory.
 
         Raises:
             LimitError: nothing fits; it names the smallest limit that works.
             RequestError: the costs do not fit the placement, or there are too many
                 jobs.
         """
-        if mode.order is not None:
+        if mode is not None and mode.order is not None:
             schedule = mode.order_on(placement, self.n_microbatches)
             if mode.pairs and self.costs.parts is not None:
                 schedule = lay_out(schedule, self.costs)
             return within_limit(schedule, self.costs)
-        most = mode.memory(placement.n_stages)
-        assert most is not None, mode.name
-        cap = most if mode.promise else math.inf
-        return self.search(mode.name, placement, memory_cap=cap, default_limit=most)
-
-    def search(
-        self,
-        name: str,
-        placement: Placement,
-        *,
-        memory_cap: float = math.inf,
-        default_limit: float = math.inf,
-    ) -> Schedule:
-        """Search the best order of a placement, see `plan_placement`."""
+        most = mode.memory(placement.n_stages) if mode else _allowance(placement)
+        assert most is not None, mode
         return plan_placement(
             placement=placement,
             n_microbatches=self.n_microbatches,
             costs=self.costs,
             effort=self.effort,
-            name=name,
-            memory_cap=memory_cap,
-            default_limit=default_limit,
+            name=mode.name if mode else AUTO,
+            memory_cap=most if mode and mode.promise else math.inf,
+            default_limit=most,
         )
-
-    def search_whole(self, placement: Placement) -> Schedule:
-        """Search a placement under all the memory that it may have.
-
-        Raises:
-            LimitError: nothing fits; it names the smallest limit that works.
-            RequestError: the costs do not fit the placement.
-        """
-        return self.search(AUTO, placement, default_limit=_allowance(placement))
 
     def contest(self, placements: Sequence[Placement]) -> Contest[Plan]:
         """Plan every placement, and on each every mode, that can be the best."""
@@ -139,33 +118,27 @@ class Problem:
         """
         name = searched_name(placement) if mode is None else mode.name
         with contest.attempt(name):
-            limited = self._limited(mode, placement)
+            promised = None if mode is None else mode.memory(placement.n_stages)
+            held = capped(
+                self.costs.on(placement).joined(),
+                memory_cap=math.inf if promised is None else promised,
+                default_limit=_allowance(placement),
+            )
             if mode is None or mode.order is None:
-                limits = limited.on(placement).limit
-                if (placement, limits) in searched:
+                if (placement, held.limit) in searched:
                     return
-                searched.add((placement, limits))
-            bound = lower_bound(placement, self.n_microbatches, limited)
+                searched.add((placement, held.limit))
+            bound = lower_bound_on(held.without_pairs(), self.n_microbatches)
             if contest.best is not None and contest.is_out(bound):
                 least, best = f"{bound:.4g}", contest.best
                 reason = f"its span is at least {least}, that of {best.mode} is "
                 contest.reject(name, f"{reason}{best.span:.4g}")
                 return
-            if mode is None:
-                schedule = self.search_whole(placement)
-            else:
-                schedule = replace(self, costs=limited).plan(mode, placement)
+            problem = self
+            if mode is not None:
+                problem = replace(self, costs=replace(self.costs, limit=held.limit))
+            schedule = problem.plan(mode, placement)
             contest.offer(name, Plan(schedule, self.costs, name))
-
-    def _limited(self, mode: Mode | None, placement: Placement) -> Costs:
-        """Costs with the limit of a mode; without one that of its placement."""
-        promised = None if mode is None else mode.memory(placement.n_stages)
-        return capped(
-            self.costs,
-            placement,
-            memory_cap=math.inf if promised is None else promised,
-            default_limit=_allowance(placement),
-        )
 
 
 def placements(mode: Mode, request: PlanRequest) -> list[Placement]:

@@ -30,6 +30,7 @@ from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.lanes.problem import LaneProblem, LaneRules, Rows
 from zbpp.schedules.planner.lanes.scheduler import list_schedule, list_span
+from zbpp.schedules.planner.limits import micro_batch
 from zbpp.schedules.planner.search.problem import PlacementProblem
 
 __all__ = ["plan_on_lanes"]
@@ -86,31 +87,32 @@ class _Settings:
         )
 
 
-def plan_on_lanes(whole: Schedule, costs: Costs, *, effort: str) -> Schedule:
+def plan_on_lanes(
+    whole: Schedule, costs: Costs, base: PlacementProblem, *, effort: str
+) -> Schedule:
     """Plan the parts of passes.
 
     Args:
         whole: a plan of the passes in one piece, under the same limit.
-        costs: with parts, and the limit to keep.
+        costs: with parts.
+        base: the same, with the limit to keep.
         effort: as that of `zbpp.schedules.plan_placement`.
     """
-    base = PlacementProblem.of(whole.placement, whole.n_microbatches, costs)
     problem = LaneProblem(base)
     kind, seconds = parse_effort(effort)
-    budget = Budget(_PARTS.get(kind, _PARTS["default"]))
     plans = [*_laid_out(problem, costs, whole)]
-    rows = _search(problem, budget, seconds if kind == "best" else 0.0)
+    n_parts = _PARTS.get(kind, _PARTS["default"])
+    rows = _search(problem, n_parts, seconds if kind == "best" else 0.0)
     if rows is not None:
         plans.append(problem.schedule(rows, whole.name))
-    times = problem.costs
-    m = problem.base.n_microbatches
 
     def span(schedule: Schedule) -> float:
-        rows = schedule.rows_for(times)
-        held = peaks(rows, times)
-        if any(a > b for a, b in zip(held, problem.base.limits, strict=True)):
+        rows = schedule.rows_for(base.costs)
+        held = peaks(rows, base.costs)
+        if any(a > b for a, b in zip(held, base.limits, strict=True)):
             return math.inf
-        return longest_span(replay(rows, times, n_microbatches=m))
+        m = base.n_microbatches
+        return longest_span(replay(rows, base.costs, n_microbatches=m))
 
     return min(plans, key=span)
 
@@ -132,10 +134,10 @@ def _laid_out(
         yield replace(lay_out(combined, costs), name=whole.name)
 
 
-def _search(problem: LaneProblem, budget: Budget, seconds: float) -> Rows | None:
+def _search(problem: LaneProblem, n_parts: float, seconds: float) -> Rows | None:
     """The shortest rows of all rules that are tried; None: none comes to an end."""
     draws = random.Random(0)
-    n_runs = min(_MOST, max(_LEAST, int(budget.passes / problem.row_from[-1])))
+    n_runs = min(_MOST, max(_LEAST, int(n_parts / problem.row_from[-1])))
     climbs: list[_Climb] = []
     best = math.inf
     for _ in range(max(_KEPT, int(_DRAWN * n_runs))):
@@ -193,7 +195,7 @@ def _draw(problem: LaneProblem, draws: random.Random) -> _Settings:
         min(m, limit / held) if held > 0 else m
         for limit, held in zip(
             problem.costs.limit,
-            [sum(problem.costs.m_b[c] for c in cs) for cs in _chunks(problem)],
+            micro_batch(problem.costs),
             strict=True,
         )
     ]
@@ -229,10 +231,6 @@ def _draw(problem: LaneProblem, draws: random.Random) -> _Settings:
         tolerance=(draws.choice((0.0, 0.5, 1.0)),) * p,
         tail=(draws.choice((0.0, 0.5, 1.0)),) * p,
     )
-
-
-def _chunks(problem: LaneProblem) -> tuple[tuple[int, ...], ...]:
-    return problem.base.placement.chunks_of
 
 
 def _change(settings: _Settings, draws: random.Random) -> _Settings:

@@ -468,11 +468,7 @@ def _with_margin(limit: float) -> float:
 
 
 def _check_enough(n_layers: int, n_chunks: int) -> None:
-    """Refuse more chunks than layers.
-
-    Raises:
-        RequestError: there are fewer layers than chunks.
-    """
+    """Refuse more chunks than layers."""
     if n_layers < n_chunks:
         raise RequestError(
             f"{n_layers} layers cannot fill {n_chunks} chunks, one each at least; use "

@@ -84,7 +84,16 @@ def plan_recompute(
         RequestError: m_r or the limit is missing.
     """
     if recompute == "auto":
-        _check_auto(layers)
+        if layers.m_r is None:
+            raise RequestError(
+                "recompute auto needs m_r: what F leaves of a part that is recomputed "
+                "(its input, as a rule); add it to the costs, or choose all or none"
+            )
+        if layers.limit is None:
+            raise RequestError(
+                "recompute auto needs a memory limit: without one it is best to "
+                "recompute nothing; give a memory_limit"
+            )
         trials = Trials(planner, layers, placement, n_microbatches)
         return finished(trials, _best_choice(trials, split, effort), effort)
     if isinstance(recompute, str):
@@ -101,11 +110,7 @@ def plan_recompute(
 
 
 def _best_choice(trials: Trials, split: Split, effort: str) -> Trial:
-    """The best of none, all, and what a search finds on their splits.
-
-    Raises:
-        LimitError: nothing fits.
-    """
+    """The best of none, all, and what a search finds on their splits."""
     kind, seconds = parse_effort(effort)
     usual = "default" if kind == "best" else effort
     planned: list[Trial] = []
@@ -144,11 +149,7 @@ def _search(
 ) -> list[Choice]:
     """Choices of a split that deserve the effort that is wanted, best first.
 
-    Args:
-        trials: what plans them.
-        split: layers of each chunk.
-        budget: in passes placed; see `Trials.price`.
-        below: the step of a plan that there is; longer ones are of no use.
+    Steps that are not ``below`` that of a plan that there is are of no use.
     """
     ranked = _ranked(trials.layers, split)
     profiles = (_choice(split, ranked, counts) for counts in _profiles(ranked))
@@ -256,21 +257,3 @@ def _neighbours(
         pairs = zip(changed, ranked, strict=True)
         if all(0 <= n <= len(chunk) for n, chunk in pairs):
             yield _choice(best.choice.split, ranked, changed)
-
-
-def _check_auto(layers: LayerCosts) -> None:
-    """Refuse what leaves no choice.
-
-    Raises:
-        RequestError: m_r or the limit is missing.
-    """
-    if layers.m_r is None:
-        raise RequestError(
-            "recompute auto needs m_r: what F leaves of a part that is recomputed (its "
-            "input, as a rule); add it to the costs, or choose all or none"
-        )
-    if layers.limit is None:
-        raise RequestError(
-            "recompute auto needs a memory limit: without one it is best to recompute "
-            "nothing; give a memory_limit"
-        )

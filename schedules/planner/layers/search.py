@@ -18,7 +18,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import accumulate, pairwise, product
 from random import Random
 from typing import Literal, NamedTuple
@@ -38,7 +38,7 @@ from zbpp.core import (
 from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
 from zbpp.schedules.planner.layers.balance import Loads, balance, even_split, moved
-from zbpp.schedules.planner.limits import check_one_fits
+from zbpp.schedules.planner.limits import check_limits, needs
 
 __all__ = [
     "Choice",
@@ -77,25 +77,6 @@ It raises LimitError if that does not fit the memory limit.
 """
 
 
-@dataclass(frozen=True)
-class LayerPlan(PlanFigures):
-    """A schedule, the split that it is for, and what even chunks would take."""
-
-    schedule: Schedule
-    """With ``split`` and ``recompute`` in it."""
-    costs: Costs
-    """Of the chunks."""
-    split: tuple[int, ...]
-    """Layers of each chunk."""
-    recompute: frozenset[int]
-    """Layers that are recomputed, of the whole model."""
-    ideal_step: float
-    """Work of a step, shared evenly by the stages."""
-    even_step: float | None
-    """``step`` of even chunks, with the same mode; None: they do not fit."""
-    names = "step", "barrier_step", "peak"
-
-
 class Choice(NamedTuple):
     """The request that a plan answers."""
 
@@ -116,6 +97,26 @@ class Trial(PlanFigures):
     schedule: Schedule
     costs: Costs
     names = "step", "barrier_step", "peak"
+
+
+@dataclass(frozen=True)
+class LayerPlan(Trial):
+    """A plan whose schedule has its choice in it, and what even chunks would take."""
+
+    ideal_step: float
+    """Work of a step, shared evenly by the stages."""
+    even_step: float | None
+    """``step`` of even chunks, with the same mode; None: they do not fit."""
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Layers of each chunk."""
+        return self.choice.split
+
+    @property
+    def recompute(self) -> frozenset[int]:
+        """Layers that are recomputed, of the whole model."""
+        return self.choice.recompute
 
 
 def better(trial: Trial, other: Trial) -> Trial:
@@ -146,8 +147,9 @@ class Trials:
         self.even = even_split(layers.n_layers, placement.n_chunks)
         self._done: dict[tuple[Choice, str], Trial | None] = {}
         self._planner = planner
-        self._bounds: dict[Choice, float] = {}
-        self._loads: dict[frozenset[int], Loads] = {}
+        self.bound = cache(self._bound)
+        """Lower bound of the step of every plan; inf: no micro-batch fits."""
+        self.loads = cache(self._loads)
         self._error: LimitError | None = None
 
     @property
@@ -157,13 +159,11 @@ class Trials:
         runs = 1.0 if n_chunks == self.placement.n_stages else 6.0
         return 3.0 * runs * n_chunks * self.n_microbatches
 
-    def loads(self, recompute: frozenset[int]) -> Loads:
+    def _loads(self, recompute: frozenset[int]) -> Loads:
         """Loads of ranges of layers."""
-        if recompute not in self._loads:
-            self._loads[recompute] = Loads.of(
-                self.layers, self.placement, self.n_microbatches, recompute=recompute
-            )
-        return self._loads[recompute]
+        return Loads.of(
+            self.layers, self.placement, self.n_microbatches, recompute=recompute
+        )
 
     def of(self, choice: Choice, effort: str = "fast") -> Trial | None:
         """Plan; None if it does not fit the memory.
@@ -229,16 +229,11 @@ class Trials:
             raise self._error
         return reduce(better, trials)
 
-    def bound(self, choice: Choice) -> float:
-        """Lower bound of the step of every plan; inf: no micro-batch fits."""
-        if choice not in self._bounds:
-            self._bounds[choice] = self._bound(choice)
-        return self._bounds[choice]
-
     def _bound(self, choice: Choice) -> float:
         costs, m = self._on_chunks(choice), self.n_microbatches
         try:
-            check_one_fits("split", self.placement, costs, m)
+            held = costs.on(self.placement).joined()
+            check_limits("split", needs(held), held, m)
         except LimitError:
             return math.inf
         load = self.loads(choice.recompute).largest(choice.split)
@@ -477,10 +472,9 @@ def finished(trials: Trials, best: Trial, effort: str) -> LayerPlan:
     )
     total = trials.loads(recompute).total
     return LayerPlan(
-        schedule=schedule,
-        costs=best.costs,
-        split=split,
-        recompute=recompute,
+        best.choice,
+        schedule,
+        best.costs,
         ideal_step=total / trials.placement.n_stages,
         even_step=None if even is None else even.step,
     )

@@ -12,11 +12,7 @@ Five ideas make plans good:
 4. Where no such move helps, moves that are worse for a while, groups of micro-batches
    and shifts of many passes do (`local_search`).
 5. A lower bound says when to stop (`zbpp.core.bounds`), a span that is too long when to
-   give a run up; and a plan for less memory is one for more (`plan`).
+   give a run up; and a plan for less memory is one for more (`placement`).
 
 `compiled` hands the loops of 2 and 3 to C, where there is a compiler.
 """
-
-from zbpp.schedules.planner.search.plan import plan_passes
-
-__all__ = ["plan_passes"]

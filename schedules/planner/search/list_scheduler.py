@@ -68,19 +68,15 @@ class Settings:
     order: "Rows | None" = None
 
 
-class Result(NamedTuple):
-    """A plan, or none if it was given up, and the passes that were placed."""
-
-    plan: Plan | None
-    n_placed: int
-
-
 def list_schedule(
     problem: PlacementProblem, settings: Settings, below: float
-) -> Result:
+) -> tuple[Plan | None, int]:
     """Plan by the rules; give up as soon as the span cannot be under ``below``.
 
     So does an order that comes to a deadlock, or that does not fit the memory.
+
+    Returns:
+        The plan, or None if it was given up, and the passes that were placed.
     """
     draft = _Draft(problem, settings, below)
     first = problem.stage[0]
@@ -99,7 +95,7 @@ def list_schedule(
             continue
         end = draft.run(chosen, now)
         if draft.slack[stage] < 0:
-            return Result(None, draft.n_placed)
+            return None, draft.n_placed
         wake[stage] = end
         heappush(heap, (end, stage))
         if chosen < 2 * problem.n_chunks - 1:
@@ -109,9 +105,9 @@ def list_schedule(
                 wake[target] = arrival
                 heappush(heap, (arrival, target))
     if any(n < problem.n_microbatches for n in draft.done):
-        return Result(None, draft.n_placed)
+        return None, draft.n_placed
     span = max(end - start for start, end in zip(draft.start, draft.free, strict=True))
-    return Result(Plan(span, draft.rows), draft.n_placed)
+    return Plan(span, draft.rows), draft.n_placed
 
 
 class _Draft:

@@ -24,7 +24,6 @@ from typing import TypeAlias
 
 from zbpp.core import (
     ChunkCosts,
-    Costs,
     Order,
     Pass,
     PassKind,
@@ -32,8 +31,7 @@ from zbpp.core import (
     Step,
     lower_bound_on,
 )
-from zbpp.core.bulk import gc_paused
-from zbpp.core.jobs import passes
+from zbpp.core.jobs import gc_paused, passes
 from zbpp.schedules.planner.limits import beyond, micro_batch
 
 __all__ = ["PlacementProblem", "Plan", "Row", "Rows"]
@@ -57,21 +55,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Times and memories by number in the chain; limits are above ``m_fixed``."""
+    """Times and memories by number in the chain.
+
+    Args:
+        costs: joined and above what is fixed; every limit must hold one micro-batch.
+        n_microbatches: in a step.
+    """
 
     costs: ChunkCosts
     n_microbatches: int
-
-    @classmethod
-    def of(
-        cls, placement: Placement, n_microbatches: int, costs: Costs
-    ) -> "PlacementProblem":
-        """Put the numbers together; every limit must hold one micro-batch.
-
-        Raises:
-            RequestError: lists of a wrong length.
-        """
-        return cls(costs.on(placement).joined().above_fixed(), n_microbatches)
 
     @property
     def placement(self) -> Placement:
@@ -207,11 +199,11 @@ class PlacementProblem:
             return self.limits
         limits = []
         for stage, numbers in enumerate(self.numbers):
-            forwards, backwards = _halves(numbers)
+            half = len(numbers) // 2
             inside = [self.needs[q] - max(0.0, self.change[q]) for q in numbers]
-            rise = max(self.needs[q] for q in backwards)
+            rise = max(self.needs[q] for q in numbers[half:])
             left = self.limits[stage] - max(0.0, rise, *inside)
-            whole = sum(self.change[q] for q in forwards)
+            whole = sum(self.change[q] for q in numbers[:half])
             limits.append(left if left >= whole else -math.inf)
         return limits
 
@@ -282,8 +274,3 @@ class PlacementProblem:
             left[q] = iter(passes(backward, chunk, self.n_microbatches))
             left[q + n] = iter(passes(PassKind.W, chunk, self.n_microbatches))
         return (*map(next, map(left.__getitem__, row)), Step(stage))
-
-
-def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """The F's of a stage, and its B's."""
-    return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from zbpp.core import Job, Pass, PassKind
+from zbpp.core import Job, Pass, PassKind, Placement
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.patterns.vpp import plan_vpp
 from zbpp.schedules.patterns.zb_v import zb_v_cells
@@ -126,11 +126,12 @@ def _planned(
 
 def _attempts(problem: PlacementProblem) -> Iterator[Attempt]:
     """All seeds, the most useful first."""
+    p, placement = problem.n_stages, problem.placement
     if is_line(problem):
         yield from line_rows(problem)
-    elif is_v(problem):
+    elif placement == Placement.wave(p):
         yield from _v_orders(problem)
-    elif is_interleaved(problem):
+    elif placement == Placement.interleaved(p, placement.n_chunks // p):
         yield vpp_rows(problem)
     if not is_line(problem):
         yield known_order(stretched_order(problem, 1.0), 1.0)
@@ -270,19 +271,7 @@ LINE_RULES = (
 
 def is_line(problem: PlacementProblem) -> bool:
     """True if every stage has one chunk."""
-    return problem.placement.stage_of == (*range(problem.n_stages),)
-
-
-def is_v(problem: PlacementProblem) -> bool:
-    """True if two chunks a stage go down the stages and up again."""
-    stages = range(problem.n_stages)
-    return problem.placement.stage_of == (*stages, *reversed(stages))
-
-
-def is_interleaved(problem: PlacementProblem) -> bool:
-    """True if several chunks a stage go down the stages again and again."""
-    p, each = problem.n_stages, problem.n_chunks // problem.n_stages
-    return each > 1 and problem.placement.stage_of == (*range(p),) * each
+    return problem.placement == Placement.single(problem.n_stages)
 
 
 def settings_of(problem: PlacementProblem, rule: Rule) -> Settings:

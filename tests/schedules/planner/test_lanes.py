@@ -17,7 +17,6 @@ from zbpp.schedules import (
     plan_dual_pipe_v,
     plan_placement,
 )
-from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.lanes import plan as lane_plan
 from zbpp.schedules.planner.lanes import scheduler
 from zbpp.schedules.planner.lanes.problem import LaneProblem
@@ -67,7 +66,7 @@ def random_case(seed):
 
 def planned(placement, m, costs, n_parts=3e4):
     """Plan with little effort, but all of its steps."""
-    base = PlacementProblem.of(placement, m, costs)
+    base = PlacementProblem(costs.on(placement).joined().above_fixed(), m)
     whole = plan_placement(
         placement=placement,
         n_microbatches=m,
@@ -75,7 +74,7 @@ def planned(placement, m, costs, n_parts=3e4):
         effort="fast",
     )
     problem = LaneProblem(base)
-    rows = lane_plan._search(problem, Budget(n_parts), 0.0)
+    rows = lane_plan._search(problem, n_parts, 0.0)
     found = [replace(whole, costs=None)]
     return found if rows is None else [*found, problem.schedule(rows, "lanes")]
 
@@ -116,7 +115,7 @@ def test_the_loop_in_c_is_the_one_in_python(placement):
     if scheduler.library is None:
         pytest.skip("the loops are not compiled")
     costs = moe_costs(0.4, 2, limit=2.5, comm=0.1)
-    problem = LaneProblem(PlacementProblem.of(placement, 5, costs))
+    problem = LaneProblem(PlacementProblem(costs.on(placement), 5))
     draws = random.Random(0)
     for _ in range(10):
         settings = lane_plan._change(lane_plan._draw(problem, draws), draws)

@@ -5,7 +5,7 @@ from textwrap import dedent, indent
 
 import pytest
 
-import zbpp.schedules.planner.search.plan
+import zbpp.schedules.planner.placement
 from zbpp.core import (
     Costs,
     LimitError,
@@ -41,14 +41,14 @@ def test_a_plan_is_what_is_drawn_on_top_of_the_file(limit):
     assert draw(simulate(schedule)) == dedent(PICTURES[limit])
     first, rest = dedent(PICTURES[limit]).split("\n")
     picture = f"limit {limit}  {first}\n         {rest}"
-    assert indent(picture, "    ") in zbpp.schedules.planner.search.plan.__doc__
+    assert indent(picture, "    ") in zbpp.schedules.planner.placement.__doc__
 
 
 @pytest.mark.parametrize("limit", [1.0, 1.5, 2.0])
 def test_a_v_is_what_is_drawn_on_top_of_its_file(limit):
     costs, memory = Costs(f=2.0, b=2.0, w=2.0), Costs(limit=limit)
     schedule = plan("ZBV", n_stages=2, n_microbatches=3, costs=costs, memory=memory)
-    text = zbpp.schedules.planner.search.plan.__doc__
+    text = zbpp.schedules.planner.placement.__doc__
     lines = [line.strip() for line in text.splitlines()]
     at = lines.index(f"limit {limit:g}")
     drawn = draw(simulate(schedule, costs)).splitlines()

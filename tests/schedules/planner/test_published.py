@@ -148,7 +148,7 @@ def test_published_patterns_are_met(pattern, model, p, m):
     rows_of, limit = PATTERNS[pattern]
     costs, share = MODELS[model]
     memory = Costs(m_w=share, limit=limit(p))
-    problem = PlacementProblem.of(Placement.wave(p), m, costs.with_memory(memory))
+    problem = PlacementProblem(costs.with_memory(memory).on(Placement.wave(p)), m)
     order = [array("i", row) for row in rows_of(problem.numbers, m)]
     plans = [
         list_schedule(problem, known_order(order, overrun), math.inf, Budget(math.inf))

@@ -62,7 +62,8 @@ def problem_of(seed: int) -> PlacementProblem:
     if seed % 3 == 0:
         peak_w = rng.choice((0.0, 0.1))
         memory = Costs(m_w=1.3, peak_b=0.9, peak_w=peak_w, limit=4.0)
-    return PlacementProblem.of(placement, rng.randint(1, 8), costs.with_memory(memory))
+    held = costs.with_memory(memory).on(placement).joined()
+    return PlacementProblem(held, rng.randint(1, 8))
 
 
 def some_settings(problem: PlacementProblem) -> Iterator[Settings]:
@@ -160,7 +161,7 @@ def test_moves_keep_a_plan_valid_and_are_the_same_in_c_and_in_python(
 
 def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget() -> None:
     costs = Costs(2.0, 2.0, 2.0, limit=4.0)
-    problem = PlacementProblem.of(Placement.wave(4), 8, costs)
+    problem = PlacementProblem(costs.on(Placement.wave(4)), 8)
     best = seeds(problem, Budget(math.inf))[0].plan
     bound = lower_bound(problem.placement, 8, costs)
     assert best.span == pytest.approx(bound)

@@ -8,7 +8,7 @@ import pytest
 from zbpp.core import Costs, lower_bound
 from zbpp.planning import plan
 from zbpp.schedules import certify
-from zbpp.schedules.planner.search import plan as search_plan
+from zbpp.schedules.planner import placement as search_plan
 from zbpp.simulator import simulate, span
 
 SEEDS = range(32, 44)

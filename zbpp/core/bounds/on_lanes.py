@@ -30,16 +30,15 @@ def bounds_on_lanes(costs: ChunkCosts, n_microbatches: int) -> dict[str, float]:
     stages = [
         _Stage(paths, index, n_microbatches) for index in range(len(paths.chunks_of))
     ]
-    return {
-        "work": max(stage.work() for stage in stages),
-        "network": max(stage.network() for stage in stages),
-        "front": max(stage.front() for stage in stages),
-        "bottleneck": max(
-            stage.way_of(n_microbatches) + stage.last_w for stage in stages
-        ),
-        "cycle": max(stage.cycle() for stage in stages),
-        "area": max(stage.area() for stage in stages),
-    }
+    bounds = (
+        _Stage.work,
+        _Stage.network,
+        _Stage.front,
+        _Stage.bottleneck,
+        _Stage.cycle,
+        _Stage.area,
+    )
+    return {bound.__name__: max(map(bound, stages)) for bound in bounds}
 
 
 class _Stage:
@@ -129,6 +128,10 @@ class _Stage:
         if least > 0 and self.limit < math.inf:
             forwards = min(forwards, math.floor(self.limit / least) * max(each))
         return self.work() + max(0.0, way - forwards)
+
+    def bottleneck(self) -> float:
+        """Bound by what all micro-batches take through a stage."""
+        return self.way_of(self.m) + self.last_w
 
     def way_of(self, n: int) -> float:
         """Least time from the first F of a to the last B of a, of n micro-batches.

@@ -31,7 +31,6 @@ __all__ = [
     "fit_link",
     "ring_time",
     "tree_time",
-    "two_level_time",
     "zero_bytes",
     "zero_volume",
 ]
@@ -137,34 +136,6 @@ def tree_time(
     return steps * link.alpha + (n - 1) / n * n_bytes / link.bandwidth
 
 
-def two_level_time(
-    operation: CollectiveOperation,
-    n_bytes: float,
-    n: int,
-    link: Link,
-    *,
-    node: int,
-    node_link: Link,
-) -> float:
-    """Time where ``node`` processes share a faster link.
-
-    Each process deals with its part between the nodes: of a sum, a reduce-scatter in
-    the node, the operation among nodes on a part of 1 / node, and an all-gather in the
-    node. With no more processes than a node holds there is one level.
-
-    Raises:
-        RequestError: n is no multiple of node.
-    """
-    if n <= node:
-        return _faster(operation, n_bytes, n, node_link)
-    if n % node:
-        raise RequestError(
-            f"{n} processes do not fill nodes of {node}; take a multiple of {node}"
-        )
-    between = _faster(operation, n_bytes / node, n // node, link)
-    return between + _faster(operation, n_bytes, node, node_link)
-
-
 def collective_time(
     operation: CollectiveOperation,
     n_bytes: float,
@@ -176,18 +147,27 @@ def collective_time(
 ) -> float:
     """Time by the faster of ring and tree, on two levels if a node's link is given.
 
+    Then ``node`` processes share that faster link, and each deals with its part between
+    the nodes: of a sum, a reduce-scatter in the node, the operation among nodes on a
+    part of 1 / node, and an all-gather in the node. With no more processes than a node
+    holds there is one level.
+
     Raises:
-        RequestError: as `two_level_time`.
+        RequestError: n is no multiple of node.
     """
+
+    def faster(n_bytes: float, n: int, link: Link) -> float:
+        return min(way(operation, n_bytes, n, link) for way in (ring_time, tree_time))
+
     if node_link is None:
-        return _faster(operation, n_bytes, n, link)
-    return two_level_time(operation, n_bytes, n, link, node=node, node_link=node_link)
-
-
-def _faster(
-    operation: CollectiveOperation, n_bytes: float, n: int, link: Link
-) -> float:
-    return min(way(operation, n_bytes, n, link) for way in (ring_time, tree_time))
+        return faster(n_bytes, n, link)
+    if n <= node:
+        return faster(n_bytes, n, node_link)
+    if n % node:
+        raise RequestError(
+            f"{n} processes do not fill nodes of {node}; take a multiple of {node}"
+        )
+    return faster(n_bytes / node, n // node, link) + faster(n_bytes, node, node_link)
 
 
 def zero_bytes(

@@ -98,7 +98,7 @@ def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list
             held = during[-1]
         during.append(held)
         counts[lane] += 1
-        known = _with(known, lane, counts[lane])
+        known = (counts[0], known[1]) if lane == 0 else (known[0], counts[1])
         on_lane[lane] = ended[of] = known
         is_last = not isinstance(job, Part) or last[job.of] == column
         if is_last:
@@ -110,7 +110,3 @@ def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list
 
 def _join(one: _Known, other: _Known) -> _Known:
     return max(one[0], other[0]), max(one[1], other[1])
-
-
-def _with(known: _Known, lane: int, number: int) -> _Known:
-    return (number, known[1]) if lane == 0 else (known[0], number)

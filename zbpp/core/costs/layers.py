@@ -42,6 +42,8 @@ __all__ = ["LayerCosts", "PerLayer", "chunk_layers", "with_m_r"]
 _KINDS = PassKind.F, PassKind.B, PassKind.W
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
+_SAME = ("loss", "reduction", "validation", "limit", "memory_unit", "time_unit")
+"""Fields that are neither of chunks nor of layers."""
 
 PerLayer = float | tuple[float, ...]
 """Every layer's value, or one per layer."""
@@ -183,23 +185,17 @@ class LayerCosts:
 
     def of(self, name: str) -> tuple[float, ...]:
         """One entry per layer; peaks that are not given follow from the rest."""
-        value = getattr(self, name)
-        if value is not None:
-            given = value if isinstance(value, tuple) else (value,) * self.n_layers
-            if name not in ("peak_f", "peak_b"):
-                return given
-            least = self._least(name)
-            return tuple(max(pair) for pair in zip(given, least, strict=True))
-        if name in ("peak_f", "peak_b"):
-            return self._least(name)
-        if name == "peak_r":
-            return self.of("peak_f")
-        return (0.0,) * self.n_layers
-
-    def _least(self, name: str) -> tuple[float, ...]:
+        least: tuple[float, ...] | None = None
         if name == "peak_f":
-            return self.of("m_b")
-        return _rises(self.of("m_b"), self.of("m_w"))
+            least = self.of("m_b")
+        elif name == "peak_b":
+            least = _rises(self.of("m_b"), self.of("m_w"))
+        value = getattr(self, name)
+        if value is None:
+            nothing = (0.0,) * self.n_layers
+            return self.of("peak_f") if name == "peak_r" else least or nothing
+        given = value if isinstance(value, tuple) else (value,) * self.n_layers
+        return given if least is None else tuple(map(max, given, least))
 
     def on(
         self,
@@ -250,22 +246,17 @@ class LayerCosts:
         m_b, m_w = columns["m_b"], columns["m_w"]
         change_b = [w - b for w, b in zip(m_w, m_b, strict=True)]
         freed = [-held for held in m_w]
-        sums: dict[str, Any] = {name: total(name) for name in _SUMMED}
+        fields: dict[str, Any] = {name: total(name) for name in _SUMMED}
+        fields |= {name: getattr(self, name) for name in _SAME}
         return Costs(
             f=total("f", self.pass_f),
             b=total("b", self.pass_b),
             w=total("w", self.pass_w),
-            **sums,
+            **fields,
             comm=self._edges(placement, cuts),
             send_occupies=self._sending(cuts),
-            loss=self.loss,
-            reduction=self.reduction,
-            validation=self.validation,
-            time_unit=self.time_unit,
             all_gather=total("all_gather") if self.all_gather else 0.0,
             reduce_scatter=total("reduce_scatter") if self.reduce_scatter else 0.0,
-            limit=self.limit,
-            memory_unit=self.memory_unit,
             peak_f=tuple(_peak(chunk, columns["peak_f"], m_b) for chunk in chunks),
             peak_b=tuple(
                 _peak(chunk[::-1], columns["peak_b"], change_b) for chunk in chunks
@@ -317,21 +308,19 @@ class LayerCosts:
 
         One chunk has no edge: then it is a number, not a list of none.
         """
-        n = len(cuts)
-        if n == 0:
+        if not cuts:
             return 0.0
         comm, message = (
             value if isinstance(value, tuple) else (value,) * (self.n_layers - 1)
             for value in (self.comm, self.message)
         )
-        delays = edge_delays(self.delay, placement)
-        slowness = (0.0,) * n
-        if self.bandwidth is not None:
-            band = self.bandwidth
+        delays, band = edge_delays(self.delay, placement), self.bandwidth
+        per_byte: PerChunk = 0.0
+        if band is not None:
             per_byte = (
                 tuple(1 / one for one in band) if isinstance(band, tuple) else 1 / band
             )
-            slowness = edge_delays(per_byte, placement)
+        slowness = edge_delays(per_byte, placement)
         return tuple(
             comm[cut] + delay + message[cut] * slow
             for cut, delay, slow in zip(cuts, delays, slowness, strict=True)
@@ -412,30 +401,23 @@ def chunk_layers(
         pairs = zip(inside, [*edges, []], strict=True)
         return tuple(x for pair in pairs for x in chain(*pair)) or 0.0
 
+    fields: dict[str, Any] = {name: getattr(costs, name) for name in _SAME}
+    for name in ("w", "optimizer", "m_fixed", "peak_o", "reduce_scatter"):
+        fields[name] = dealt(name, getattr(costs, name))
     return LayerCosts(
         n_layers=sum(counts),
+        **fields,
         f=f,
         b=b,
-        w=dealt("w", costs.w),
-        optimizer=dealt("optimizer", costs.optimizer),
         m_b=m_b,
         m_w=m_w,
-        m_fixed=dealt("m_fixed", costs.m_fixed),
         peak_f=peaks(chunks.peak_f, chunks.m_b, m_b),
         peak_b=peaks(chunks.peak_b, _rises(chunks.m_b, chunks.m_w), _rises(m_b, m_w)),
         peak_w=peaks(chunks.peak_w, nothing, nothing),
-        peak_o=dealt("peak_o", costs.peak_o),
         m_r=None if costs.m_r is None else dealt("m_r", costs.m_r),
         comm=at_cuts("comm", costs.comm),
         send_occupies=at_cuts("send_occupies", costs.send_occupies),
-        loss=costs.loss,
-        reduction=costs.reduction,
-        validation=costs.validation,
-        limit=costs.limit,
-        memory_unit=costs.memory_unit,
-        time_unit=costs.time_unit,
         all_gather=gathers,
-        reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),
         parts=_dealt_parts(costs, placement, counts),
     )
 

@@ -11,7 +11,7 @@ and those of other passes beside them, where a schedule says so (`Schedule.parts
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from zbpp.core.costs.columns import PerChunk
@@ -162,40 +162,3 @@ def chunk_parts(
                 "entry for each chunk"
             )
     return tuple(replace(parts, layers=parts.layers // n) for n in placement.n_beside)
-
-
-def read_parts(entry: object) -> Parts:
-    """Read the parts of a costs file: an object with f, b, w and layers.
-
-    Raises:
-        RequestError: it is none.
-    """
-    if not isinstance(entry, Mapping) or not {"f", "b"} <= set(entry) <= _KEYS:
-        raise RequestError(
-            f"parts: {entry!r:.60} is no object with the keys f, b, w and layers"
-        )
-    layers = entry.get("layers", 1)
-    if not isinstance(layers, int) or isinstance(layers, bool):
-        raise RequestError(f"parts: layers is {layers!r}, not a whole number")
-    times = {name: _read_times(name, entry.get(name, [])) for name in ("f", "b", "w")}
-    return Parts(**times, layers=layers)
-
-
-_KEYS = {"f", "b", "w", "layers"}
-
-
-def _read_times(name: str, value: object) -> PartTimes:
-    """Read pairs of a lane's name and a time."""
-    lanes = {str(lane): lane for lane in _LANES}
-    pairs = value if isinstance(value, list) else [None]
-    times = []
-    for pair in pairs:
-        match pair:
-            case [str(lane), int() | float() as time] if lane in lanes:
-                times.append((lanes[lane], float(time)))
-            case _:
-                raise RequestError(
-                    f"parts: {name} is {value!r:.60}, not a list of pairs such as "
-                    '["compute", 1.5] and ["network", 0.5]'
-                )
-    return tuple(times)

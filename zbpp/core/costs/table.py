@@ -361,13 +361,24 @@ class ChunkCosts:
     memory_unit: str | None = None
 
     def of(self, job: Job) -> float:
-        """Time of one job."""
+        """Time of one job.
+
+        Raises:
+            RequestError: it is a part of a pass that has no such part here.
+        """
         if isinstance(job, Pair):
             if not self.fb:
                 return self.of(job.forward) + self.of(job.backward)
             return self.fb[job.forward.chunk] + sending_time(job, self.sending)
         if isinstance(job, Part):
-            return self._time_of_part(job)
+            times = self._parts.get((job.kind, job.chunk), ())
+            if job.index < len(times) and times[job.index][0] is job.lane:
+                return times[job.index][1]
+            raise RequestError(
+                f"the schedule runs {job}, but the costs of {job.of} have "
+                f"{[str(lane) for lane, _ in times] or 'no parts'}; plan again with "
+                "these costs"
+            )
         return self._sum(kind_of(job), place_of(job))
 
     def of_pass(self, kind: PassKind, chunk: int) -> float:
@@ -407,21 +418,6 @@ class ChunkCosts:
         if len(computing) == len(self._parts[PassKind.W, part.chunk]):
             return computing[part.index]
         return len(b) - 1
-
-    def _time_of_part(self, part: Part) -> float:
-        """Time of a part.
-
-        Raises:
-            RequestError: its pass has no such part.
-        """
-        times = self._parts.get((part.kind, part.chunk), ())
-        if part.index < len(times) and times[part.index][0] is part.lane:
-            return times[part.index][1]
-        raise RequestError(
-            f"the schedule runs {part}, but the costs of {part.of} have "
-            f"{[str(lane) for lane, _ in times] or 'no parts'}; plan again with these "
-            "costs"
-        )
 
     def _sum(self, kind: JobKind, place: int) -> float:
         columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]

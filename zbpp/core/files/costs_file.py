@@ -15,7 +15,7 @@ from typing import Any
 from zbpp.core.amounts import BYTES_FROM
 from zbpp.core.costs import Costs, LayerCosts
 from zbpp.core.costs.columns import Column, Per, columns_of
-from zbpp.core.costs.parts import Parts, read_parts
+from zbpp.core.costs.parts import Parts, PartTimes
 from zbpp.core.costs.units import Bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import (
@@ -27,6 +27,7 @@ from zbpp.core.files.json_text import (
     read,
     refuse_unknown,
 )
+from zbpp.core.jobs import Lane
 
 __all__ = [
     "costs_data",
@@ -45,6 +46,7 @@ _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 _UNITS = ("time_unit", "memory_unit")
 _OF_CHUNKS = columns_of(Costs)
 _OF_LAYERS = columns_of(LayerCosts)
+_PARTS_KEYS = {"f", "b", "w", "layers"}
 _OTHER_UNITS = ("limit", "message")
 """Memories that say nothing of the unit of the others."""
 
@@ -252,7 +254,36 @@ def _read_parts(source: str, entry: object, version: object) -> Any:
         fail(source, "parts are there in version 3 alone; write it")
     try:
         if isinstance(entry, list):
-            return tuple(map(read_parts, entry))
-        return read_parts(entry)
+            return tuple(map(_parts_of, entry))
+        return _parts_of(entry)
     except RequestError as error:
         fail(source, str(error))
+
+
+def _parts_of(entry: object) -> Parts:
+    """Read an object with f, b, w and layers."""
+    if not isinstance(entry, Mapping) or not {"f", "b"} <= set(entry) <= _PARTS_KEYS:
+        raise RequestError(
+            f"parts: {entry!r:.60} is no object with the keys f, b, w and layers"
+        )
+    layers = entry.get("layers", 1)
+    if not isinstance(layers, int) or isinstance(layers, bool):
+        raise RequestError(f"parts: layers is {layers!r}, not a whole number")
+    times = {name: _part_times(name, entry.get(name, [])) for name in ("f", "b", "w")}
+    return Parts(**times, layers=layers)
+
+
+def _part_times(name: str, value: object) -> PartTimes:
+    """Read pairs of a lane's name and a time."""
+    lanes = {str(lane): lane for lane in Lane}
+    times = []
+    for pair in value if isinstance(value, list) else [None]:
+        match pair:
+            case [str(lane), int() | float() as time] if lane in lanes:
+                times.append((lanes[lane], float(time)))
+            case _:
+                raise RequestError(
+                    f"parts: {name} is {value!r:.60}, not a list of pairs such as "
+                    '["compute", 1.5] and ["network", 0.5]'
+                )
+    return tuple(times)
