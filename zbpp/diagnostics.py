@@ -196,7 +196,7 @@ def prediction(
         lines,
         costs,
         held=[held[stage] for stage in sorted(held)],
-        given=has_costs,
+        costs_given=has_costs,
         side_by_side=len(executors) == 1,
     )
 

@@ -92,7 +92,7 @@ def test_a_simulated_run_is_predicted_to_the_digit(mode: str) -> None:
     costs = replace(TIMES, m_b=2.0, m_w=1.0, m_fixed=10.0, memory_unit="bytes")
     found = predict(
         schedule, timelines[4:], costs,
-        held=[5.0, 6.0], given=True, side_by_side=True,
+        held=[5.0, 6.0], costs_given=True, side_by_side=True,
     )  # fmt: skip
     assert found.step_measured == pytest.approx(steady_step_time(schedule, TIMES))
     assert found.step_predicted == pytest.approx(found.step_measured)
@@ -101,7 +101,7 @@ def test_a_simulated_run_is_predicted_to_the_digit(mode: str) -> None:
     assert "(+0.0%)" in found.line.replace("-0.0", "+0.0")
     slow = predict(
         schedule, timelines[4:], replace(TIMES, f=(1.0, 1.0)),
-        held=[None, 6.0], given=False, side_by_side=True,
+        held=[None, 6.0], costs_given=False, side_by_side=True,
     )  # fmt: skip
     assert slow.step_measured != pytest.approx(slow.step_predicted), "the control"
     assert slow.memory_measured is None and slow.memory_predicted is None

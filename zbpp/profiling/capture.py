@@ -36,7 +36,7 @@ def capture(
     executors: Mapping[int, Executor],
     placement: Placement,
     options: StageOptions,
-    given: Mapping[int, Given],
+    microbatch: Mapping[int, Given],
     *,
     step: int,
 ) -> None:
@@ -46,17 +46,17 @@ def capture(
         executors: of this process.
         placement: of the chunks.
         options: of the stages.
-        given: by stage, with inputs and targets; the rest is filled in.
+        microbatch: by stage, with inputs and targets; the rest is filled in.
         step: its number, for seeds.
     """
     runners = {}
     for stage, executor in executors.items():
         executor.transport.begin()
-        own = given[stage]
+        part = microbatch[stage]
         runners[stage] = stage_like(
             options, list(executor.stage.chunks.values()), n_chunks=placement.n_chunks
         )
-        begin(runners[stage], own, step=step, n_microbatches=1)
+        begin(runners[stage], part, step=step, n_microbatches=1)
     local: Tensors | None = None
     for chunk, stage in enumerate(placement.stage_of):
         if stage not in executors:
@@ -69,10 +69,10 @@ def capture(
             expected = transport.post(value, placement.stage_of[chunk - 1])
             inputs = expected.receive(job)
         if inputs is not None:
-            given[stage].of_chunk[chunk] = fresh(inputs)
+            microbatch[stage].of_chunk[chunk] = fresh(inputs)
         local = runners[stage].forward(chunk, 0, inputs)
         runners[stage].discard()
-        given[stage].out_bytes[chunk] = sum(y.nbytes for y in local)
+        microbatch[stage].out_bytes[chunk] = sum(y.nbytes for y in local)
         last = chunk + 1 == placement.n_chunks
         if not last and placement.stage_of[chunk + 1] != stage:
             value = Value(What.ACTIVATION, chunk, 0)
@@ -101,10 +101,10 @@ def stage_like(
 
 
 def begin(
-    stage: Stage | Executor, given: Given, *, step: int, n_microbatches: int
+    stage: Stage | Executor, microbatch: Given, *, step: int, n_microbatches: int
 ) -> None:
     """Start a step of the same micro-batch over and over."""
-    inputs, targets = given.inputs, given.targets
+    inputs, targets = microbatch.inputs, microbatch.targets
     each = range(n_microbatches)
     stage.begin(
         step=step,

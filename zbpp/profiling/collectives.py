@@ -82,13 +82,13 @@ def time_collectives(
         for size in every
         if size.is_expert in groups
     }
-    found = {
+    layer_times = {
         index: [times[size] for size in of_layer if size in times]
         for index, of_layer in sizes.items()
     }
     return CollectiveTimes(
-        {i: sum(gather for gather, _ in own) for i, own in found.items()},
-        {i: sum(reduce for _, reduce in own) for i, own in found.items()},
+        {i: sum(gather for gather, _ in pairs) for i, pairs in layer_times.items()},
+        {i: sum(reduce for _, reduce in pairs) for i, pairs in layer_times.items()},
         groups[False].link(),
     )
 
@@ -106,13 +106,13 @@ def _numbers(
 ) -> list[_Numbers]:
     learning = [p for p in parameters if p.requires_grad]
     kinds = {p: EXPERT_DIM in kept_dims(p, experts) for p in learning}
-    found = []
+    sizes = []
     for is_expert in (False, True):
-        own = [p for p in learning if kinds[p] == is_expert]
-        if own:
-            n = sum(own_shard(p).numel() for p in own)
-            found.append(_Numbers(n, own[0].dtype, is_expert))
-    return found
+        of_kind = [p for p in learning if kinds[p] == is_expert]
+        if of_kind:
+            n = sum(own_shard(p).numel() for p in of_kind)
+            sizes.append(_Numbers(n, of_kind[0].dtype, is_expert))
+    return sizes
 
 
 class _Groups:
@@ -135,8 +135,8 @@ class _Groups:
         assert place.mesh is not None
         mesh = shard_mesh(place.mesh, kept)
         assert mesh is not None
-        found = [group for group in mesh.get_all_groups() if group.size() > 1]
-        *self._copies, self._shards = found  # dp_replicate is before dp_shard
+        groups = [group for group in mesh.get_all_groups() if group.size() > 1]
+        *self._copies, self._shards = groups  # dp_replicate is before dp_shard
         self._sums = place.sum_groups(kept)
         self._n = dist.get_world_size(self._shards)
         self._device = device

@@ -56,7 +56,7 @@ def join(
 ) -> Profile:
     """Make one profile of what all ranks have found."""
     placement, links = pipeline.schedule.placement, wires.links
-    known: dict[str, dict[int, Any]] = {
+    figures: dict[str, dict[int, Any]] = {
         key: {k: v for part in parts for k, v in part[key].items()}
         for key in (
             "chunks",
@@ -71,9 +71,9 @@ def join(
             "points",
         )
     }
-    sizes = known["bytes"]
+    sizes = figures["bytes"]
     message_bytes = fmean(sizes.values()) if sizes else 0.0
-    rehearsed = rehearsed_steps(known["rows"], pipeline.schedule)
+    rehearsed = rehearsed_steps(figures["rows"], pipeline.schedule)
     seen = None
     if rehearsed is not None:
         seen = measure_step_times(
@@ -82,12 +82,12 @@ def join(
             message_bytes=message_bytes,
             one_clock=wires.one_clock,
         )
-    measured = _chunk_times(known["chunks"], placement, links, seen)
-    each = _overheads(known["nothing"], measured, seen)
-    chunks, layers = _scale(pipeline, known, measured, each)
+    measured = _chunk_times(figures["chunks"], placement, links, seen)
+    each = _overheads(figures["nothing"], measured, seen)
+    chunks, layers = _scale(pipeline, figures, measured, each)
     waited = _waited_for(links, seen, message_bytes) if seen else links
-    steps = [known["steps"][stage] for stage in range(placement.n_stages)]
-    optimizer = _by_share(pipeline, known["shares"], steps)
+    steps = [figures["steps"][stage] for stage in range(placement.n_stages)]
+    optimizer = _by_share(pipeline, figures["shares"], steps)
     n_layers = sum(pipeline.split)
     every = range(n_layers)
     costs = LayerCosts(
@@ -100,14 +100,14 @@ def join(
         pass_w=each["W"],
         loss=layers[n_layers - 1]["loss"],
         optimizer=optimizer,
-        message=tuple(float(known["bytes"][i]) for i in every[:-1]),
+        message=tuple(float(figures["bytes"][i]) for i in every[:-1]),
         bandwidth=link_list(waited, placement.n_stages, "bandwidth") or None,
         delay=link_list(waited, placement.n_stages, "delay"),
         reduction=wires.reduction.mean,
         validation=max(step["V"].mean for step in steps),
         time_unit="ms",
         parts=layer_parts(
-            [known["points"][i] for i in every], [layers[i] for i in every]
+            [figures["points"][i] for i in every], [layers[i] for i in every]
         ),
         **_replica_link(part["collectives"] for part in parts),
     )
@@ -121,7 +121,7 @@ def join(
         norm=tuple(step["norm"] for step in steps),
         reduction=wires.reduction,
         links=links,
-        splits=tuple(known["splits"][stage] for stage in range(placement.n_stages)),
+        splits=tuple(figures["splits"][stage] for stage in range(placement.n_stages)),
         rounds=min(part["rounds"] for part in parts),
         device=device_name(pipeline.options.device),
         speculative=pipeline.schedule.is_post_validated,
@@ -130,9 +130,13 @@ def join(
     )
 
 
-def _replica_link(found: Iterable[CollectiveTimes | None]) -> dict[str, Any]:
+def _replica_link(collectives: Iterable[CollectiveTimes | None]) -> dict[str, Any]:
     """The slowest link between replicas, for costs of layers."""
-    links = [one.link for one in found if one is not None and one.link is not None]
+    links = [
+        stage_times.link
+        for stage_times in collectives
+        if stage_times is not None and stage_times.link is not None
+    ]
     if not links:
         return {}
     return {
@@ -142,12 +146,16 @@ def _replica_link(found: Iterable[CollectiveTimes | None]) -> dict[str, Any]:
 
 
 def _by_layer(
-    found: Sequence[CollectiveTimes | None], n_layers: int
+    collectives: Sequence[CollectiveTimes | None], n_layers: int
 ) -> Mapping[str, tuple[float, ...]]:
     """Gathers and sums of all layers; the slowest of the processes that share one."""
     times = {}
     for name in ("all_gather", "reduce_scatter"):
-        rows = [getattr(one, name) for one in found if one is not None]
+        rows = [
+            getattr(stage_times, name)
+            for stage_times in collectives
+            if stage_times is not None
+        ]
         if rows:
             times[name] = tuple(
                 max(row[i] for row in rows if i in row) for i in range(n_layers)
@@ -166,11 +174,13 @@ def _chunk_times(
     Their means are those of a rehearsal, with the host's time between two passes;
     without one, what the passes took alone, with the host's time to send.
     """
-    found = {}
+    chunk_times = {}
     for chunk, times in alone.items():
         if seen is None:
             sends = _sends(chunk, placement, links)
-            found[chunk] = {k: one + sends.get(k, 0.0) for k, one in times.items()}
+            chunk_times[chunk] = {
+                k: spread + sends.get(k, 0.0) for k, spread in times.items()
+            }
             continue
         gap = seen.gaps[placement.stage_of[chunk]]
         joint = seen.mean(PassKind.BW, chunk)
@@ -185,8 +195,10 @@ def _chunk_times(
             mean["B"] -= gap / 2
             mean["W"] -= gap / 2
             mean["BW"] = joint + gap
-        found[chunk] = {k: one.with_mean(mean[k]) for k, one in times.items()}
-    return found
+        chunk_times[chunk] = {
+            k: spread.with_mean(mean[k]) for k, spread in times.items()
+        }
+    return chunk_times
 
 
 def _overheads(
@@ -199,12 +211,12 @@ def _overheads(
     At most half of the shortest pass: the rest is that of its layers.
     """
     gap = 0.0 if seen is None else fmean(seen.gaps)
-    found = {}
+    overheads = {}
     for kind in "FBW":
-        cut = fmean([one[kind] for one in nothing.values()]) if nothing else 0.0
+        cut = fmean([cuts[kind] for cuts in nothing.values()]) if nothing else 0.0
         shortest = min(times[kind].mean for times in measured.values())
-        found[kind] = min(cut + gap, shortest / 2)
-    return found
+        overheads[kind] = min(cut + gap, shortest / 2)
+    return overheads
 
 
 def _waited_for(
@@ -227,7 +239,7 @@ def _waited_for(
 
 def _scale(
     pipeline: Profiled,
-    known: Mapping[str, Mapping[int, Any]],
+    figures: Mapping[str, Mapping[int, Any]],
     measured: Mapping[int, Mapping[str, Spread]],
     each: Mapping[str, float],
 ) -> tuple[tuple[ChunkProfile, ...], dict[int, dict[str, float]]]:
@@ -235,33 +247,37 @@ def _scale(
 
     Args:
         pipeline: that was measured.
-        known: all that was found.
+        figures: all that were measured.
         measured: times of the chunks, overheads included.
         each: overhead of a pass, by kind.
     """
     chunks, layers = [], {}
-    cuts = list(known["nothing"].values())
-    cut = {k: fmean([one[k] for one in cuts]) if cuts else 0.0 for k in "FBW"}
+    cuts = list(figures["nothing"].values())
+    cut = {
+        k: fmean([stage_cuts[k] for stage_cuts in cuts]) if cuts else 0.0 for k in "FBW"
+    }
     first = 0
     for chunk, count in enumerate(pipeline.split):
-        own = range(first, first + count)
+        indices = range(first, first + count)
         first += count
-        times, alone = measured[chunk], known["chunks"][chunk]
+        times, alone = measured[chunk], figures["chunks"][chunk]
         raw = {
-            (k, i): max(known["layers"][i][k] - cut[k], known["layers"][i][k] / 2)
+            (k, i): max(figures["layers"][i][k] - cut[k], figures["layers"][i][k] / 2)
             for k in "FBW"
-            for i in own
+            for i in indices
         }
-        sums = {k: sum(raw[k, i] for i in own) for k in "FBW"}
-        whole = {k: sum(known["layers"][i][k] for i in own) for k in "FBW"}
+        sums = {k: sum(raw[k, i] for i in indices) for k in "FBW"}
+        whole = {k: sum(figures["layers"][i][k] for i in indices) for k in "FBW"}
         factor = {k: _over(times[k].mean - each[k], sums[k]) for k in "FBW"}
-        for i in own:
+        for i in indices:
             scaled = {k: raw[k, i] * factor[k] for k in "FBW"}
-            scaled["loss"] = min(scaled["F"], known["layers"][i]["loss"] * factor["F"])
+            scaled["loss"] = min(
+                scaled["F"], figures["layers"][i]["loss"] * factor["F"]
+            )
             scaled["F"] -= scaled["loss"]
             layers[i] = scaled
         ratio = {k: _over(whole[k], alone[k].mean) for k in "FBW"}
-        memory = known["memory"].get(chunk, {"left": {}, "peak": {}})
+        memory = figures["memory"].get(chunk, {"left": {}, "peak": {}})
         stage = pipeline.schedule.placement.stage_of[chunk]
         chunks.append(ChunkProfile(chunk, stage, times, ratio, **memory))
     return tuple(chunks), layers
@@ -273,10 +289,13 @@ def _sends(
     """The host's time to send what F and B of a chunk put out, in ms."""
     stage_of = placement.stage_of
 
-    def to(other: int) -> float:
-        if not 0 <= other < placement.n_chunks or stage_of[other] == stage_of[chunk]:
+    def to(neighbour: int) -> float:
+        if (
+            not 0 <= neighbour < placement.n_chunks
+            or stage_of[neighbour] == stage_of[chunk]
+        ):
             return 0.0
-        pair = sorted((stage_of[chunk], stage_of[other]))
+        pair = sorted((stage_of[chunk], stage_of[neighbour]))
         link = links.get((pair[0], pair[1]))
         return 0.0 if link is None else link.send
 
@@ -303,5 +322,5 @@ def _by_share(
     )
 
 
-def _over(one: float, other: float) -> float:
-    return one / other if other > 0 else 1.0
+def _over(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 1.0

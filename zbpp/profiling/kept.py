@@ -90,8 +90,8 @@ def _keep_buffers(module: nn.Module) -> Restore:
     def restore() -> None:
         module._buffers.clear()
         module._buffers.update(held)
-        for one in values:
-            one()
+        for restore_value in values:
+            restore_value()
 
     return restore
 
@@ -119,8 +119,8 @@ def _keep_optimizer(optimizer: torch.optim.Optimizer) -> Restore:
             group.clear()
             group.update(held)
         vars(optimizer).update(plain)
-        for one in values:
-            one()
+        for restore_value in values:
+            restore_value()
 
     return restore
 
@@ -128,9 +128,9 @@ def _keep_optimizer(optimizer: torch.optim.Optimizer) -> Restore:
 def _shallow(value: Any) -> Any:
     """A container of its own, with the same tensors in it."""
     if isinstance(value, dict):
-        return {key: _shallow(one) for key, one in value.items()}
+        return {key: _shallow(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_shallow(one) for one in value]
+        return [_shallow(entry) for entry in value]
     return value if isinstance(value, Tensor) else copy.copy(value)
 
 

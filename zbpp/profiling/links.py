@@ -50,7 +50,7 @@ def fit(small: tuple[int, list[Ping]], large: tuple[int, list[Ping]]) -> Link:
     (1.0, 500000, 0.1)
     """
     short, long = (
-        _MS * robust_mean([p.one_way_s for p in one]) for _, one in (small, large)
+        _MS * robust_mean([p.one_way_s for p in pings]) for _, pings in (small, large)
     )
     per_byte = max(0.0, (long - short) / (large[0] - small[0]))
     bandwidth = 1 / per_byte if per_byte > 1 / FASTEST else FASTEST
@@ -72,7 +72,7 @@ def measure_links(
     if len(executors) > 1 or not pairs:
         return {}
     ((stage, executor),) = executors.items()
-    found: dict[tuple[int, int], Link] = {}
+    measured: dict[tuple[int, int], Link] = {}
     sizes = (_SMALL, max(_LARGE, n_bytes))
     for pair in pairs:
         executor.transport.gather(None)
@@ -84,11 +84,11 @@ def measure_links(
             for size in sizes
         ]
         if stage == pair[0]:
-            found[pair] = fit(*pings)
-    known: dict[tuple[int, int], Link] = {}
-    for part in executor.transport.gather(found):
-        known |= part
-    return known
+            measured[pair] = fit(*pings)
+    links: dict[tuple[int, int], Link] = {}
+    for part in executor.transport.gather(measured):
+        links |= part
+    return links
 
 
 def link_list(

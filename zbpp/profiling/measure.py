@@ -52,16 +52,16 @@ def measure(
             f"rounds is {rounds} and most_s {most_s}; they must be above 0"
         )
     device = pipeline.options.device
-    given = _given(pipeline, inputs, targets)
+    microbatch = _given(pipeline, inputs, targets)
     with training_kept(pipeline.executors, device):
-        own = _measure_own(pipeline, given, rounds, most_s, memory)
-    sent = {c: n for one in given.values() for c, n in one.out_bytes.items()}
+        figures = _measure_own(pipeline, microbatch, rounds, most_s, memory)
+    sent = {c: n for part in microbatch.values() for c, n in part.out_bytes.items()}
     wires = measure_wires(pipeline.executors, pipeline.schedule.placement, sent)
-    own["collectives"] = time_collectives(
+    figures["collectives"] = time_collectives(
         pipeline.executors, pipeline.place, pipeline.shard, rounds
     )
     transport = next(iter(pipeline.executors.values())).transport
-    parts = transport.gather(own)
+    parts = transport.gather(figures)
     return join(pipeline, parts, wires)
 
 
@@ -81,7 +81,7 @@ def _given(
 
 def _measure_own(
     pipeline: Profiled,
-    given: Mapping[int, Given],
+    microbatch: Mapping[int, Given],
     rounds: int,
     most_s: float,
     memory: bool,
@@ -89,7 +89,7 @@ def _measure_own(
     """Measure the stages of this process; what is found can be pickled."""
     executors, placement = pipeline.executors, pipeline.schedule.placement
     options = pipeline.options
-    capture(executors, placement, options, given, step=pipeline.step)
+    capture(executors, placement, options, microbatch, step=pipeline.step)
     watches = {stage: Stopwatch(options.device) for stage in executors}
     timings = {
         stage: PassTiming(
@@ -97,7 +97,7 @@ def _measure_own(
             n_chunks=placement.n_chunks,
             n_layers=sum(pipeline.split),
             options=options,
-            given=given[stage],
+            microbatch=microbatch[stage],
             step=pipeline.step,
             watch=watches[stage],
             ahead=most_in_flight(pipeline.schedule, stage) > 1,
@@ -115,13 +115,13 @@ def _measure_own(
             stage,
             executor,
             pipeline.schedule,
-            given[stage],
+            microbatch[stage],
             step=pipeline.step,
             most_s=most_s,
         )
     for stage, executor in executors.items():
         time_steps(executor, watches[stage])
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "rounds": counted,
         "rows": rows,
         "nothing": {},
@@ -132,14 +132,14 @@ def _measure_own(
         "bytes": {},
         "shares": {},
         "points": {},
-        "splits": {stage: one.splits() for stage, one in timings.items()},
+        "splits": {stage: timing.splits() for stage, timing in timings.items()},
     }
     for stage, executor in executors.items():
-        _note_times(found, stage, executor, watches[stage])
-        found["bytes"] |= timings[stage].out_bytes
+        _note_times(figures, stage, executor, watches[stage])
+        figures["bytes"] |= timings[stage].out_bytes
         if memory:
-            found["memory"] |= measure_memory(timings[stage], options.device)
-    return found
+            figures["memory"] |= measure_memory(timings[stage], options.device)
+    return figures
 
 
 def _any_beside(place: Place, device: torch.device, flag: bool) -> bool:
@@ -154,22 +154,24 @@ def _any_beside(place: Place, device: torch.device, flag: bool) -> bool:
 
 
 def _note_times(
-    found: dict[str, Any], stage: int, executor: Executor, watch: Stopwatch
+    figures: dict[str, Any], stage: int, executor: Executor, watch: Stopwatch
 ) -> None:
     for chunk in executor.stage.chunks.values():
         times = {k: watch.seconds((k, "chunk", chunk.index)) for k in "FBW"}
         times["BW"] = [b + w for b, w in zip(times["B"], times["W"], strict=True)]
-        found["chunks"][chunk.index] = {k: spread(v) for k, v in times.items()}
+        figures["chunks"][chunk.index] = {k: spread(v) for k, v in times.items()}
         for index, layer in chunk.numbered():
-            found["layers"][index] = {
+            figures["layers"][index] = {
                 k: spread(watch.seconds((k, "layer", index))).mean
                 for k in ("F", "B", "W", "loss")
             }
-            found["points"][index] = {k: watch.parts((k, "layer", index)) for k in "FB"}
-            found["shares"][index] = sum(
+            figures["points"][index] = {
+                k: watch.parts((k, "layer", index)) for k in "FB"
+            }
+            figures["shares"][index] = sum(
                 p.numel() for p in layer.parameters() if p.requires_grad
             )
     cuts = {k: watch.seconds((k, "nothing", 1)) for k in "FBW"}
     if cuts["F"]:
-        found["nothing"][stage] = {k: spread(v).mean for k, v in cuts.items()}
-    found["steps"][stage] = {k: spread(watch.seconds(k)) for k in ("O", "V", "norm")}
+        figures["nothing"][stage] = {k: spread(v).mean for k, v in cuts.items()}
+    figures["steps"][stage] = {k: spread(watch.seconds(k)) for k in ("O", "V", "norm")}

@@ -32,13 +32,13 @@ def measure_memory(
     Returns:
         For each chunk "left" and "peak", each by kind of pass, in bytes.
     """
-    found: dict[int, dict[str, dict[str, float]]] = {}
+    chunk_memory: dict[int, dict[str, dict[str, float]]] = {}
     for chunk, jobs in timing.jobs().items():
         left, peak = {}, {}
         for kind, action in jobs:
             left[kind], peak[kind] = allocated_by(action, device)
-        found[chunk] = {"left": left, "peak": peak}
-    return found
+        chunk_memory[chunk] = {"left": left, "peak": peak}
+    return chunk_memory
 
 
 def allocated_by(
@@ -80,4 +80,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(one in text for one in _WORDS)
+    return isinstance(error, RuntimeError) and any(words in text for words in _WORDS)

@@ -58,13 +58,13 @@ class PassTiming:
         n_chunks: int,
         n_layers: int,
         options: StageOptions,
-        given: Given,
+        microbatch: Given,
         step: int,
         watch: Stopwatch,
         ahead: bool = True,
     ) -> None:
         self._ahead = int(ahead)
-        self._given, self._step, self._watch = given, step, watch
+        self._microbatch, self._step, self._watch = microbatch, step, watch
         self._options = options
         self._chunks = {chunk.index: chunk for chunk in chunks}
         self._layers = {
@@ -102,7 +102,7 @@ class PassTiming:
         n = WARM_UP + rounds
         stages = self._whole, self._single, self._nothing
         for stage in stages:
-            begin(stage, self._given, step=self._step, n_microbatches=n + 1)
+            begin(stage, self._microbatch, step=self._step, n_microbatches=n + 1)
         started = time.perf_counter()
         for chunk in self._chunks.values() if self._ahead else ():
             self._forward_chunk(chunk, 0)
@@ -144,15 +144,15 @@ class PassTiming:
         self._backward(self._nothing, "nothing", 1, i)
 
     def _forward_chunk(self, chunk: Chunk, i: int) -> None:
-        given = self._given.of_chunk.get(chunk.index)
-        inputs = None if given is None else fresh(given)
+        chunk_inputs = self._microbatch.of_chunk.get(chunk.index)
+        inputs = None if chunk_inputs is None else fresh(chunk_inputs)
         self._out["chunk", chunk.index] = self._watch.time(
             ("F", "chunk", chunk.index), self._whole.forward, chunk.index, i, inputs
         )
 
     def _forward_layers(self, chunk: Chunk, i: int) -> None:
-        given = self._given.of_chunk.get(chunk.index)
-        value = None if given is None else fresh(given)
+        chunk_inputs = self._microbatch.of_chunk.get(chunk.index)
+        value = None if chunk_inputs is None else fresh(chunk_inputs)
         for index, _ in chunk.numbered():
             name, run = ("F", "layer", index), self._single.forward
             value = self._watch.time_pass("F", name, run, index, i, value)
@@ -175,22 +175,24 @@ class PassTiming:
 
     def jobs(self) -> dict[int, list[tuple[str, Callable[[], object]]]]:
         """F, B and W of each chunk, once more, one to be called after the other."""
-        begin(self._whole, self._given, step=self._step, n_microbatches=1)
-        found: dict[int, list[tuple[str, Callable[[], object]]]] = {}
+        begin(self._whole, self._microbatch, step=self._step, n_microbatches=1)
+        jobs: dict[int, list[tuple[str, Callable[[], object]]]] = {}
         for index in self._chunks:
             last = index == self._last["chunk"]
             gradients = None if last else _gradients(self._out["chunk", index])
-            found[index] = [
+            jobs[index] = [
                 ("F", partial(self._forward_given, index)),
                 ("B", partial(self._whole.backward_input, index, 0, gradients)),
                 ("W", partial(self._whole.backward_weight, index, 0)),
             ]
-        return found
+        return jobs
 
     def _forward_given(self, index: int) -> None:
         """F with what it receives, which the graph may hold; it sends its outputs."""
-        given = self._given.of_chunk.get(index)
-        self._whole.forward(index, 0, None if given is None else fresh(given))
+        chunk_inputs = self._microbatch.of_chunk.get(index)
+        self._whole.forward(
+            index, 0, None if chunk_inputs is None else fresh(chunk_inputs)
+        )
 
     def _timed_loss(self, *args: object) -> Any:
         return self._watch.time(
@@ -209,15 +211,15 @@ class PassTiming:
 
 def _alone(chunk: Chunk, index: int, layer: nn.Module) -> Chunk:
     """A layer as a chunk of its own, with its own parameters."""
-    own = {} if index in chunk.leaves else {index: chunk.call(index)}
-    return Chunk(index, index, (layer,), calls=own)
+    calls = {} if index in chunk.leaves else {index: chunk.call(index)}
+    return Chunk(index, index, (layer,), calls=calls)
 
 
 class _Nothing(nn.Module):
     """Hands on what it is given, with a graph of its own as every layer has."""
 
     def forward(self, inputs: object) -> object:
-        return map_tensors(inputs, lambda one: one.view_as(one))
+        return map_tensors(inputs, lambda tensor: tensor.view_as(tensor))
 
 
 def _gradients(outputs: Tensors) -> Tensors:
@@ -234,5 +236,5 @@ def time_passes(
 ) -> int:
     """Time the passes of all stages of this process; see `PassTiming.run`."""
     return min(
-        one.run(rounds, most_s=most_s, any_of=any_of) for one in timings.values()
+        timing.run(rounds, most_s=most_s, any_of=any_of) for timing in timings.values()
     )

@@ -72,7 +72,7 @@ def predict(
     costs: Costs,
     *,
     held: Sequence[float | None],
-    given: bool,
+    costs_given: bool,
     side_by_side: bool,
 ) -> Prediction:
     """Simulate a schedule, and put beside it what its last steps have taken.
@@ -82,23 +82,23 @@ def predict(
         timelines: of the last steps, in seconds, oldest first.
         costs: in ms; memory is predicted if theirs is in bytes.
         held: memory of each stage.
-        given: the costs were.
+        costs_given: by the caller.
         side_by_side: every stage is a process.
     """
     simulated = simulate(schedule, costs)
-    known = [one for one in held if one is not None]
+    measured = [n_bytes for n_bytes in held if n_bytes is not None]
     return Prediction(
         step_predicted=steady_step_time(schedule, costs),
         step_measured=measured_step(timelines) if side_by_side else None,
         bubble_predicted=bubble_rate(simulated),
-        bubble_measured=median(bubble_rate(one) for one in timelines)
+        bubble_measured=median(bubble_rate(timeline) for timeline in timelines)
         if side_by_side
         else None,
         memory_predicted=tuple(peak_memory(simulated, costs))
         if is_in_bytes(costs)
         else None,
-        memory_measured=tuple(known) if len(known) == len(held) else None,
-        given=given,
+        memory_measured=tuple(measured) if len(measured) == len(held) else None,
+        given=costs_given,
     )
 
 

@@ -129,13 +129,15 @@ class Profile:
         names = ("chunk", "stage", "layers", *_KINDS, "layers / chunk", "measured peak")
         rows = [[str(n) for n in names]]
         first = 0
-        for one, count in zip(self.chunks, self.split, strict=True):
+        for chunk, count in zip(self.chunks, self.split, strict=True):
             ends = f"{first}-{first + count - 1}"
             first += count
-            times = [_text(one.times[kind]) for kind in _KINDS]
-            ratios = " ".join(f"{one.layers[k]:.2f}" for k in _KINDS[:3])
-            peak = format_bytes(max(one.peak.values())) if one.peak else "-"
-            rows.append([str(one.chunk), str(one.stage), ends, *times, ratios, peak])
+            times = [_text(chunk.times[kind]) for kind in _KINDS]
+            ratios = " ".join(f"{chunk.layers[k]:.2f}" for k in _KINDS[:3])
+            peak = format_bytes(max(chunk.peak.values())) if chunk.peak else "-"
+            rows.append(
+                [str(chunk.chunk), str(chunk.stage), ends, *times, ratios, peak]
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))
@@ -182,13 +184,15 @@ class Profile:
         lines = []
         for layer in range(self.layers.n_layers):
             parts = self.layers.parts_of(layer)
-            told = [
+            network_times = [
                 f"{kind} {on_network:.3f} of {parts.time(kind):.3f} ms"
                 for kind in (PassKind.F, PassKind.B)
                 if (on_network := parts.on_lane(kind, Lane.NETWORK))
             ]
-            if told:
-                lines.append(f"layer {layer} communicates in {', in '.join(told)}")
+            if network_times:
+                lines.append(
+                    f"layer {layer} communicates in {', in '.join(network_times)}"
+                )
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -202,9 +206,9 @@ class Profile:
         return {"unit": {"time": "ms", "memory": "bytes"}, **data}
 
 
-def _text(one: Spread) -> str:
-    return f"{one.median:.3f} ({one.low:.3f}-{one.high:.3f})"
+def _text(spread: Spread) -> str:
+    return f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"
 
 
 def _list(values: Sequence[Spread]) -> str:
-    return ", ".join(f"{one.median:.3f}" for one in values)
+    return ", ".join(f"{spread.median:.3f}" for spread in values)

@@ -33,7 +33,7 @@ def rehearse(
     stage: int,
     executor: Executor,
     schedule: Schedule,
-    given: Given,
+    microbatch: Given,
     *,
     step: int,
     most_s: float,
@@ -44,7 +44,7 @@ def rehearse(
         stage: of this process, its only one.
         executor: of the stage.
         schedule: whose passes run, each on the same micro-batch.
-        given: inputs and targets of that micro-batch.
+        microbatch: inputs and targets of that micro-batch.
         step: its number, for seeds.
         most_s: seconds after which fewer steps will do.
 
@@ -52,7 +52,7 @@ def rehearse(
         The passes of each step after the first, with their times in seconds.
     """
     program = tuple(
-        one for one in lower(schedule)[stage] if isinstance(one, Pass | Send | Receive)
+        job for job in lower(schedule)[stage] if isinstance(job, Pass | Send | Receive)
     )
     runner, transport = executor.stage, executor.transport
     kept = executor.times, dict(runner.where), runner.defers
@@ -62,16 +62,16 @@ def rehearse(
     while done < n:
         transport.gather(None)
         began = time.perf_counter()
-        begin(executor, given, step=step, n_microbatches=m)
+        begin(executor, microbatch, step=step, n_microbatches=m)
         drive({stage: executor}, {stage: program})
         done += 1
         if done == 1:
             slowest = max(transport.gather(time.perf_counter() - began))
             n = 1 + max(1, min(_MOST, int(most_s / max(slowest, 1e-9))))
-    found = executor.times.steps(done - 1)
+    rows = executor.times.steps(done - 1)
     executor.times, runner.where, runner.defers = kept
     runner.begin(step=step, inputs=None, targets=None, n_microbatches=1)
-    return found
+    return rows
 
 
 def rehearsed_steps(

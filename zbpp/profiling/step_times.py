@@ -143,7 +143,7 @@ def host_gaps(timelines: Sequence[Timeline], hop: HopTime | None) -> list[float]
         timelines: of measured steps, in seconds.
         hop: None: the clocks of the stages do not agree.
     """
-    found = []
+    gaps = []
     for stage in range(timelines[0].placement.n_stages):
         of_steps, every = [], []
         for timeline in timelines:
@@ -156,8 +156,8 @@ def host_gaps(timelines: Sequence[Timeline], hop: HopTime | None) -> list[float]
                     free.append(gap)
             of_steps += [fmean(free)] if free else []
         shortest = sorted(every)[len(every) // _SHORTEST] if every else 0.0
-        found.append(robust_mean(of_steps) if of_steps else shortest)
-    return found
+        gaps.append(robust_mean(of_steps) if of_steps else shortest)
+    return gaps
 
 
 def latencies(timelines: Sequence[Timeline]) -> dict[tuple[int, int], float]:
@@ -169,7 +169,7 @@ def latencies(timelines: Sequence[Timeline]) -> dict[tuple[int, int], float]:
     of_steps: dict[tuple[int, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         ends, stage_of = _ends(timeline), timeline.placement.stage_of
-        found: dict[tuple[int, int], list[float]] = defaultdict(list)
+        delays: dict[tuple[int, int], list[float]] = defaultdict(list)
         for stage, row in enumerate(timeline.rows):
             for before, after in _pairs(row):
                 source = _source(timeline, after)
@@ -179,8 +179,8 @@ def latencies(timelines: Sequence[Timeline]) -> dict[tuple[int, int], float]:
                 if sent > before.end:
                     peer = stage_of[source.chunk]
                     late = max(0.0, after.start - sent)
-                    found[min(stage, peer), max(stage, peer)].append(late)
-        for pair, several in found.items():
+                    delays[min(stage, peer), max(stage, peer)].append(late)
+        for pair, several in delays.items():
             of_steps[pair].append(fmean(several))
     return {pair: robust_mean(several) for pair, several in of_steps.items()}
 
@@ -214,10 +214,10 @@ def _source(timeline: Timeline, slot: Slot) -> Pass | None:
     if job.kind is PassKind.W:
         return None
     step = -1 if job.kind is PassKind.F else 1
-    other = job.chunk + step
-    if not 0 <= other < timeline.placement.n_chunks:
+    neighbour = job.chunk + step
+    if not 0 <= neighbour < timeline.placement.n_chunks:
         return None
-    return Pass(_with_b(job).kind, other, job.microbatch)
+    return Pass(_with_b(job).kind, neighbour, job.microbatch)
 
 
 def _waits_for_none(

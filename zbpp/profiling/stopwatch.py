@@ -36,7 +36,7 @@ class Spread:
 
     def scaled(self, factor: float) -> "Spread":
         """Return it times a factor."""
-        return Spread(*(factor * one for one in astuple(self)))
+        return Spread(*(factor * statistic for statistic in astuple(self)))
 
     def with_mean(self, mean: float) -> "Spread":
         """Return it times what makes the mean another."""
@@ -53,7 +53,7 @@ def spread(seconds: Iterable[float]) -> Spread:
     >>> spread([0.001, 0.002, 0.003, 0.004, 0.1])
     Spread(median=3.0, low=2.0, high=4.0, mean=4.8)
     """
-    ordered = sorted(_MS * one for one in seconds)
+    ordered = sorted(_MS * duration for duration in seconds)
     if not ordered:
         return Spread(0.0, 0.0, 0.0, 0.0)
     return Spread(

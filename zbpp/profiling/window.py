@@ -50,12 +50,12 @@ class Wires:
 
     def hops(self, placement: Placement) -> tuple[float, ...]:
         """Time of a message on each edge between two chunks."""
-        found = []
+        times = []
         for chunk, pair in enumerate(pairwise(placement.stage_of)):
             link = self.links.get((min(pair), max(pair)))
             size = self.message.get(chunk, 0)
-            found.append(0.0 if link is None else link.time(size))
-        return tuple(found)
+            times.append(0.0 if link is None else link.time(size))
+        return tuple(times)
 
 
 def measure_wires(
@@ -71,8 +71,8 @@ def measure_wires(
         message: bytes that its chunks put out; None: as they did in the last step.
     """
     transport = next(iter(executors.values())).transport
-    own = transport.message_bytes() if message is None else message
-    clock, parts = clock_name(), transport.gather((clock_name(), dict(own)))
+    sizes = transport.message_bytes() if message is None else message
+    clock, parts = clock_name(), transport.gather((clock_name(), dict(sizes)))
     every = {chunk: n_bytes for _, part in parts for chunk, n_bytes in part.items()}
     links = measure_links(executors, placement, max(every.values(), default=0))
     n_numbers = placement.n_chunks + _LOSSES
