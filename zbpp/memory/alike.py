@@ -31,15 +31,15 @@ def classes_of(layers: Sequence[nn.Module]) -> list[int]:
     for layer in layers:
         for parameter in layer.parameters():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    known: dict[Any, int] = {}
+    numbers: dict[Any, int] = {}
     same: dict[int, int] = {}
-    found = []
+    classes = []
     for index, layer in enumerate(layers):
         if id(layer) not in same:
             signature = _signature(layer, index, uses)
-            same[id(layer)] = known.setdefault(signature, len(known))
-        found.append(same[id(layer)])
-    return found
+            same[id(layer)] = numbers.setdefault(signature, len(numbers))
+        classes.append(same[id(layer)])
+    return classes
 
 
 def _signature(layer: nn.Module, index: int, uses: dict[int, int]) -> Any:

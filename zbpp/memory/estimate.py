@@ -92,7 +92,9 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """The form that other tools read."""
-        stages = {name: [asdict(s) for s in own] for name, own in self.modes.items()}
+        stages = {
+            name: [asdict(s) for s in of_mode] for name, of_mode in self.modes.items()
+        }
         return {"unit": "bytes", "modes": stages}
 
 
@@ -111,18 +113,18 @@ def estimate_modes(
     A mode that cannot be had, as it has more chunks than there are layers, gives its
     reason.
     """
-    found, refused = {}, {}
+    estimates, refused = {}, {}
     for mode in modes:
         try:
             schedule = plan_mode(mode, n_stages, n_microbatches, costs, effort)
-            found[mode] = estimate_schedule(memory, steps, schedule)
+            estimates[mode] = estimate_schedule(memory, steps, schedule)
         except RequestError as error:
             refused[mode] = str(error).partition("\n")[0]
-    if not found:
+    if not estimates:
         raise RequestError(f"no mode can be had: {next(iter(refused.values()))}")
     device = str(memory.options.device)
     about = memory.fake.samples, device, memory.options.compile, memory.uncompiled
-    return Estimate(found, refused, *about)
+    return Estimate(estimates, refused, *about)
 
 
 @lru_cache(maxsize=64)

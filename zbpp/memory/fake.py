@@ -69,7 +69,9 @@ class FakeModel:
                 resized(part, old, samples) for part in (self.inputs, self.targets)
             )
         parts = tensors_in((self.inputs, self.targets)), tensors_in((inputs, targets))
-        new = {id(fake): other for fake, other in zip(*parts, strict=True)}
+        new = {
+            id(fake): resized_fake for fake, resized_fake in zip(*parts, strict=True)
+        }
         turn = torch.arange(samples) % old
         numbers = [
             (new[id(fake)], real if new[id(fake)] is fake else real[turn])

@@ -73,32 +73,32 @@ class ModelMemory:
     def of_size(self, samples: int) -> "ModelMemory":
         """The same model with another number of samples in its micro-batch."""
         fake = self.fake.of_size(samples)
-        other = ModelMemory(fake, self.options, self._own_name)
-        other._optimizers = self._optimizers  # steps know nothing of samples
-        return other
+        resized = ModelMemory(fake, self.options, self._own_name)
+        resized._optimizers = self._optimizers  # steps know nothing of samples
+        return resized
 
     @property
     def n_layers(self) -> int:
         """Layers of the model."""
         return len(self.fake.layers)
 
-    def chunk(self, own: range) -> ChunkPasses:
+    def chunk(self, layers: range) -> ChunkPasses:
         """The passes of consecutive layers as one chunk."""
-        traced, stands = self._trace(own)
+        traced, stands = self._trace(layers)
         return traced.passes.repeated(stands)
 
     def parameters(self, layers: Sequence[int]) -> list[nn.Parameter]:
         """Of some layers, each once."""
-        found = (p for i in layers for p in self.fake.layers[i].parameters())
-        return list(dict.fromkeys(found))
+        parameters = (p for i in layers for p in self.fake.layers[i].parameters())
+        return list(dict.fromkeys(parameters))
 
     def named(self, layers: Sequence[int]) -> dict[nn.Parameter, str]:
         """Of some layers, each once, with the model's own name of its first place."""
-        found: dict[nn.Parameter, str] = {}
+        names: dict[nn.Parameter, str] = {}
         for i in layers:
             for name, p in self.fake.layers[i].named_parameters():
-                found.setdefault(p, self._own_name(i, name))
-        return found
+                names.setdefault(p, self._own_name(i, name))
+        return names
 
     def gradients(self, layers: Sequence[int]) -> dict[nn.Parameter, int]:
         """Bytes of the gradients that parameters of some layers get."""
@@ -126,8 +126,8 @@ class ModelMemory:
 
     def buffers(self, layers: Sequence[int]) -> list[Tensor]:
         """Of some layers, each once."""
-        found = (b for i in layers for b in self.fake.layers[i].buffers())
-        return list(dict.fromkeys(found))
+        buffers = (b for i in layers for b in self.fake.layers[i].buffers())
+        return list(dict.fromkeys(buffers))
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> int:
         """Bytes that tensors take; what shares memory counts once."""
@@ -180,29 +180,29 @@ class ModelMemory:
         return -(-spec.n_bytes // g) * g
 
     def _trace(
-        self, own: range, *, recomputed: bool = False
+        self, layers: range, *, recomputed: bool = False
     ) -> tuple[Traced, list[int]]:
-        classes = tuple(self._classes[i] for i in own)
+        classes = tuple(self._classes[i] for i in layers)
         kept, stands = shortened(classes)
-        is_last = own.stop == self.n_layers
-        key = (tuple(classes[i] for i in kept), own.start == 0, is_last, recomputed)
+        is_last = layers.stop == self.n_layers
+        key = (tuple(classes[i] for i in kept), layers.start == 0, is_last, recomputed)
         if key not in self._chunks:
-            inputs = self._inputs_of(own, is_last)
-            places = [own[i] for i in kept]
+            inputs = self._inputs_of(layers, is_last)
+            places = [layers[i] for i in kept]
             self._chunks[key] = self._run(places, inputs, recomputed=recomputed)
         return self._chunks[key], stands
 
-    def _inputs_of(self, own: range, is_last: bool) -> ChunkInputs:
+    def _inputs_of(self, layers: range, is_last: bool) -> ChunkInputs:
         targets = self.fake.targets if is_last else None
-        if own.start == 0:
+        if layers.start == 0:
             return ChunkInputs(
                 self.fake.inputs, None, targets, is_last, self.fake.numbers
             )
         try:
-            sent: Any = as_tensors(self._specs[own.start], leaf=Spec)
+            sent: Any = as_tensors(self._specs[layers.start], leaf=Spec)
         except UnfitValueError as error:
             raise RequestError(
-                f"a chunk cannot begin with layer {own.start}: it reads {error}"
+                f"a chunk cannot begin with layer {layers.start}: it reads {error}"
             ) from None
         return ChunkInputs(
             None, sent, targets, is_last, self.fake.numbers if is_last else ()
@@ -285,14 +285,14 @@ class ModelMemory:
     ) -> dict[nn.Parameter, int]:
         """Bytes of all gradients; a layer that was not traced has those of its like."""
         kept, _ = shortened(self._classes)
-        found: dict[nn.Parameter, int] = {}
+        gradients: dict[nn.Parameter, int] = {}
         for layer, place in zip(self.fake.layers, stands, strict=True):
             like = self.fake.layers[kept[place]]
             pairs = zip(layer.parameters(), like.parameters(), strict=True)
             for parameter, same in pairs:
                 if same in traced.gradients:
-                    found[parameter] = traced.gradients[same]
-        return found
+                    gradients[parameter] = traced.gradients[same]
+        return gradients
 
 
 def default_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -49,7 +49,7 @@ def layer_operations(fake: FakeModel, *, is_routed: bool) -> list[float]:
     Raises:
         UnknownNumbers: a layer decides by numbers that are not known.
     """
-    found: list[float] = []
+    operations: list[float] = []
     tracker = StorageTracker(numbers=IntegerNumbers() if is_routed else None)
     value: Any = fake.inputs
     with fake.mode, torch.no_grad():
@@ -65,5 +65,5 @@ def layer_operations(fake: FakeModel, *, is_routed: bool) -> list[float]:
                         value = layer(value)
                 except UNKNOWN as error:
                     raise UnknownNumbers(place, str(error)) from error
-                found.append(float(counter.get_total_flops()))
-    return found
+                operations.append(float(counter.get_total_flops()))
+    return operations

@@ -152,7 +152,7 @@ def resident_memory(
         )
     speculates = schedule.is_post_validated
     step = memory.optimizer(
-        layers, steps.optimizer, n_parts={p: own.n for p, own in parts.items()}
+        layers, steps.optimizer, n_parts={p: part.n for p, part in parts.items()}
     )
     ends: list[Tensor] = []
     if 0 in layers:
@@ -189,7 +189,10 @@ def resident_memory(
         in_pass=in_pass,
         summed=None
         if n == 1
-        else {c: sum(gradient_parts(memory, steps, own)) for c, own in chunks.items()},
+        else {
+            c: sum(gradient_parts(memory, steps, of_chunk))
+            for c, of_chunk in chunks.items()
+        },
     )
 
 

@@ -51,12 +51,12 @@ class IntegerNumbers:
             DynamicOutputShapeException: or another of fakes, where numbers are unknown.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        given = [self.of(x) if isinstance(x, Tensor) else x for x in leaves]
-        pairs = list(zip(leaves, given, strict=True))
+        real_leaves = [self.of(x) if isinstance(x, Tensor) else x for x in leaves]
+        pairs = list(zip(leaves, real_leaves, strict=True))
         is_known = all(n is not None for x, n in pairs if isinstance(x, Tensor))
 
         def numbers() -> Any:
-            real, named = pytree.tree_unflatten(given, spec)
+            real, named = pytree.tree_unflatten(real_leaves, spec)
             named = {**named, "device": "cpu"} if named.get("device") else named
             with _disable_current_modes(), torch.no_grad():
                 return func(*real, **named)
@@ -81,12 +81,12 @@ class IntegerNumbers:
         """The numbers of a tensor, or None."""
         if tensor.layout is not torch.strided or not hasattr(tensor, "fake_mode"):
             return None
-        found = self._known.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        entry = self._known.get(tensor.untyped_storage()._cdata)
+        if entry is None:
             return None
         with _disable_current_modes():
             return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-                found[1], tensor.storage_offset(), tensor.shape, tensor.stride()
+                entry[1], tensor.storage_offset(), tensor.shape, tensor.stride()
             )
 
     def _is_wanted(self, result: Any, leaves: list[Any]) -> bool:
@@ -115,8 +115,8 @@ class IntegerNumbers:
                     view.copy_(real)
 
     def _keep(self, fake: torch.UntypedStorage, real: torch.UntypedStorage) -> None:
-        key, known = fake._cdata, self._known
-        known[key] = weakref.ref(fake, lambda _: known.pop(key, None)), real
+        key, entries = fake._cdata, self._known
+        entries[key] = weakref.ref(fake, lambda _: entries.pop(key, None)), real
 
     def _fakes_of(self, numbers: Any, args: Any) -> Any:
         """Fakes in the shape of what is known, on the device of the arguments."""
@@ -141,13 +141,13 @@ class IntegerNumbers:
             return args
         places: list[Tensor | None] = []
         for index in args[1]:
-            known = None if index is None else self.of(index)
-            if known is None or known.dtype is not torch.bool:
+            mask = None if index is None else self.of(index)
+            if mask is None or mask.dtype is not torch.bool:
                 places.append(index)
                 continue
             with _disable_current_modes():
-                found = known.nonzero().unbind(1)
-            sizes = [p.shape for p in found]
+                indices = mask.nonzero().unbind(1)
+            sizes = [p.shape for p in indices]
             places += [index.new_empty(s, dtype=torch.int64) for s in sizes]
         return args[0], places
 
@@ -177,5 +177,5 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Tensors that an operator changes."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(given)
+            operand = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(operand)

@@ -99,7 +99,7 @@ def granularity_of(device: torch.device) -> int:
 def trace_chunk(
     mode: Any,
     layers: Sequence[nn.Module],
-    given: ChunkInputs,
+    inputs: ChunkInputs,
     options: TraceOptions,
     *,
     recomputed: bool = False,
@@ -111,7 +111,7 @@ def trace_chunk(
     Args:
         mode: of all fake tensors.
         layers: of the chunk.
-        given: its inputs.
+        inputs: its inputs.
         options: of the stage.
         recomputed: run every layer inside a non-reentrant checkpoint.
         is_routed: layers decide by integers; then these are computed.
@@ -130,13 +130,13 @@ def trace_chunk(
     run = None if compiling is None else compiling.run
     run = checkpointed if recomputed else run
     watched = [WatchedLayer(x, i, recorder, run) for i, x in enumerate(layers)]
-    is_first = given.sent is None
+    is_first = inputs.sent is None
     index = 0 if is_first else 1
-    n_chunks = index + 1 if given.is_last else index + 2
-    held = [*tensors_of(layers), *tensors_in((given.inputs, given.targets))]
+    n_chunks = index + 1 if inputs.is_last else index + 2
+    held = [*tensors_of(layers), *tensors_in((inputs.inputs, inputs.targets))]
     with mode:
         tracker.ignore(held)
-        for fake, numbers in given.numbers:
+        for fake, numbers in inputs.numbers:
             tracker.learn(fake, numbers)
         stage = Stage(
             [Chunk(index, 0, tuple(watched))],
@@ -149,13 +149,13 @@ def trace_chunk(
         )
         stage.begin(
             step=0,
-            inputs=[as_tensors(given.inputs)] * 4 if is_first else None,
-            targets=[given.targets] * 4 if given.targets is not None else None,
+            inputs=[as_tensors(inputs.inputs)] * 4 if is_first else None,
+            targets=[inputs.targets] * 4 if inputs.targets is not None else None,
             n_microbatches=4,
         )
         learning = {p: None for layer in layers for p in layer.parameters()}
         try:
-            microbatch = _Microbatch(stage, index, recorder, given)
+            microbatch = _Microbatch(stage, index, recorder, inputs)
             passes = [microbatch.run(i) for i in (0, 1)]
             gradients = {
                 p: tracker.bytes_of([p.grad]) for p in learning if p.grad is not None
@@ -197,12 +197,12 @@ class _Microbatch:
         stage: Stage,
         chunk: int,
         recorder: Recorder,
-        given: ChunkInputs,
+        inputs: ChunkInputs,
     ) -> None:
         self._stage = stage
         self._chunk = chunk
         self._recorder = recorder
-        self._sent, self._is_last = given.sent, given.is_last
+        self._sent, self._is_last = inputs.sent, inputs.is_last
 
     def run(self, microbatch: int) -> tuple[list[list[Span]], list[int], Messages]:
         """F, B and W; their spans by layer, what autocast keeps, and the messages."""

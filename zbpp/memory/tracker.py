@@ -98,11 +98,11 @@ class StorageTracker(TorchDispatchMode):
 
     def numbers_of(self, tensor: Tensor) -> Tensor | None:
         """A copy of the numbers of a tensor of integers, if they are known."""
-        known = None if self._numbers is None else self._numbers.of(tensor)
-        if known is None:
+        numbers = None if self._numbers is None else self._numbers.of(tensor)
+        if numbers is None:
             return None
         with _disable_current_modes():
-            return known.clone()
+            return numbers.clone()
 
     def learn(self, tensor: Tensor, numbers: Tensor | None) -> None:
         """Take the numbers of a tensor as known."""
@@ -124,13 +124,13 @@ class StorageTracker(TorchDispatchMode):
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes that tensors take, each storage once, counted or not."""
-        found = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}
-        return sum(map(self.size_of, found.values()))
+        storages = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}
+        return sum(map(self.size_of, storages.values()))
 
     def counted(self, tensors: Iterable[Tensor]) -> int:
         """The part of `held` that is in these tensors."""
-        found = {s._cdata for tensor in tensors for s in storages_of(tensor)}
-        return sum(self._known[key][1] for key in found if key in self._known)
+        keys = {s._cdata for tensor in tensors for s in storages_of(tensor)}
+        return sum(self._known[key][1] for key in keys if key in self._known)
 
     def restart(self) -> int:
         """Begin a span: `most` and `freed` start again; return `held`."""
@@ -159,16 +159,16 @@ class StorageTracker(TorchDispatchMode):
 
     def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         key = storage._cdata
-        known, owner = self._known, self.owner
+        entries, owner = self._known, self.owner
         self._sums.note(storage)
 
         def gone(_: object) -> None:
-            del known[key]
+            del entries[key]
             self._sums.forget(key)
             self.held -= n_bytes
             self.freed[owner] += n_bytes
 
-        known[key] = weakref.ref(storage, gone), n_bytes
+        entries[key] = weakref.ref(storage, gone), n_bytes
 
 
 _SHRUNK = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
