@@ -77,11 +77,11 @@ class Recorder:
             )
         self.hidden = args[0]
         self.calls.append((args[1:], kwargs))
-        for one in handed_in((args[1:], kwargs)):
-            if one.block != index - 1:
+        for handed in handed_in((args[1:], kwargs)):
+            if handed.block != index - 1:
                 raise RequestError(
-                    f"block {index} is called with more of what block {one.block} puts "
-                    f"out; a pipeline hands on what block {index - 1} does"
+                    f"block {index} is called with more of what block {handed.block} "
+                    f"puts out; a pipeline hands on what block {index - 1} does"
                 )
         if len(self.calls) == self._n_blocks:
             raise Stop
@@ -102,22 +102,22 @@ class Handed:
 
 def handed_in(thing: Any) -> list[Handed]:
     """Those among arguments of blocks, in order."""
-    found: list[Handed] = []
+    handed: list[Handed] = []
 
-    def note(other: Any) -> Any:
-        if isinstance(other, Handed):
-            found.append(other)
-        return other
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Handed):
+            handed.append(leaf)
+        return leaf
 
     map_tensors(thing, lambda t: t, note)
-    return found
+    return handed
 
 
 def with_handed(call: Call, more: tuple[Tensor | None, ...]) -> Call:
     """The same call with what the block before has put out."""
 
-    def put(other: Any) -> Any:
-        return more[other.item - 1] if isinstance(other, Handed) else other
+    def put(leaf: Any) -> Any:
+        return more[leaf.item - 1] if isinstance(leaf, Handed) else leaf
 
     changed: Call = map_tensors(call, lambda t: t, put)
     return changed
@@ -181,7 +181,7 @@ def structure_of(frame: Frame, batch: Any) -> Structure:
     A block that cannot run there is taken to put out a tensor; `Structure.unwrap`
     refuses it if it does not.
     """
-    found: list[Structure] = []
+    structures: list[Structure] = []
 
     def learn(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         twin = frame.slots()[index].__dict__["_twin"]
@@ -193,12 +193,12 @@ def structure_of(frame: Frame, batch: Any) -> Structure:
             output = None
         items = output if isinstance(output, tuple) else ()
         more = [i for i, item in enumerate(items) if i and isinstance(item, Tensor)]
-        found.append(Structure(len(items) or None, frozenset(more)))
+        structures.append(Structure(len(items) or None, frozenset(more)))
         raise Stop
 
     with torch.no_grad():
         frame.run(batch, learn, training=False)
-    return found[0] if found else Structure()
+    return structures[0] if structures else Structure()
 
 
 @dataclass
@@ -249,7 +249,7 @@ class Plan:
             recorder = Recorder(self._n_blocks, self.structure(batch))
             with torch.no_grad():
                 self.frame.run(batch, recorder, training=False)
-            read = frozenset(one.item for one in handed_in(recorder.calls))
+            read = frozenset(handed.item for handed in handed_in(recorder.calls))
             self._last = Calls(recorder.calls, read, seen, tensors)
         return self._last
 
@@ -269,9 +269,9 @@ class Plan:
 
 def leaves(calls: list[Call], batch: Any) -> list[Tensor]:
     """Distinct tensors among arguments, in order, but for those of the batch."""
-    known = {id(tensor) for tensor in tensors_in(batch)}
-    found = {id(t): t for t in tensors_in(calls) if id(t) not in known}
-    return list(found.values())
+    batch_ids = {id(tensor) for tensor in tensors_in(batch)}
+    tensors = {id(t): t for t in tensors_in(calls) if id(t) not in batch_ids}
+    return list(tensors.values())
 
 
 def arrangement(calls: list[Call], batch: Any) -> list[str]:
@@ -306,13 +306,14 @@ def with_leaves(
     Raises:
         RequestError: there are more or fewer.
     """
-    own = leaves(calls, batch)
-    if len(own) != len(values):
+    old_leaves = leaves(calls, batch)
+    if len(old_leaves) != len(values):
         raise RequestError(
-            f"the blocks take {len(values)} tensors in the first layer and {len(own)} "
-            "elsewhere; arguments of blocks must not depend on values"
+            f"the blocks take {len(values)} tensors in the first layer and "
+            f"{len(old_leaves)} elsewhere; arguments of blocks must not depend on "
+            "values"
         )
-    new = {id(old): value for old, value in zip(own, values, strict=True)}
+    new = {id(old): value for old, value in zip(old_leaves, values, strict=True)}
     changed: list[Call] = map_tensors(calls, lambda t: new.get(id(t), t))
     return changed
 

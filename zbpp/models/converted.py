@@ -33,23 +33,25 @@ def converted(model: Any, names: Collection[str], read: Read) -> Read:
         rename_source_key,
     )
 
-    own = model.state_dict()
+    state_dict = model.state_dict()
     table: list[Any] = get_model_conversion_mapping(model)
-    converters = [one for one in table if isinstance(one, WeightConverter)]
-    renamings = [one for one in table if not isinstance(one, WeightConverter)]
-    by_pattern = {p: one for one in converters for p in one.source_patterns}
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in table if not isinstance(entry, WeightConverter)]
+    by_pattern = {
+        p: converter for converter in converters for p in converter.source_patterns
+    }
     sources: dict[str, list[tuple[str, str | None]]] = {}
     for name in sorted(names, key=dot_natural_key):
-        if name in own:
+        if name in state_dict:
             sources[name] = [(name, None)]
             continue
         called, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, own
+            name, renamings, converters, model.base_model_prefix, state_dict
         )
         targets = [called]
         if pattern is not None:
             first, *others = by_pattern[pattern].target_patterns
-            targets += [called.replace(first, other) for other in others]
+            targets += [called.replace(first, replacement) for replacement in others]
         for target in targets:
             sources.setdefault(target, []).append((name, pattern))
     return partial(_read, model, sources, by_pattern, read)
@@ -63,15 +65,15 @@ def _read(
     name: str,
 ) -> Tensor | None:
     """Read one tensor of the model, made of one or several in the files."""
-    found = sources.get(name, [])
-    if not found:
+    entries = sources.get(name, [])
+    if not entries:
         return None
-    file_name, pattern = found[0]
+    file_name, pattern = entries[0]
     if pattern is None:
         return read(file_name)
     converter = copy.deepcopy(by_pattern[pattern])
-    for file_name, its in found:
-        converter.add_tensor(name, file_name, its, partial(read, file_name))
+    for file_name, source_pattern in entries:
+        converter.add_tensor(name, file_name, source_pattern, partial(read, file_name))
     tensors = converter.convert(name, model=model, config=model.config)
     tensor = tensors.get(name)
     made: Tensor | None = tensor[0] if isinstance(tensor, list) else tensor

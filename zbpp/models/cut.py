@@ -75,11 +75,11 @@ class CutModel:
             key, _, rest = name.removeprefix(f"{self.at.blocks}.").partition(".")
             keys = [key for key, _ in self._blocks]
             return ((keys.index(key) + 1, f"block.{rest}"),)
-        found = []
+        places = []
         for layer, owned in ((0, self._owned(True)), (self._n - 1, self._owned(False))):
-            if any(name == one or name.startswith(f"{one}.") for one in owned):
-                found.append((layer, f"{OWN}.{name}"))
-        return tuple(found)
+            if any(name == path or name.startswith(f"{path}.") for path in owned):
+                places.append((layer, f"{OWN}.{name}"))
+        return tuple(places)
 
     def ties(self) -> tuple[Tie, ...]:
         """Parameters that lie in several places."""
@@ -87,7 +87,7 @@ class CutModel:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             places.setdefault(id(parameter), []).extend(self.place(name))
         # within a layer its first name is enough: it is one parameter there
-        firsts = [dict(reversed(found)) for found in places.values()]
+        firsts = [dict(reversed(occurrences)) for occurrences in places.values()]
         return tuple(tuple(sorted(f.items())) for f in firsts if len(f) > 1)
 
     def buffers(self) -> tuple[Tie, ...]:
@@ -121,14 +121,14 @@ class CutModel:
     def _owned(self, front: bool) -> list[str]:
         """Names of what the first or the last layer has as its own."""
         names = self.at.before if front else self.at.after
-        own = [name for name, _ in children_on_path(self.model, self.at.blocks)]
-        own = [name for name in own if name in names]
+        owned = [name for name, _ in children_on_path(self.model, self.at.blocks)]
+        owned = [name for name in owned if name in names]
         for prefix, module in path_modules(self.model, self.at.blocks):
             for key in module._parameters:
                 full = join(prefix, key)
                 if full in names or (front and full not in self.at.after):
-                    own.append(full)
-        return own
+                    owned.append(full)
+        return owned
 
     def _layer(self, index: int, plan: Plan) -> nn.Module:
         n_blocks = len(self._blocks)
@@ -266,8 +266,8 @@ def cut_at(
     ]
     if not missing:
         return at
-    found = find_order(model, at, example, missing)
-    return replace(at, before=at.before | found[0], after=at.after | found[1])
+    order = find_order(model, at, example, missing)
+    return replace(at, before=at.before | order[0], after=at.after | order[1])
 
 
 def cut_module(

@@ -77,7 +77,7 @@ def find_order(
 
 def _is_only_held(model: nn.Module, name: str, log: list[str]) -> bool:
     """True if a module does not run, but others that do have all its parameters."""
-    run = [model.get_submodule(other) for other in set(log) - {_BLOCK}]
+    run = [model.get_submodule(other_name) for other_name in set(log) - {_BLOCK}]
     theirs = {id(p) for module in run for p in module.parameters()}
     return all(id(p) in theirs for p in model.get_submodule(name).parameters())
 

@@ -85,7 +85,7 @@ class Frame:
         model: with weights, or on the meta device.
         twin: the model on the meta device.
         cut: where it is cut.
-        own: modules that are there, by name.
+        children: modules that are there, by name.
         parameters: by path module, those that are there, in dictionaries that stay.
     """
 
@@ -94,7 +94,7 @@ class Frame:
         model: nn.Module,
         twin: nn.Module,
         cut: CutAt,
-        own: Mapping[str, nn.Module],
+        children: Mapping[str, nn.Module],
         parameters: Mapping[str, dict[str, nn.Parameter | None]],
     ) -> None:
         self.site = Site()
@@ -102,11 +102,11 @@ class Frame:
         """Names, copies of path modules, and the model's own."""
         self._absent: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         """Parameters of path modules that other layers have."""
-        self._own, self._parameters, self._cut = own, parameters, cut
+        self._children, self._parameters, self._cut = children, parameters, cut
         self._root = self._copy("", model, twin)
         self._everywhere = [
             (part, model.get_submodule(name).get_submodule(within))
-            for name, module in own.items()
+            for name, module in children.items()
             if name not in cut.before | cut.after
             for within, part in module.named_modules()
         ]
@@ -188,8 +188,8 @@ class Frame:
             return self._blocks(name, module, twin)
         if self._cut.blocks.startswith(name + "."):
             return self._copy(name, module, twin)
-        if name in self._own:
-            return self._own[name]
+        if name in self._children:
+            return self._children[name]
         kind = Absent if name in self._cut.before else Missing
         return kind(name, twin, self.site)
 
@@ -213,9 +213,9 @@ def find_blocks(model: nn.Module, path: str) -> nn.Module:
         module = getattr(module, part, None)
     if not _is_list(module):
         lists = [
-            f"{name} ({len(found)})"
-            for name, found in model.named_modules()
-            if _is_list(found) and len(found) > 1
+            f"{name} ({len(submodule)})"
+            for name, submodule in model.named_modules()
+            if _is_list(submodule) and len(submodule) > 1
         ]
         raise RequestError(
             f"{path} is {_kind(module)} in a {type(model).__name__}; name the "

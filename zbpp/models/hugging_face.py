@@ -130,8 +130,8 @@ def family_for(model: Any) -> Family:
         RequestError: it has neither.
     """
     config = model.base_model.config
-    if (known := family_of(config.model_type)) is not None:
-        return known
+    if (family := family_of(config.model_type)) is not None:
+        return family
     plan: Mapping[str, Any] = getattr(config, "base_model_pp_plan", None) or {}
     names = list(plan)
     lists = [
@@ -160,8 +160,8 @@ def own_loss(outputs: Any, targets: Any) -> Tensor:
         raise RequestError(
             "the model's own loss needs labels in the batch; give them, or a loss_fn"
         )
-    found: Tensor = loss
-    return found
+    model_loss: Tensor = loss
+    return model_loss
 
 
 def cut_batch(batch: Any) -> tuple[Any, Any]:

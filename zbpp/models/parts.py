@@ -224,8 +224,7 @@ class BlockLayer(nn.Module):
         if self.notes is not None:
             changed["router"] = (*value.get("router", ()), self.notes.take())
         structure = self.plan.structure(batch)
-        found = structure.unwrap(output, self._name, planned.read)
-        changed["hidden"], more = found
+        changed["hidden"], more = structure.unwrap(output, self._name, planned.read)
         if planned.read:
             changed["more"] = more if self._index + 1 < len(calls) else ()
         return changed
@@ -319,9 +318,9 @@ def _check_numbers(hidden: Tensor, output: Any, *, follows_made_up: bool) -> Non
     Raises:
         RequestError: so it is.
     """
-    found = [t for t in tensors_in(output) if t.dim() and t.is_floating_point()]
+    floats = [t for t in tensors_in(output) if t.dim() and t.is_floating_point()]
     if follows_made_up or (
-        any(bool(t.isnan().any()) for t in found) and bool(hidden.isfinite().all())
+        any(bool(t.isnan().any()) for t in floats) and bool(hidden.isfinite().all())
     ):
         raise RequestError(
             "what runs after the blocks reads what ran before them, beside the hidden "
@@ -344,9 +343,9 @@ def _plain(output: Any, is_made_up: Callable[[Tensor], bool]) -> Any:
     }
 
 
-def _same(found: list[Call], planned: list[Call]) -> bool:
+def _same(calls: list[Call], planned: list[Call]) -> bool:
     """True if two lists of calls hold equal tensors, without gradients."""
-    ours, theirs = tensors_in(found), tensors_in(planned)
+    ours, theirs = tensors_in(calls), tensors_in(planned)
     return len(ours) == len(theirs) and all(
         not a.requires_grad
         and a.dtype == b.dtype

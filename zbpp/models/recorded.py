@@ -21,16 +21,16 @@ class Notes:
     """Outputs noted in one forward; a hook that can be copied and pickled."""
 
     index: int
-    found: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note one output."""
-        self.found.append(output[self.index] if isinstance(output, tuple) else output)
+        self.outputs.append(output[self.index] if isinstance(output, tuple) else output)
 
     def take(self) -> tuple[Tensor, ...]:
         """Notes so far, which are then forgotten."""
-        found, self.found = tuple(self.found), []
-        return found
+        outputs, self.outputs = tuple(self.outputs), []
+        return outputs
 
 
 @dataclass(frozen=True)

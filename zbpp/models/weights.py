@@ -45,8 +45,8 @@ def is_on_meta(model: nn.Module) -> bool:
 def reset(name: str, module: nn.Module) -> None:
     """Initialise a module as its class does by itself."""
     for method in ("reset_parameters", "_reset_parameters"):
-        if callable(found := getattr(module, method, None)):
-            found()
+        if callable(initialiser := getattr(module, method, None)):
+            initialiser()
             return
 
 
@@ -99,11 +99,11 @@ class Weights:
     def parameter(self, name: str, module: nn.Module, key: str) -> nn.Parameter:
         """One parameter of a module, with its values."""
         alone = _alone(module, module._parameters)
-        found = alone._parameters[key]
-        assert found is not None
-        if not is_fake(found):
+        parameter = alone._parameters[key]
+        assert parameter is not None
+        if not is_fake(parameter):
             self._fill([(name.rpartition(".")[0], alone)])
-        return found
+        return parameter
 
     def buffers(self, name: str, module: nn.Module) -> None:
         """Give a module above the blocks its buffers."""
@@ -121,21 +121,21 @@ class Weights:
         its children hold; then they get what is given.
         """
         parts = list(modules)
-        given: dict[nn.Module, dict[str, Tensor]] = {}
+        values: dict[nn.Module, dict[str, Tensor]] = {}
         for name, part in parts:
-            given[part] = self._given(name, part)
-            for key in given[part].keys() & part._parameters.keys():
+            values[part] = self._given(name, part)
+            for key in values[part].keys() & part._parameters.keys():
                 # transformers' initialisations leave such parameters alone
                 part._parameters[key]._is_hf_initialized = True  # type: ignore
         for name, part in reversed(parts):
             self._draw(name, part)
         for name, part in parts:
-            self._copy(name, part, given[part])
+            self._copy(name, part, values[part])
         for name, part in parts:
-            self._check(name, part, given[part])
+            self._check(name, part, values[part])
 
-    def _copy(self, name: str, part: nn.Module, given: Mapping[str, Tensor]) -> None:
-        for key, tensor in given.items():
+    def _copy(self, name: str, part: nn.Module, values: Mapping[str, Tensor]) -> None:
+        for key, tensor in values.items():
             target: Tensor | None = part._parameters.get(key)
             target = part._buffers[key] if target is None else target
             assert target is not None
@@ -159,7 +159,7 @@ class Weights:
 
     def _given(self, name: str, part: nn.Module) -> dict[str, Tensor]:
         """Tensors of a module that come from the source, or from its tied twin."""
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         hidden = part._non_persistent_buffers_set
         for key, tensor in {**part._parameters, **part._buffers}.items():
             if tensor is None or key in hidden:
@@ -171,17 +171,17 @@ class Weights:
                 value = self._read(first) if value is None else value
                 if value is None:
                     raise RequestError(f"the weights given have no tensor {full}")
-                found[key] = value
+                values[key] = value
             elif first != full:
                 above, _, last = first.rpartition(".")
                 twin = self._model.get_submodule(above)
-                found[key] = self.parameter(first, twin, last).detach()
-        return found
+                values[key] = self.parameter(first, twin, last).detach()
+        return values
 
-    def _check(self, name: str, part: nn.Module, given: Mapping[str, Tensor]) -> None:
+    def _check(self, name: str, part: nn.Module, values: Mapping[str, Tensor]) -> None:
         """Refuse a tensor that nothing has given a value."""
         for key, tensor in {**part._parameters, **part._buffers}.items():
-            if tensor is None or key in given or not tensor.numel():
+            if tensor is None or key in values or not tensor.numel():
                 continue
             if is_fake(tensor):
                 continue  # an estimate: there are no numbers
@@ -249,8 +249,8 @@ def _read(
     path = files[name]
     if path not in opened:
         opened[path] = _open(path)
-    found: Tensor = opened[path].get_tensor(name)
-    return found
+    tensor: Tensor = opened[path].get_tensor(name)
+    return tensor
 
 
 def _open(path: Path) -> Any:

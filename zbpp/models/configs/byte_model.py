@@ -109,8 +109,8 @@ def read_causal_lm(path: str | Path, *, seq: int, seed: int) -> CausalLM:
         )
     if seq < 2:
         raise RequestError("--seq is 1; a window needs a byte to predict: 2 or more")
-    told = {k: v for k, v in config.to_diff_dict().items() if k not in _OF_THE_FILE}
-    text = json.dumps(told, sort_keys=True, default=str)
+    settings = {k: v for k, v in config.to_diff_dict().items() if k not in _OF_THE_FILE}
+    text = json.dumps(settings, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return CausalLM(path, _n_layers(path, digest), digest, seed)
 

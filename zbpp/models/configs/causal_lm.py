@@ -98,16 +98,16 @@ def _config(path: Path) -> Any:
         raise RequestError("hf: needs transformers: install zbpp[hf]") from error
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise RequestError(f"{file} is no JSON: {error}") from None
-    kind = found.pop("model_type", None) if isinstance(found, dict) else None
+    kind = config.pop("model_type", None) if isinstance(config, dict) else None
     if kind is None:
         raise RequestError(f"{file} names no model_type, as transformers writes it")
     try:
-        return AutoConfig.for_model(kind, **found)
+        return AutoConfig.for_model(kind, **config)
     except ValueError as error:
         raise RequestError(f"{file}: {str(error).splitlines()[0]}") from None
 
