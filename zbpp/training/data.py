@@ -123,15 +123,15 @@ def _files(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     """Paths of the files below a folder, with ``/`` and sorted; ``.`` for a file."""
     if root.is_file():
         return ["."]
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
             name
             for name in folders
             if name not in skipped and name != "__pycache__" and name[0] != "."
         ]
-        found += [Path(folder, name) for name in names if name[0] != "."]
-    return sorted(file.relative_to(root).as_posix() for file in found)
+        files += [Path(folder, name) for name in names if name[0] != "."]
+    return sorted(file.relative_to(root).as_posix() for file in files)
 
 
 def _is_source(file: str) -> bool:

@@ -28,9 +28,11 @@ def combine(parts: Iterable[Mapping[str, str]]) -> str:
     """
     lines: dict[str, str] = {}
     for part in parts:
-        other = [name for name in part if lines.get(name, part[name]) != part[name]]
-        if other:
-            raise RuntimeError(f"replicas hold different parameters: {other[:3]}")
+        mismatches = [
+            name for name in part if lines.get(name, part[name]) != part[name]
+        ]
+        if mismatches:
+            raise RuntimeError(f"replicas hold different parameters: {mismatches[:3]}")
         lines |= part
     text = "".join(f"{name} {lines[name]}\n" for name in sorted(lines))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -292,11 +292,11 @@ def _failure(error: ProcessExitedException, reports: Path) -> Exception:
         return WorkerError(
             f"rank {rank} ended with exit code {error.exit_code} and no message"
         )
-    told = json.loads(report.read_text())
-    if told["request"]:
-        return RequestError(told["message"])
+    failure = json.loads(report.read_text())
+    if failure["request"]:
+        return RequestError(failure["message"])
     log = report.with_suffix(".txt")
-    return WorkerError(f"rank {rank} failed: {told['message']} (traceback: {log})")
+    return WorkerError(f"rank {rank} failed: {failure['message']} (traceback: {log})")
 
 
 def error_that_came_first(error: BaseException) -> BaseException:

@@ -235,8 +235,8 @@ def _warm_up(steps: int, step: int) -> float:
 def _describe_model(pipeline: Pipeline, options: Train) -> str:
     """One line about the model and how it is run (every rank must call)."""
     copies = {layer_name(*place) for tie in pipeline.layered.ties for place in tie[1:]}
-    own = [p for name, p in pipeline.named_parameters() if name not in copies]
-    every = pipeline.gather(sum(p.numel() for p in own))
+    parameters = [p for name, p in pipeline.named_parameters() if name not in copies]
+    every = pipeline.gather(sum(p.numel() for p in parameters))
     n_parameters = sum(every[rank] for rank in pipeline.place.pipeline)
     schedule, replicas = pipeline.schedule, ""
     if options.data_parallel > 1:
@@ -260,6 +260,6 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
 def _describe_graphs(pipeline: Pipeline) -> str:
     """One line about passes that are CUDA graphs (every rank must call)."""
     parts = pipeline.gather(diagnostics.graph_report(pipeline))
-    found = sorted((i, why) for one in parts for i, why in one.items())
-    words = [f"{i}: {why or 'recorded'}" for i, why in found]
+    reasons = sorted((i, why) for report in parts for i, why in report.items())
+    words = [f"{i}: {why or 'recorded'}" for i, why in reasons]
     return f"CUDA graphs of chunks: {'; '.join(words)}"

@@ -119,15 +119,15 @@ class RunSaver:
                 f"{path} is of another model: {error}; give the same options, or "
                 "another --save_dir"
             ) from error
-        other = [
+        differences = [
             f"{name} {extra.get(name)}, now {value}"
             for name, value in self._same.items()
             if extra.get(name) != value
         ]
-        if other:
+        if differences:
             raise RequestError(
-                f"{path} is of another training: {'; '.join(other)}; give the same "
-                "options and text, or another --save_dir"
+                f"{path} is of another training: {'; '.join(differences)}; give the "
+                "same options and text, or another --save_dir"
             )
         self._samples = int(extra["samples"])
         step = self._saved = self._pipeline.n_steps
@@ -141,9 +141,9 @@ class RunSaver:
             return Path(options.resume)
         if options.resume == "none" or options.save_dir is None:
             return None
-        found = newest(options.save_dir) if self._pipeline.rank == 0 else None
-        told: Path | None = self._pipeline.gather(found)[0]
-        return told
+        latest = newest(options.save_dir) if self._pipeline.rank == 0 else None
+        path: Path | None = self._pipeline.gather(latest)[0]
+        return path
 
     def after_step(self, recorder: Recorder) -> None:
         """Save if it is time to, and what the recorder has to write before it."""

@@ -319,8 +319,8 @@ def _given(options: Train, loaded: UserModel | None) -> dict[str, Any]:
     """What `zbpp.Pipeline` is given of the model."""
     if loaded is None:
         return model_of(options).given()
-    given = {"model": loaded.model, "loss_fn": loaded.loss_fn}
-    return {**given, "n_layers": loaded.n_layers} if callable(loaded.model) else given
+    kwargs = {"model": loaded.model, "loss_fn": loaded.loss_fn}
+    return {**kwargs, "n_layers": loaded.n_layers} if callable(loaded.model) else kwargs
 
 
 def _own_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -143,14 +143,14 @@ def optimizer_class(name: str, *, otherwise: str = "") -> Any:
     """
     import torch
 
-    known = {
+    classes = {
         key.lower(): kind
         for key, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
-    if name.lower() not in known:
+    if name.lower() not in classes:
         raise RequestError(
             f"--optimizer {name}: torch.optim has none of this name; choose one of "
-            f"{', '.join(sorted(known))}{otherwise}"
+            f"{', '.join(sorted(classes))}{otherwise}"
         )
-    return known[name.lower()]
+    return classes[name.lower()]
