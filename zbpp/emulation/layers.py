@@ -167,21 +167,21 @@ def sleeping_chunks(times: ChunkCosts, chunks: range) -> list[nn.Module]:
 
 
 def sleeping_layers(
-    costs: LayerCosts, sends: Mapping[int, float], own: range
+    costs: LayerCosts, sends: Mapping[int, float], layers: range
 ) -> list[nn.Module]:
     """Make layers that sleep for their own times; the last one also for the loss.
 
     ``sends``: for how long a message in front of these layers occupies its sender.
     """
-    forward, backward = sends.get(own.stop, 0.0), sends.get(own.start, 0.0)
+    forward, backward = sends.get(layers.stop, 0.0), sends.get(layers.start, 0.0)
     f, b, w, optimizer = map(costs.of, ("f", "b", "w", "optimizer"))
     loss = [0.0] * (costs.n_layers - 1) + [costs.loss]
     return [
         EmulatedLayer(
-            (f[i] + loss[i] + (forward if i == own[-1] else 0.0)) / 1e3,
-            (b[i] + (backward if i == own[0] else 0.0)) / 1e3,
+            (f[i] + loss[i] + (forward if i == layers[-1] else 0.0)) / 1e3,
+            (b[i] + (backward if i == layers[0] else 0.0)) / 1e3,
             w[i] / 1e3,
             step_s=optimizer[i] / 1e3,
         )
-        for i in own
+        for i in layers
     ]

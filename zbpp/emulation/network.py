@@ -158,8 +158,8 @@ class DelayedTransport(Transport):
         """Time messages, which take no less than the delay of their link."""
         delay_s = self._delay_to(peer) / 1e3
         return [
-            replace(one, one_way_s=max(one.one_way_s, delay_s))
-            for one in self._inner.ping(peer, n_bytes, rounds)
+            replace(ping, one_way_s=max(ping.one_way_s, delay_s))
+            for ping in self._inner.ping(peer, n_bytes, rounds)
         ]
 
     def message_bytes(self) -> dict[int, int]:

@@ -249,7 +249,7 @@ def steps_in_a_row(
 
 def _bubble(measured: Timeline, sending: Sequence[float]) -> float:
     """The bubble rate, with sends, which sleep in their passes, as no work."""
-    in_s = tuple(one / 1e3 for one in sending)
+    in_s = tuple(send_ms / 1e3 for send_ms in sending)
     return bubble_rate(replace(measured, sending=in_s))
 
 
