@@ -237,12 +237,12 @@ def nested(tensors: Iterable[Tensor], structure: str) -> Nested:
     return value
 
 
-def gradients_of(found: Sequence[Tensor | None]) -> Tensors:
+def gradients_of(gradients: Sequence[Tensor | None]) -> Tensors:
     """Return gradients as they travel; None: the input has no influence."""
-    there = tuple([dx for dx in found if dx is not None])
-    if len(there) == len(found):
+    there = tuple([dx for dx in gradients if dx is not None])
+    if len(there) == len(gradients):
         return there
-    return some_gradients(there, [i for i, dx in enumerate(found) if dx is None])
+    return some_gradients(there, [i for i, dx in enumerate(gradients) if dx is None])
 
 
 def some_gradients(there: Iterable[Tensor], missing: Iterable[int]) -> SomeGradients:

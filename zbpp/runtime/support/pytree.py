@@ -41,14 +41,14 @@ load_tree = torch_pytree.treespec_loads
 _REGISTERED = torch_pytree.SUPPORTED_NODES
 
 
-def map_tensors(thing: Any, change: Change, other: Other = None) -> Any:
+def map_tensors(thing: Any, change: Change, change_object: Other = None) -> Any:
     """Change the tensors of a thing, in containers too.
 
     Args:
         thing: anything.
         change: called with every tensor.
-        other: called with whatever is neither a tensor nor a container, nor a plain
-            number or text; None: it stays.
+        change_object: called with whatever is neither a tensor nor a container, nor a
+            plain number or text; None: it stays.
     """
     if isinstance(thing, Tensor):
         return change(thing)
@@ -56,47 +56,47 @@ def map_tensors(thing: Any, change: Change, other: Other = None) -> Any:
     if kind in _PLAIN:
         return thing
     if kind is tuple or kind is list:  # the common case, for speed
-        return kind([map_tensors(item, change, other) for item in thing])
+        return kind([map_tensors(item, change, change_object) for item in thing])
     node = _REGISTERED.get(kind)
     if node is not None:
         children, context = node.flatten_fn(thing)
-        changed = [map_tensors(child, change, other) for child in children]
+        changed = [map_tensors(child, change, change_object) for child in children]
         return node.unflatten_fn(changed, context)
-    return _map_subclass(thing, change, other)
+    return _map_subclass(thing, change, change_object)
 
 
-def _map_subclass(thing: Any, change: Change, other: Other) -> Any:
+def _map_subclass(thing: Any, change: Change, change_object: Other) -> Any:
     """Change the tensors of what torch takes for a leaf: dataclasses, other classes."""
     if isinstance(thing, tuple):
-        items = [map_tensors(item, change, other) for item in thing]
+        items = [map_tensors(item, change, change_object) for item in thing]
         if all(new is old for new, old in zip(items, thing, strict=True)):
             return thing
         return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
     if isinstance(thing, dict | UserDict):
         changed: Any = copy.copy(thing)
         for key, value in thing.items():
-            changed[key] = map_tensors(value, change, other)
+            changed[key] = map_tensors(value, change, change_object)
         return changed
     if isinstance(thing, list | UserList):
         changed = copy.copy(thing)
-        changed[:] = [map_tensors(item, change, other) for item in thing]
+        changed[:] = [map_tensors(item, change, change_object) for item in thing]
         return changed
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return _map_dataclass(thing, change, other)
-    return thing if other is None else other(thing)
+        return _map_dataclass(thing, change, change_object)
+    return thing if change_object is None else change_object(thing)
 
 
-def _map_dataclass(thing: Any, change: Change, other: Other) -> Any:
+def _map_dataclass(thing: Any, change: Change, change_object: Other) -> Any:
     """Change the tensors of a dataclass, frozen or not, without its constructor."""
     new = {}
     for field in dataclasses.fields(thing):
         if hasattr(thing, field.name):
             old = getattr(thing, field.name)
-            value = map_tensors(old, change, other)
+            value = map_tensors(old, change, change_object)
             if value is not old:
                 new[field.name] = value
     if not new:
-        return thing if other is None else other(thing)
+        return thing if change_object is None else change_object(thing)
     changed = copy.copy(thing)
     for name, value in new.items():
         object.__setattr__(changed, name, value)
