@@ -187,8 +187,8 @@ TABLE = (
     ("planning", "gain over the new step", "zbpp/planning/answer.py",
      "1 - self.step / self.even_step", "self.even_step / self.step - 1"),
     ("planning", "the slowest quick plan", "zbpp/planning/layers.py",
-     "return min(found, key=lambda plan: plan.step, default=None)",
-     "return max(found, key=lambda plan: plan.step, default=None)"),
+     "return min(plans, key=lambda plan: plan.step, default=None)",
+     "return max(plans, key=lambda plan: plan.step, default=None)"),
     ("planning", "memory does not grow with micro-batches", "zbpp/planning/make.py",
      "max(need, now + growth * (now - less))", "max(need, now)"),
     # ---- tuning
