@@ -195,7 +195,8 @@ TABLE = (
     ("tuning", "drift counts twice", "zbpp/tuning/watch.py",
      "zip(before, now, strict=True)) / 2", "zip(before, now, strict=True))"),
     ("tuning", "any gain is enough", "zbpp/tuning/watch.py",
-     "return found if found.gain >= self._watch.least_gain else None", "return found"),
+     "return replanned if replanned.gain >= self._watch.least_gain else None",
+     "return replanned"),
     # ---- comm
     ("comm", "another dtype fits", "zbpp/runtime/comm/shapes.py",
      "and x.dtype is self.dtypes[0]", ""),
