@@ -137,8 +137,8 @@ def _label_heights(
         for height in _HEIGHTS:
             middle = up * y + height
             if not any(
-                begin < right and left < end and abs(middle - other) < _LINE_PT
-                for left, right, other in taken
+                begin < right and left < end and abs(middle - level) < _LINE_PT
+                for left, right, level in taken
             ):
                 break
         taken.append((begin, end, middle))

@@ -172,7 +172,7 @@ class IterationState(NamedTuple):
 
     free: tuple[float, ...]
     """End of each stage's O."""
-    known: float
+    verdict: float
     """Time from which the V's know the sum."""
 
 
@@ -207,8 +207,8 @@ class IteratedSchedule:
         if rolled_back:
             rows = self._attempts(state)
         else:
-            known = [state.known] * len(self._orders)
-            rows = self._replay(self._orders, free=state.free, known=known)
+            verdicts = [state.verdict] * len(self._orders)
+            rows = self._replay(self._orders, free=state.free, known=verdicts)
         sum_known = max(map(_end, rows)) + self.times.reduction
         self._add_steps(rows, after=0.0 if self.has_checks else sum_known)
         return rows, IterationState(tuple(row[-1].end for row in rows), sum_known)
@@ -221,8 +221,8 @@ class IteratedSchedule:
             cut = order.index(Check(stage))
             first.append(order[: cut + 1])
             second.append([*order[:cut], *order[cut + 1 :]])
-        known = [state.known] * len(self._orders)
-        rows = self._replay(first, free=state.free, known=known)
+        verdicts = [state.verdict] * len(self._orders)
+        rows = self._replay(first, free=state.free, known=verdicts)
         self._add_steps(rows)
         again = self._replay(second, free=[row[-1].end for row in rows])
         return [before + after for before, after in zip(rows, again, strict=True)]
@@ -331,13 +331,15 @@ def _leap(earlier: IterationState, state: IterationState) -> IterationState:
     slowest, spread = max(lateness), max(lateness) - min(lateness)
     moved = [
         time - 10 * slowest * (slowest - late) / spread
-        for time, late in zip((*state.free, state.known), lateness, strict=True)
+        for time, late in zip((*state.free, state.verdict), lateness, strict=True)
     ]
     origin = min(moved)
-    *free, known = (time - origin for time in moved)
-    return IterationState(tuple(free), known)
+    *free, verdict = (time - origin for time in moved)
+    return IterationState(tuple(free), verdict)
 
 
 def _lateness(state: IterationState, earlier: IterationState) -> list[float]:
-    pairs = zip((*state.free, state.known), (*earlier.free, earlier.known), strict=True)
+    pairs = zip(
+        (*state.free, state.verdict), (*earlier.free, earlier.verdict), strict=True
+    )
     return [after - before for after, before in pairs]

@@ -227,10 +227,10 @@ def memory_unit(most: float, costs: Collection[Costs]) -> tuple[str, float]:
         most: the largest amount that is shown.
         costs: whose memories are shown beside one another.
     """
-    if costs and all(one.memory_unit == "bytes" for one in costs):
+    if costs and all(table.memory_unit == "bytes" for table in costs):
         name = next(name for name, size in _BYTES.items() if most >= size)
         return name, _BYTES[name] or 1.0
-    return ("M_B" if all(one.m_b == 1.0 for one in costs) else ""), 1.0
+    return ("M_B" if all(table.m_b == 1.0 for table in costs) else ""), 1.0
 
 
 def _stages(timeline: Timeline) -> range:

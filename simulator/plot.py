@@ -87,7 +87,7 @@ def plot(
     """
     suffix = picture_suffix(target) if isinstance(target, str | Path) else ""
     timelines = [timeline] if isinstance(timeline, Timeline) else timeline
-    drawings = [Drawing(one) for one in timelines]
+    drawings = [Drawing(line) for line in timelines]
     if not isinstance(target, str | Path):
         return _draw_on([target], drawings, costs)
     with_memory = costs is not None and len(drawings) == 1
@@ -136,7 +136,9 @@ def _draw_on(
         _draw_timeline(axes, drawing)
         pad = 24 if axes is panels[0] else 6
         _write_title(axes, drawing.timeline, costs, pad=pad)
-    panels[0].set_xlim(0, max(step_time(one.timeline) for one in drawings) or 1.0)
+    panels[0].set_xlim(
+        0, max(step_time(drawing.timeline) for drawing in drawings) or 1.0
+    )
     handles = _legend(drawings)
     above = offset_copy(panels[0].transAxes, figure, y=5, units="points")
     panels[0].legend(
@@ -232,9 +234,9 @@ def _draw_bands(axes: "Axes", drawing: Drawing, boxes: Sequence[Box]) -> None:
         low, high = (np.clip(times + d, *span) for d in (-window / 2, window / 2))
         upper = np.full_like(times, stage + top)
         for style, outlines in shapes.items():
-            own = members[stage, style]
-            ends = np.array([(b.start, b.end) for b in own] or [span]).ravel()
-            spent = np.cumsum([(0.0, b.duration) for b in own] or [(0.0, 0.0)])
+            style_boxes = members[stage, style]
+            ends = np.array([(b.start, b.end) for b in style_boxes] or [span]).ravel()
+            spent = np.cumsum([(0.0, b.duration) for b in style_boxes] or [(0.0, 0.0)])
             in_window = np.interp(high, ends, spent) - np.interp(low, ends, spent)
             lower = upper + in_window / (high - low) * (bottom - top)
             edges = [np.column_stack((times, y)) for y in (upper, lower)]
@@ -388,9 +390,9 @@ def picture_suffix(path: str | Path) -> str:
     """
     suffix = Path(path).suffix.lower().lstrip(".")
     if suffix not in FORMATS:
-        known = ", ".join(f".{name}" for name in FORMATS)
+        endings = ", ".join(f".{name}" for name in FORMATS)
         raise RequestError(
-            f"{path}: the name of a picture must end in {known}; the commands also "
+            f"{path}: the name of a picture must end in {endings}; the commands also "
             "write pages (.html)"
         )
     try:

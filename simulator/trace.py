@@ -234,10 +234,10 @@ def _timeline(about: Event, jobs: Sequence[Event], unit: float) -> Timeline:
             continue  # it stands on the stage's own line too
         lanes[lane].append(Slot(job, start / unit, (start + event["dur"]) / unit))
     jobs_once = [
-        one
+        job
         for row in lanes
         for slot in row
-        for one in ((slot.job,) if isinstance(slot.job, Part) else passes_in(slot.job))
+        for job in ((slot.job,) if isinstance(slot.job, Part) else passes_in(slot.job))
     ]
     if len(set(jobs_once)) < len(jobs_once) or not jobs_once:
         raise RequestError(f"{about['timeline']}: these are not the jobs of one step")

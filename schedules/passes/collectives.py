@@ -95,22 +95,22 @@ def without_collectives(schedule: Schedule) -> Schedule:
 def _with_sums(order: Sequence[Job], *, every: bool) -> list[Job]:
     """Start sums of gradients after W's, and wait for them as late as can be."""
     last = _last(order, _WEIGHTS)
-    found: list[Job] = []
+    jobs: list[Job] = []
     running: list[int] = []
     for column, job in enumerate(order):
         if isinstance(job, Step):
-            found += [Collective(REDUCE_WAIT, chunk) for chunk in running]
+            jobs += [Collective(REDUCE_WAIT, chunk) for chunk in running]
             running = []
         chunks = [part.chunk for part in passes_in(job) if part.kind in _WEIGHTS]
         for chunk in set(running).intersection(chunks):
             running.remove(chunk)
-            found.append(Collective(REDUCE_WAIT, chunk))
-        found.append(job)
+            jobs.append(Collective(REDUCE_WAIT, chunk))
+        jobs.append(job)
         for chunk in chunks:
             if every or last[chunk] == column:
                 running.append(chunk)
-                found.append(Collective(REDUCE_GRAD, chunk))
-    return [*found, *(Collective(REDUCE_WAIT, chunk) for chunk in running)]
+                jobs.append(Collective(REDUCE_GRAD, chunk))
+    return [*jobs, *(Collective(REDUCE_WAIT, chunk) for chunk in running)]
 
 
 def _with_gathers(order: Sequence[Job], ahead: int) -> list[Job]:
@@ -128,12 +128,12 @@ def _with_gathers(order: Sequence[Job], ahead: int) -> list[Job]:
         _behind_its_sum(order, column, chunk): Collective(RESHARD, chunk)
         for chunk, column in _last(order, _INPUTS).items()
     }
-    found: list[Job] = []
+    jobs: list[Job] = []
     for column, job in enumerate(order):
-        found += [*gathers[column], job]
+        jobs += [*gathers[column], job]
         if column in frees:
-            found.append(frees[column])
-    return found
+            jobs.append(frees[column])
+    return jobs
 
 
 def _last(order: Sequence[Job], kinds: Sequence[PassKind]) -> dict[int, int]:

@@ -61,14 +61,16 @@ def lay_out(
 
 def _parts(job: Job, times: ChunkCosts, *, w_first: bool) -> Iterator[Job]:
     """Parts of a job: of F and B in turns, W's among or behind them."""
-    passes = [one for member in members_of(job) for one in _split(member)]
+    passes = [whole_pass for member in members_of(job) for whole_pass in _split(member)]
     if not passes:
         yield job
         return
     parts: dict[PassKind, list[Part]] = {kind: [] for kind in PassKind}
-    for one in passes:
-        lanes = [lane for lane, _ in times.parts_of(one)]
-        parts[one.kind] = [Part(one, index, lane) for index, lane in enumerate(lanes)]
+    for whole_pass in passes:
+        lanes = [lane for lane, _ in times.parts_of(whole_pass)]
+        parts[whole_pass.kind] = [
+            Part(whole_pass, index, lane) for index, lane in enumerate(lanes)
+        ]
     waiting = parts[W]
     is_joint = isinstance(job, Pair) or job.kind is BW
     for index in range(max(len(parts[F]), len(parts[B]))):

@@ -83,13 +83,15 @@ def to_torch_csv(schedule: Schedule) -> str:
     return "".join(f"{row}\n" for row in rows)
 
 
-def _cell(one: Instruction) -> str:
+def _cell(instruction: Instruction) -> str:
     """Write an instruction as torch does; empty if torch has none like it."""
-    match one:
+    match instruction:
         case Pass(kind, chunk, microbatch):
             return f"{chunk}{KINDS[kind].torch}{microbatch}"
         case Pair(forward, backward):
-            return f"({_cell(forward)};{_cell(backward)}){KINDS[one.kind].torch}"
+            return (
+                f"({_cell(forward)};{_cell(backward)}){KINDS[instruction.kind].torch}"
+            )
         case Collective(kind, chunk) if KINDS[kind].torch is not None:
             return f"{chunk}{KINDS[kind].torch}"
         case Send(Value() as value):
@@ -104,29 +106,35 @@ def _cell(one: Instruction) -> str:
 def _for_torch(order: Sequence[Instruction]) -> list[Instruction]:
     """Gather each chunk once, and free it behind its last pass and the sum after it."""
     last = {
-        one.chunk: column
-        for column, one in enumerate(order)
-        if isinstance(one, Pass | Collective) and one.kind in _LAST
+        instruction.chunk: column
+        for column, instruction in enumerate(order)
+        if isinstance(instruction, Pass | Collective) and instruction.kind in _LAST
     }
     freed = {
-        one.chunk: one
-        for one in order
-        if isinstance(one, Collective) and one.kind is CollectiveKind.RESHARD
+        instruction.chunk: instruction
+        for instruction in order
+        if isinstance(instruction, Collective)
+        and instruction.kind is CollectiveKind.RESHARD
     }
     gathered: set[int] = set()
-    found: list[Instruction] = []
-    for column, one in enumerate(order):
-        match one:
+    instructions: list[Instruction] = []
+    for column, instruction in enumerate(order):
+        match instruction:
             case Collective(CollectiveKind.RESHARD):
                 continue
             case Collective(CollectiveKind.UNSHARD, chunk):
                 if chunk in gathered:
                     continue
                 gathered.add(chunk)
-        found.append(one)
-        if isinstance(one, Pass | Collective) and last[one.chunk] == column:
-            found += [freed[one.chunk]] if one.chunk in freed else []
-    return found
+        instructions.append(instruction)
+        if (
+            isinstance(instruction, Pass | Collective)
+            and last[instruction.chunk] == column
+        ):
+            instructions += (
+                [freed[instruction.chunk]] if instruction.chunk in freed else []
+            )
+    return instructions
 
 
 def is_torch_csv(path: str | Path) -> bool:
@@ -198,18 +206,18 @@ def from_torch_csv(
 
 def _awaited(row: Sequence[Job]) -> list[Job]:
     """Put REDUCE_WAITs where torch has none."""
-    found: list[Job] = []
+    jobs: list[Job] = []
     running: list[int] = []
     for job in row:
         for part in members_of(job):
             chunk = place_of(part)
             if chunk in running and part.kind in _WEIGHTS:
                 running.remove(chunk)
-                found.append(Collective(CollectiveKind.REDUCE_WAIT, chunk))
+                jobs.append(Collective(CollectiveKind.REDUCE_WAIT, chunk))
             if part.kind is CollectiveKind.REDUCE_GRAD:
                 running.append(chunk)
-        found.append(job)
-    return [*found, *(Collective(CollectiveKind.REDUCE_WAIT, c) for c in running)]
+        jobs.append(job)
+    return [*jobs, *(Collective(CollectiveKind.REDUCE_WAIT, c) for c in running)]
 
 
 def _jobs(cell: str, place: str) -> Iterator[Pass | Pair | Collective]:
@@ -217,8 +225,8 @@ def _jobs(cell: str, place: str) -> Iterator[Pass | Pair | Collective]:
     cell = cell.strip()
     if not cell or _TRANSFER.fullmatch(cell):
         return
-    if found := _COLLECTIVE.fullmatch(cell):
-        yield Collective(CollectiveKind(found[2]), int(found[1]))
+    if collective := _COLLECTIVE.fullmatch(cell):
+        yield Collective(CollectiveKind(collective[2]), int(collective[1]))
         return
     if pair := _PAIR.fullmatch(cell):
         forward, backward = (_pass(part, place) for part in pair.groups())

@@ -53,10 +53,10 @@ def _rows(
     numbers: Numbers, n_microbatches: int, starts: list[tuple[int, int, int, int]]
 ) -> list[list[int]]:
     rows = []
-    for own, first in zip(numbers, starts, strict=True):
+    for stage_numbers, first in zip(numbers, starts, strict=True):
         passes = sorted(
             (PERIOD * i + start, q)
-            for q, start in zip(own, first, strict=True)
+            for q, start in zip(stage_numbers, first, strict=True)
             for i in range(n_microbatches)
         )
         rows.append([q for _, q in passes])

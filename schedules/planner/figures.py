@@ -97,10 +97,10 @@ class PlanFigures:
         """The figure that is compared first."""
         return float(getattr(self, self.names[0]))
 
-    def is_better_than(self, other: "PlanFigures") -> bool:
+    def is_better_than(self, rival: "PlanFigures") -> bool:
         """Compare figure by figure; a tie in all of them is not better."""
         mine = (getattr(self, name) for name in self.names)
-        return is_below(mine, (getattr(other, name) for name in self.names))
+        return is_below(mine, (getattr(rival, name) for name in self.names))
 
 
 def is_below(figures: Iterable[float], others: Iterable[float]) -> bool:

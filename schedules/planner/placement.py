@@ -155,9 +155,9 @@ def _search(problem: PlacementProblem, effort: str) -> Plan:
         return _below_limit(problem, plan, tries, moves, Budget(min(100 * n, 1.5e5)))
     tries = Budget(max(2e6, min(16 * n, 4e6)))
     moves = Budget(min(max(3e4, 40 * n), 1e5 + 8 * n, 2e6))
-    found = seeds(problem, tries, margin=_MARGIN)
-    plan = improve(problem, found[0].plan, moves, XorShift64(0))
-    others = hill_climb(problem, found) if plan.span > problem.target else []
+    ranked_seeds = seeds(problem, tries, margin=_MARGIN)
+    plan = improve(problem, ranked_seeds[0].plan, moves, XorShift64(0))
+    others = hill_climb(problem, ranked_seeds) if plan.span > problem.target else []
     less = Budget(min(max(2e5, 200 * n), 6e5))
     plan = _below_limit(problem, plan, tries, moves, less)
     plan = improve_top_k(problem, [plan, *others], Budget(n_moves(n)))

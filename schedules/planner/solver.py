@@ -311,7 +311,7 @@ def _rows(schedule: Schedule, times: ChunkCosts) -> list[list[Slot]]:
 def _at_least(times: ChunkCosts, least: float) -> ChunkCosts:
     """The times, with ``least`` for passes that take none."""
     kinds = times.f, times.b, times.w
-    f, b, w = (tuple(max(one, least) for one in kind) for kind in kinds)
+    f, b, w = (tuple(max(duration, least) for duration in kind) for kind in kinds)
     return replace(times, f=f, b=b, w=w)
 
 

@@ -66,7 +66,9 @@ class PageEntry:
     def timelines(self) -> dict[str, Timeline]:
         """The timelines by ``simulated`` and ``measured``, in this order."""
         both = {"simulated": self.simulated, "measured": self.measured}
-        return {name: one for name, one in both.items() if one is not None}
+        return {
+            name: timeline for name, timeline in both.items() if timeline is not None
+        }
 
     @property
     def any_timeline(self) -> Timeline | None:
@@ -140,8 +142,8 @@ class PageEntry:
             error = abs(own_time - time), abs(own_start - start)
             errors.setdefault(str(job.kind), []).append(error)
         return {
-            kind: (fmean(one for one, _ in found), fmean(two for _, two in found))
-            for kind, found in sorted(errors.items())
+            kind: (fmean(time for time, _ in pairs), fmean(start for _, start in pairs))
+            for kind, pairs in sorted(errors.items())
         }
 
 
@@ -222,8 +224,8 @@ def _cells(
     def text(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    def ratio(value: float | None, other: float | None) -> str:
-        return f"{value / other:.3f}" if value and other else ""
+    def ratio(value: float | None, divisor: float | None) -> str:
+        return f"{value / divisor:.3f}" if value and divisor else ""
 
     def memory(amount: float | None) -> str:
         if amount is None or entry.costs is None:

@@ -167,8 +167,8 @@ def _columns(
     of_job = [box.numbers for box in boxes]
     backwards = [next(iter(passes_in(box.job)[1:]), None) for box in boxes]
     integers = (
-        [one.get("chunk", -1) for one in of_job],
-        [one.get("microbatch", -1) for one in of_job],
+        [numbers.get("chunk", -1) for numbers in of_job],
+        [numbers.get("microbatch", -1) for numbers in of_job],
         [part.chunk if part else -1 for part in backwards],
         [part.microbatch if part else -1 for part in backwards],
         awaits,
@@ -236,7 +236,10 @@ def _facts(panel: Panel) -> str:
     if len(entry.timelines) > 1:
         facts.insert(0, kind)
     if kind == "measured" and (times := entry.times_by_kind()):
-        ratios = (f"{name} {two / one:.3f}" for name, (one, two) in times.items())
+        ratios = (
+            f"{name} {measured / simulated:.3f}"
+            for name, (simulated, measured) in times.items()
+        )
         facts.append(f"measured / simulated: {', '.join(ratios)}")
         errors = entry.errors_by_kind().items()
         parts = (f"{name} {time:.3g} and {start:.3g}" for name, (time, start) in errors)

@@ -141,7 +141,7 @@ def largest_cycle_mean(schedule, costs):
     for j in range(n):
         begin = [much if i == j else 0.0 for i in range(n)]
         _, left = run.iterate(IterationState(tuple(begin[:p]), begin[p]))
-        after = (*left.free, left.known)
+        after = (*left.free, left.verdict)
         columns.append([end - much if end >= much else -math.inf for end in after])
     walks = [[0.0] + [-math.inf] * (n - 1)]
     for _ in range(n):

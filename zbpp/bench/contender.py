@@ -159,9 +159,9 @@ def make_optimizer(
 
 def gather(thing: Any) -> list[Any]:
     """Give every process the picklable things of all, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, thing)
-    return found
+    things: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(things, thing)
+    return things
 
 
 def _idle_by_stage(timeline: Timeline) -> list[float]:

@@ -61,7 +61,7 @@ def plain_gradients(
     )
 
 
-def compare(reference: Gradients, found: Gradients) -> float:
+def compare(reference: Gradients, gradients: Gradients) -> float:
     """Largest difference, relative to the largest gradient of its layer.
 
     Every rank must call, with the gradients of its own layers. A gradient that is
@@ -70,29 +70,35 @@ def compare(reference: Gradients, found: Gradients) -> float:
     Returns:
         0.0 if all are the same to the last bit.
     """
-    before, after = (gather(_hashes(one)) for one in (reference, found))
+    before, after = (gather(_hashes(side)) for side in (reference, gradients))
     owner = {name: rank for rank, part in enumerate(before) for name in part}
     holder = {name: rank for rank, part in enumerate(after) for name in part}
-    told = {name: one for part in before for name, one in part.items()}
-    new = {name: one for part in after for name, one in part.items()}
+    old_hashes = {name: about for part in before for name, about in part.items()}
+    new_hashes = {name: about for part in after for name, about in part.items()}
     differing = [
-        name for name in sorted(told.keys() | new) if told.get(name) != new.get(name)
+        name
+        for name in sorted(old_hashes.keys() | new_hashes)
+        if old_hashes.get(name) != new_hashes.get(name)
     ]
     rank = dist.get_rank()
     apart: dict[str, tuple[float, float]] = {}
     for name in differing:
-        if name not in told:  # no such gradient in the reference
+        if name not in old_hashes:  # no such gradient in the reference
             if holder[name] == rank:
-                apart[name] = _most(found[name]), 0.0
+                apart[name] = _most(gradients[name]), 0.0
             continue
-        other = _sent(reference.get(name), told[name], owner[name])
+        expected = _sent(reference.get(name), old_hashes[name], owner[name])
         if holder.get(name, owner[name]) == rank:
-            own = found.get(name)
-            if own is None:
-                own = torch.zeros_like(other)
-            same_shape = own.shape == other.shape
-            away = _most(own.double() - other.double()) if same_shape else float("inf")
-            apart[name] = away, _most(other)
+            actual = gradients.get(name)
+            if actual is None:
+                actual = torch.zeros_like(expected)
+            same_shape = actual.shape == expected.shape
+            away = (
+                _most(actual.double() - expected.double())
+                if same_shape
+                else float("inf")
+            )
+            apart[name] = away, _most(expected)
     sizes: dict[str, float] = {}
     for name, gradient in reference.items():
         layer = _layer(name)

@@ -42,26 +42,28 @@ def contenders_of(modes: Sequence[str], peers: Sequence[str]) -> tuple[str, ...]
     >>> contenders_of(["1f1b"], ["torch:gpipe"])
     ('zbpp:1F1B', 'torch:GPipe')
     """
-    found = [f"{OURS}:{mode if is_file(mode) else canonical(mode)}" for mode in modes]
+    contenders = [
+        f"{OURS}:{mode if is_file(mode) else canonical(mode)}" for mode in modes
+    ]
     for peer in peers:
         if peer.lower() == TORCH:
-            found += [f"{TORCH}:{name}" for name in _USUAL]
+            contenders += [f"{TORCH}:{name}" for name in _USUAL]
         else:
-            found.append(f"{TORCH}:{_peer(peer)}")
-    if not found:
+            contenders.append(f"{TORCH}:{_peer(peer)}")
+    if not contenders:
         raise RequestError("nothing is to be compared; name modes, or peers")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(contenders))
 
 
 def _peer(text: str) -> str:
-    known = {name.lower(): name for name in _PLACEMENTS}
+    spellings = {name.lower(): name for name in _PLACEMENTS}
     whose, _, name = text.partition(":")
-    if whose.lower() != TORCH or name.lower() not in known:
+    if whose.lower() != TORCH or name.lower() not in spellings:
         raise RequestError(
             f"--peers {text}: write torch, for {', '.join(_USUAL)}, or torch:NAME with "
             f"one of {', '.join(_PLACEMENTS)}"
         )
-    return known[name.lower()]
+    return spellings[name.lower()]
 
 
 def split_name(contender: str) -> tuple[str, str]:

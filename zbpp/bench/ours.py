@@ -36,8 +36,8 @@ class Promised:
 
     schedule: Schedule
     costs: Costs
-    given: bool
-    """The costs were; else they are those of the same steps."""
+    has_given_costs: bool
+    """Else the costs are those of the same steps."""
 
     @property
     def simulated(self) -> Timeline:
@@ -86,8 +86,8 @@ class Ours:
         costs = self._given
         if costs is None:
             costs = measured_costs(self.pipeline, min(n_steps, _KEPT), joint=True)
-        given = self._given is not None
-        return Promised(self.pipeline.schedule, costs, given)
+        has_given_costs = self._given is not None
+        return Promised(self.pipeline.schedule, costs, has_given_costs)
 
     def close(self) -> None:
         """Synchronize and end."""
@@ -103,11 +103,11 @@ def build_ours(field: Field, schedule: Schedule, *, steps: bool) -> Ours:
         steps: False leaves the optimizer out, and the gradients where they are.
     """
     request = field.request
-    known = costs_of(request)
-    if request.emulate is not None and known is not None:
+    costs = costs_of(request)
+    if request.emulate is not None and costs is not None:
         pipeline = emulated_pipeline(
             schedule,
-            known,
+            costs,
             timeout_s=request.timeout_s,
             post_validation=schedule.runs(PassKind.W),
         )

@@ -65,8 +65,8 @@ class PeerChunk(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor | Tensors:
         """Run the layers on the tensors of their inputs."""
-        found = self.run(tensors)
-        return found[0] if len(found) == 1 else tuple(found)
+        outputs = self.run(tensors)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def value_of(self, outputs: Tensor | Tensors) -> Any:
         """Put together what the layers have put out, for the loss."""
@@ -97,22 +97,22 @@ def learn_structures(
         inputs: of the micro-batch, as the first layer takes it.
         device: of this process.
     """
-    told: list[Any] = [_told(as_tensors(inputs))]
+    message: list[Any] = [_told(as_tensors(inputs))]
     for index, stage in enumerate(placement.stage_of):
         chunk = chunks.get(index)
         if chunk is not None:
-            structure, tensors = told[0]
+            structure, tensors = message[0]
             chunk.takes = structure
-            found = chunk.run(tuple(_on(tensor, device) for tensor in tensors))
-            told = [_told(found)]
-            chunk.puts = told[0][0]
-            sizes = {"input_args": tensors, "output_args": told[0][1]}
+            outputs = chunk.run(tuple(_on(tensor, device) for tensor in tensors))
+            message = [_told(outputs)]
+            chunk.puts = message[0][0]
+            sizes = {"input_args": tensors, "output_args": message[0][1]}
             chunk.sizes = {
                 name: tuple(_empty(tensor) for tensor in them)
                 for name, them in sizes.items()
             }
         dist.broadcast_object_list(
-            told, src=stage, device=wire_of(dist.get_backend(), device)
+            message, src=stage, device=wire_of(dist.get_backend(), device)
         )
 
 
@@ -128,8 +128,8 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    found = torch.empty_like(tensor, device="meta")
-    return found.requires_grad_(tensor.requires_grad)
+    meta = torch.empty_like(tensor, device="meta")
+    return meta.requires_grad_(tensor.requires_grad)
 
 
 def _with(tensors: Tensors, structure: str | None) -> Tensors:

@@ -51,11 +51,11 @@ class PeerTimes:
 
     def loss(self, run: Callable[[], _T]) -> _T:
         """Compute a loss; it is a part of the F before it."""
-        found = run()
+        loss = run()
         if self._is_on:
             job, start, _ = self.clock.marks[-1]
             self.clock.marks[-1] = (job, start, self.clock.now())
-        return found
+        return loss
 
     def step(self, run: Callable[[], object]) -> None:
         """Run the optimizer's step."""
@@ -84,7 +84,7 @@ class PeerTimes:
         self, stage: Any, kind: str, microbatch: int, run: Callable[[], Any]
     ) -> Any:
         start = self.clock.now()
-        found = run()
+        result = run()
         job = Pass(PassKind[kind], stage.stage_index, microbatch)
         self.clock.marks.append((job, start, self.clock.now()))
-        return found
+        return result

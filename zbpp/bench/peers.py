@@ -92,7 +92,7 @@ class Peer:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this process's parameters."""
         return {
-            k: g for one in self.chunks.values() for k, g in one.gradients().items()
+            k: g for chunk in self.chunks.values() for k, g in chunk.gradients().items()
         }
 
     def measured(self, n_steps: int) -> Measured | None:
@@ -114,11 +114,13 @@ class Peer:
 
     def _clip_all(self, most: float) -> None:
         """Clip by the norm over all stages, as our pipelines do."""
-        own = [p for chunk in self.chunks.values() for p in chunk.parameters()]
-        norm = nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
+        parameters = [p for chunk in self.chunks.values() for p in chunk.parameters()]
+        norm = nn.utils.get_total_norm(
+            [p.grad for p in parameters if p.grad is not None]
+        )
         squared = norm.square()
         dist.all_reduce(squared)
-        nn.utils.clip_grads_with_norm_(own, most, squared.sqrt())
+        nn.utils.clip_grads_with_norm_(parameters, most, squared.sqrt())
 
 
 def has_schedule(contender: str) -> bool:
@@ -151,9 +153,9 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
         )
     inputs: Any = field.batch.inputs
     optimizer = make_optimizer(request)
-    known = costs_of(request)
-    if request.emulate is not None and known is not None:
-        chunks = sleeping_chunks(known.on(placement), dist.get_rank())
+    costs = costs_of(request)
+    if request.emulate is not None and costs is not None:
+        chunks = sleeping_chunks(costs.on(placement), dist.get_rank())
         loss: Callable[[Any, Any], Tensor] = sleeping_loss
         targets: list[Any] = [None] * request.microbatches
         inputs = [torch.zeros(1, 1, dtype=torch.float64)] * request.microbatches
@@ -170,7 +172,9 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
     def timed(outputs: Any, index: Tensor) -> Tensor:
         """The loss of a micro-batch; torch is given its number for the targets."""
         assert last is not None
-        target = map_tensors(targets[int(index[0])], lambda one: one.to(field.device))
+        target = map_tensors(
+            targets[int(index[0])], lambda tensor: tensor.to(field.device)
+        )
         with last.context():
             return times.loss(lambda: loss(last.value_of(outputs), target))
 
@@ -185,7 +189,7 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
         chunks,
         placement,
         field,
-        [as_tensors(one) for one in inputs],
+        [as_tensors(microbatch) for microbatch in inputs],
         optimizer(parameters) if steps else None,
     )
 
@@ -198,7 +202,7 @@ def _chunks(
         ranges = partition_layers(loaded.n_layers, placement.n_chunks)
     except RequestError as error:
         raise RequestError(f"{contender} cannot run: {error}") from error
-    of_layer = {layer: chunk for chunk, own in enumerate(ranges) for layer in own}
+    of_layer = {layer: chunk for chunk, layers in enumerate(ranges) for layer in layers}
     builds = callable(loaded.model) and not hasattr(loaded.model, "__len__")
     if not builds:
         for tie in find_ties(list(loaded.model)):

@@ -81,18 +81,18 @@ def planned(request: BenchRequest) -> BenchRequest:
     Raises:
         RequestError: a contender cannot be had; it is named.
     """
-    known = costs_of(request)
-    costs = known or Costs()
-    found: dict[str, Schedule | None] = {}
+    given_costs = costs_of(request)
+    costs = given_costs or Costs()
+    schedules: dict[str, Schedule | None] = {}
     for contender in request.contenders:
         whose, name = split_name(contender)
         try:
             if whose != OURS:
                 _check_peer(request, name, costs)
-            elif is_auto(name) and known is None:
-                found[contender] = None
+            elif is_auto(name) and given_costs is None:
+                schedules[contender] = None
             else:
-                found[contender] = plan(
+                schedules[contender] = plan(
                     name,
                     n_stages=request.stages,
                     n_microbatches=request.microbatches,
@@ -101,7 +101,7 @@ def planned(request: BenchRequest) -> BenchRequest:
                 )
         except RequestError as error:
             raise RequestError(f"{contender} cannot run: {error}") from error
-    return replace(request, schedules=found)
+    return replace(request, schedules=schedules)
 
 
 def _check_peer(request: BenchRequest, name: str, costs: Costs) -> None:

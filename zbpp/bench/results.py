@@ -109,7 +109,7 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
     page = request.out / "index.html"
     shown = {outcomes[0].name} | _fastest(outcomes)
     write_page(
-        [_entry(field, one, shown) for one in outcomes],
+        [_entry(field, outcome, shown) for outcome in outcomes],
         page,
         title=_title(field),
         subtitle=f"{data['date']}; {data['hardware']}; {data['versions']}",
@@ -117,7 +117,7 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
         time_unit="ms",
     )
     trace = request.out / "trace.json"
-    runs = [run for one in outcomes for run in _runs(one)]
+    runs = [run for outcome in outcomes for run in _runs(outcome)]
     if runs:
         lines, costs = zip(*runs, strict=True)
         write_trace(lines, trace, costs=costs)
@@ -131,21 +131,23 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
 
 def _fastest(outcomes: Sequence[Outcome]) -> set[str]:
     """The fastest mode of ours, and the fastest of the others."""
-    found: dict[str, Outcome] = {}
-    for one in outcomes:
-        whose, _ = split_name(one.name)
-        if one.turns and (whose not in found or one.step_s < found[whose].step_s):
-            found[whose] = one
-    return {one.name for one in found.values()}
+    fastest: dict[str, Outcome] = {}
+    for outcome in outcomes:
+        whose, _ = split_name(outcome.name)
+        if outcome.turns and (
+            whose not in fastest or outcome.step_s < fastest[whose].step_s
+        ):
+            fastest[whose] = outcome
+    return {outcome.name for outcome in fastest.values()}
 
 
-def _runs(one: Outcome) -> list[tuple[Timeline, Costs | None]]:
+def _runs(outcome: Outcome) -> list[tuple[Timeline, Costs | None]]:
     """Plan of a contender, if it is ours, and what it did; with its costs."""
-    name, promised = _title_of(one), one.promised
+    name, promised = _title_of(outcome), outcome.promised
     costs = promised.costs if promised else None
     both = {
         "simulated": promised.simulated if promised else None,
-        "measured": one.measured.timeline if one.measured else None,
+        "measured": outcome.measured.timeline if outcome.measured else None,
     }
     return [
         (replace(line, name=f"{name}, {how}"), costs)
@@ -154,9 +156,9 @@ def _runs(one: Outcome) -> list[tuple[Timeline, Costs | None]]:
     ]
 
 
-def _title_of(one: Outcome) -> str:
-    whose, name = split_name(one.name)
-    return name if whose == OURS else one.name
+def _title_of(outcome: Outcome) -> str:
+    whose, name = split_name(outcome.name)
+    return name if whose == OURS else outcome.name
 
 
 def _data(field: Field, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -170,90 +172,95 @@ def _data(field: Field, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "n_microbatches": request.microbatches,
         "emulated": request.emulate is not None,
         "reference": None if request.emulate else _reference(field, outcomes),
-        "contenders": [_contender(field, one) for one in outcomes],
+        "contenders": [_contender(field, outcome) for outcome in outcomes],
     }
 
 
-def _contender(field: Field, one: Outcome) -> dict[str, Any]:
+def _contender(field: Field, outcome: Outcome) -> dict[str, Any]:
     request = field.request
-    wrong = one.is_wrong(request.tolerance)
-    found: dict[str, Any] = {
-        "name": one.name,
-        "same_gradients": None if one.difference is None else not wrong,
-        "gradient_difference": one.difference,
+    wrong = outcome.is_wrong(request.tolerance)
+    data: dict[str, Any] = {
+        "name": outcome.name,
+        "same_gradients": None if outcome.difference is None else not wrong,
+        "gradient_difference": outcome.difference,
     }
-    if not one.turns:
-        return found | {"reason": one.gradients(request.tolerance)}
-    rates = _rates(field, one)
-    found |= {
-        "step_s": one.step_s,
-        "quartiles_s": list(one.quartiles_s),
-        "steps_s": one.steps_s,
+    if not outcome.turns:
+        return data | {"reason": outcome.gradients(request.tolerance)}
+    rates = _rates(field, outcome)
+    data |= {
+        "step_s": outcome.step_s,
+        "quartiles_s": list(outcome.quartiles_s),
+        "steps_s": outcome.steps_s,
         "tokens_per_s": rates.get("tokens/s"),
         "samples_per_s": rates.get("samples/s"),
-        "peak_bytes": one.peak_bytes,
-        "host_us_per_job": None if request.emulate else one.host_us,
+        "peak_bytes": outcome.peak_bytes,
+        "host_us_per_job": None if request.emulate else outcome.host_us,
     }
-    if one.measured is not None:
-        found |= {
-            "bubble_measured": one.measured.bubble,
-            "bubble_by_stage": list(one.measured.bubble_by_stage),
-            "clock_error_s": one.measured.timeline.clock_error / 1e3,
+    if outcome.measured is not None:
+        data |= {
+            "bubble_measured": outcome.measured.bubble,
+            "bubble_by_stage": list(outcome.measured.bubble_by_stage),
+            "clock_error_s": outcome.measured.timeline.clock_error / 1e3,
         }
-    if one.promised is not None:
-        found |= {
-            "predicted_step_s": one.promised.predicted_step / 1e3,
+    if outcome.promised is not None:
+        data |= {
+            "predicted_step_s": outcome.promised.predicted_step / 1e3,
             "predicted_with": "given costs"
-            if one.promised.given
+            if outcome.promised.has_given_costs
             else "costs of the same steps",
-            "measured_over_simulated": _by_kind(_entry(field, one)),
+            "measured_over_simulated": _by_kind(_entry(field, outcome)),
             "errors_ms": {
                 kind: {"time": time, "start": start}
-                for kind, (time, start) in _entry(field, one).errors_by_kind().items()
+                for kind, (time, start) in _entry(field, outcome)
+                .errors_by_kind()
+                .items()
             },
         }
-    return found
+    return data
 
 
-def _rates(field: Field, one: Outcome) -> dict[str, float]:
+def _rates(field: Field, outcome: Outcome) -> dict[str, float]:
     if field.request.emulate is not None:
         return {}
     batch = field.batch
-    rates = {"samples/s": batch.samples / one.step_s}
+    rates = {"samples/s": batch.samples / outcome.step_s}
     if batch.tokens is not None:
-        rates["tokens/s"] = batch.tokens / one.step_s
+        rates["tokens/s"] = batch.tokens / outcome.step_s
     return rates
 
 
 def _by_kind(entry: PageEntry) -> dict[str, float]:
     """For each kind of job its measured time over the simulated one."""
-    return {kind: two / one for kind, (one, two) in entry.times_by_kind().items()}
+    return {
+        kind: measured / simulated
+        for kind, (simulated, measured) in entry.times_by_kind().items()
+    }
 
 
-def _entry(field: Field, one: Outcome, shown: Collection[str] = ()) -> PageEntry:
-    title = _title_of(one)
-    if not one.turns:
-        return PageEntry(name=title, reason=one.gradients(field.request.tolerance))
-    low, high = one.quartiles_s
-    rates = _rates(field, one)
+def _entry(field: Field, outcome: Outcome, shown: Collection[str] = ()) -> PageEntry:
+    title = _title_of(outcome)
+    if not outcome.turns:
+        return PageEntry(name=title, reason=outcome.gradients(field.request.tolerance))
+    low, high = outcome.quartiles_s
+    rates = _rates(field, outcome)
     figures: dict[str, float | str] = {
         "quartiles, ms": f"{1e3 * low:.4g} to {1e3 * high:.4g}",
         **{rate: float(f"{v:.5g}") for rate, v in list(rates.items())[-1:]},
     }
-    if (peak := _peak(one)) is not None:
+    if (peak := _peak(outcome)) is not None:
         figures["peak memory of a process"] = format_bytes(peak)
     if not field.request.emulate:
-        figures["host, \N{MICRO SIGN}s a job"] = float(f"{one.host_us:.3g}")
-        figures["gradients"] = one.gradients(field.request.tolerance)
+        figures["host, \N{MICRO SIGN}s a job"] = float(f"{outcome.host_us:.3g}")
+        figures["gradients"] = outcome.gradients(field.request.tolerance)
     entry = PageEntry(
         name=title,
-        measured=one.measured.timeline if one.measured else None,
-        step_measured=1e3 * one.step_s,
-        bubble_measured=one.measured.bubble if one.measured else None,
+        measured=outcome.measured.timeline if outcome.measured else None,
+        step_measured=1e3 * outcome.step_s,
+        bubble_measured=outcome.measured.bubble if outcome.measured else None,
         figures=figures,
-        shown=one.name in shown,
+        shown=outcome.name in shown,
     )
-    promised = one.promised
+    promised = outcome.promised
     if promised is None:
         return entry
     return replace(
@@ -274,18 +281,18 @@ def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
     heads[4:4] = [] if request.emulate else [unit]
     heads += [] if request.emulate else ["host, us/job", "gradients"]
     table = Table(heads, title=_title(field))
-    for one in outcomes:
-        if not one.turns:
-            table.add(one.name, one.gradients(request.tolerance))
+    for outcome in outcomes:
+        if not outcome.turns:
+            table.add(outcome.name, outcome.gradients(request.tolerance))
             continue
-        low, high = one.quartiles_s
-        seen, promised, peak = one.measured, one.promised, _peak(one)
+        low, high = outcome.quartiles_s
+        seen, promised, peak = outcome.measured, outcome.promised, _peak(outcome)
         cells = [
-            one.name,
-            f"{1e3 * one.step_s:.4g}",
+            outcome.name,
+            f"{1e3 * outcome.step_s:.4g}",
             f"{1e3 * low:.3g}-{1e3 * high:.3g}",
-            f"{first.step_s / one.step_s:.3f}" if first.turns else "",
-            *([] if request.emulate else [f"{_rates(field, one)[unit]:,.0f}"]),
+            f"{first.step_s / outcome.step_s:.3f}" if first.turns else "",
+            *([] if request.emulate else [f"{_rates(field, outcome)[unit]:,.0f}"]),
             "" if promised is None else f"{promised.predicted_step:.4g}",
             "" if seen is None else f"{seen.bubble:.1%}",
             ""
@@ -294,14 +301,14 @@ def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
             "" if peak is None else format_bytes(peak),
         ]
         if not request.emulate:
-            cells += [f"{one.host_us:.0f}", one.gradients(request.tolerance)]
+            cells += [f"{outcome.host_us:.0f}", outcome.gradients(request.tolerance)]
         table.add(*cells)
     return table
 
 
-def _peak(one: Outcome) -> int | None:
-    known = [peak for peak in one.peak_bytes if peak is not None]
-    return max(known, default=None)
+def _peak(outcome: Outcome) -> int | None:
+    peaks = [peak for peak in outcome.peak_bytes if peak is not None]
+    return max(peaks, default=None)
 
 
 def _title(field: Field) -> str:
@@ -331,11 +338,11 @@ def _hardware(device: torch.device) -> str:
 
 def _versions() -> str:
     try:
-        own = version("zbpp")
+        release = version("zbpp")
     except PackageNotFoundError:
-        own = "of a checkout"
+        release = "of a checkout"
     cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     return (
-        f"zbpp {own}, torch {torch.__version__}{cuda}, "
+        f"zbpp {release}, torch {torch.__version__}{cuda}, "
         f"Python {platform.python_version()}"
     )

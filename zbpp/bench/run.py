@@ -60,15 +60,15 @@ def start_bench(request: BenchRequest) -> None:
         device=device,
         timeout_s=request.timeout_s,
     )
-    found = json.loads((request.out / "results.json").read_text(encoding="utf-8"))
+    results = json.loads((request.out / "results.json").read_text(encoding="utf-8"))
     wrong = [
-        f"{one['name']} ({one['reason']})"
-        for one in found["contenders"]
-        if one["same_gradients"] is False
+        f"{contender['name']} ({contender['reason']})"
+        for contender in results["contenders"]
+        if contender["same_gradients"] is False
     ]
     if wrong:
         raise WorkerError(
-            f"not timed, as their gradients are not those of {found['reference']}: "
+            f"not timed, as their gradients are not those of {results['reference']}: "
             f"{', '.join(wrong)}"
         )
 
@@ -108,10 +108,10 @@ def run_bench(request: BenchRequest) -> int:
     looks: dict[str, _Look] = {}
     for turn in range(request.rounds if len(racing) else 0):
         for name in racing if turn % 2 == 0 else reversed(racing):
-            found, looks[name] = _turn(
+            record, looks[name] = _turn(
                 field, name, schedules, looks=turn == request.rounds - 1
             )
-            turns[name].append(found)
+            turns[name].append(record)
             _forget(device)
     outcomes = [
         Outcome(name, difference, tuple(turns.get(name, ())), *looks.get(name, ()))
@@ -119,7 +119,7 @@ def run_bench(request: BenchRequest) -> int:
     ]
     if dist.get_rank() == 0:
         write_results(field, outcomes)
-    return int(any(one.is_wrong(request.tolerance) for one in outcomes))
+    return int(any(outcome.is_wrong(request.tolerance) for outcome in outcomes))
 
 
 def _batch(request: BenchRequest) -> StepBatch:
@@ -146,11 +146,11 @@ def _compared(field: Field, schedules: dict[str, Schedule]) -> dict[str, float |
             _forget(field.device)
     apart: dict[str, float | None] = {}
     for name in request.contenders:
-        found = _gradients(field, name, schedules)
+        gradients = _gradients(field, name, schedules)
         _forget(field.device)
         if reference is None:
-            reference = found
-        apart[name] = compare(reference, found)
+            reference = gradients
+        apart[name] = compare(reference, gradients)
     return apart
 
 
@@ -167,17 +167,17 @@ def _turn(
     """One turn of a contender, and a look at its jobs, if that is asked for."""
     request = field.request
     with _built(field, name, schedules, steps=True) as contender:
-        found = take_turn(
+        turn = take_turn(
             contender,
             field.device,
             warmup=request.warmup,
             steps=request.steps_a_turn,
         )
         if not looks:
-            return found, (None, None)
+            return turn, (None, None)
         n = request.steps_a_turn
         promised = contender.promised(n) if isinstance(contender, Ours) else None
-        return found, (contender.measured(n), promised)
+        return turn, (contender.measured(n), promised)
 
 
 def _forget(device: torch.device) -> None:

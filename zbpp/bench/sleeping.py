@@ -55,7 +55,7 @@ class _SleepingLayer(nn.Module):
 
 def sleeping_chunks(times: ChunkCosts, stage: int) -> dict[int, PeerChunk]:
     """One layer a chunk of a stage, that sleeps for the chunk's times, in ms."""
-    own = times.placement.chunks_of[stage]
+    chunks = times.placement.chunks_of[stage]
     device = torch.device("cpu")
     return {
         chunk: PeerChunk(
@@ -64,14 +64,14 @@ def sleeping_chunks(times: ChunkCosts, stage: int) -> dict[int, PeerChunk]:
                     times.f[chunk] / 1e3,
                     times.b[chunk] / 1e3,
                     times.w[chunk] / 1e3,
-                    times.optimizer[stage] / 1e3 if chunk == own[0] else 0.0,
+                    times.optimizer[stage] / 1e3 if chunk == chunks[0] else 0.0,
                 )
             ],
             chunk,
             device,
             None,
         )
-        for chunk in own
+        for chunk in chunks
     }
 
 

@@ -57,12 +57,12 @@ def take_turn(
         contender.step()
         clock.mark()
     cpu = time.thread_time() - cpu
-    own = clock.seconds()
+    step_ends = clock.seconds()
     contender.settle()
     peak = _peak(device) if reset else None
     host = cpu / (steps * max(1, contender.n_jobs))
     names, ends, peaks, hosts = zip(
-        *gather((clock_name(), own, peak, host)), strict=True
+        *gather((clock_name(), step_ends, peak, host)), strict=True
     )
     clocks = compare_clocks(gather, names)
     ends = tuple(
@@ -108,7 +108,7 @@ class _Clock:
             return list(self._marks)
         first, last = self._marks[0], self._marks[-1]
         last.synchronize()
-        return [self._zero + first.elapsed_time(one) / 1e3 for one in self._marks]
+        return [self._zero + first.elapsed_time(mark) / 1e3 for mark in self._marks]
 
 
 def _reset_peak(device: torch.device) -> bool:

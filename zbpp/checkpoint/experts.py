@@ -52,8 +52,8 @@ class ExpertParts:
         local = value.detach()
         if is_sharded(value):  # each ep's part is dealt out, not the whole
             dealt = [
-                _StridedShard(0, split_factor=n) if one.is_shard() else one
-                for one in value.placements
+                _StridedShard(0, split_factor=n) if placement.is_shard() else placement
+                for placement in value.placements
             ]
             placements = [*dealt, *placements]
             mesh = DeviceMesh._concatenate([value.device_mesh, mesh])

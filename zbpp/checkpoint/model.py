@@ -85,10 +85,12 @@ class LocalModel:
             place: tie[0] for tie in ties for place in tie
         }
         self.optimizers, self.schedulers = tuple(optimizers), tuple(schedulers)
-        found = list(self._find(sorted(layers, key=lambda pair: pair[0])))
-        self.slots = [slot for _, slot in found]
+        held_slots = list(self._find(sorted(layers, key=lambda pair: pair[0])))
+        self.slots = [slot for _, slot in held_slots]
         self._slots: dict[int, Slot] = {
-            id(held): slot for held, slot in reversed(found) if isinstance(held, Tensor)
+            id(held): slot
+            for held, slot in reversed(held_slots)
+            if isinstance(held, Tensor)
         }
         for copy, original in (copies or {}).items():
             slot = self._slots[id(original)]

@@ -46,9 +46,9 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
         return whole(value)
     from torch.distributed.tensor import distribute_tensor
 
-    sharded, given = cast(Any, like), cast(Any, value)
+    sharded, tensor = cast(Any, like), cast(Any, value)
     mesh, placements = sharded.device_mesh, sharded.placements
-    if is_sharded(value) and (given.device_mesh, given.placements) == (
+    if is_sharded(value) and (tensor.device_mesh, tensor.placements) == (
         mesh,
         placements,
     ):

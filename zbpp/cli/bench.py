@@ -54,7 +54,9 @@ class Bench(BenchOptions, BlockSizes):
         from zbpp.runtime.support.devices import check_kind
 
         check_kind(self.device)
-        options = {one.name: getattr(self, one.name) for one in fields(BenchOptions)}
+        options = {
+            field.name: getattr(self, field.name) for field in fields(BenchOptions)
+        }
         request = BenchRequest(
             **options | {"rounds": min(self.rounds, self.steps)},
             contenders=contenders_of(*self._names()),

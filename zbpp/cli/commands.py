@@ -141,9 +141,10 @@ def _parse(words: Sequence[str]) -> Any:
     name, *rest = words
     if name == "compare" and any(word.startswith("--devices") for word in rest):
         name = "mesh"
-    known = {**_COMMANDS, **_FORMER}
-    known = {name: known[name]} if name in known else known  # the others take time
-    app = application(known, former=tuple(_FORMER))
+    commands = {**_COMMANDS, **_FORMER}
+    if name in commands:  # the others take time
+        commands = {name: commands[name]}
+    app = application(commands, former=tuple(_FORMER))
     return parse(app, [name, *rest])
 
 

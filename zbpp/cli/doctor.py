@@ -81,8 +81,8 @@ def _split() -> str:
 
 def _tested(name: str) -> str:
     """What to add to a line whose release no test has run on."""
-    found = platform.python_version() if name == "python" else _version(name) or ""
-    if ".".join(found.split(".")[:2]) in _TESTED[name]:
+    release = platform.python_version() if name == "python" else _version(name) or ""
+    if ".".join(release.split(".")[:2]) in _TESTED[name]:
         return ""
     return f"; not tested: {', '.join(_TESTED[name])} are"
 

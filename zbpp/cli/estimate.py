@@ -130,17 +130,17 @@ class EstimateCommand(Compute, BlockSizes, Replicas):
         def estimated(of: "ModelMemory", modes: Sequence[str]) -> "Estimate":
             return estimate_modes(of, steps, modes, costs=costs, **sizes)
 
-        found = estimated(memory, modes)
-        self._write(memory, steps, next(iter(found.modes)), costs, limit)
+        estimate = estimated(memory, modes)
+        self._write(memory, steps, next(iter(estimate.modes)), costs, limit)
         if self.json:
-            print(json.dumps(found.as_json()))
+            print(json.dumps(estimate.as_json()))
             return
         from zbpp.memory.api import largest_microbatch
 
         largest = {}
         if limit is not None:
-            largest = largest_microbatch(memory, limit, estimated, list(found.modes))
-        _print(found, limit, largest)
+            largest = largest_microbatch(memory, limit, estimated, list(estimate.modes))
+        _print(estimate, limit, largest)
 
     def _check(self) -> None:
         check_outputs(costs_out=self.costs_out, layers_out=self.layers_out)
@@ -221,39 +221,43 @@ class EstimateCommand(Compute, BlockSizes, Replicas):
 _PARTS = ("parameters", "gradients", "optimizer", "rollback", "activations_peak")
 
 
-def _print(found: "Estimate", limit: float | None, largest: dict[str, int]) -> None:
+def _print(estimate: "Estimate", limit: float | None, largest: dict[str, int]) -> None:
     """A row for each mode and stage, in GiB (or MiB, if all is small)."""
-    whole = max(found.peak(mode) for mode in found.modes)
+    whole = max(estimate.peak(mode) for mode in estimate.modes)
     unit, size = ("GiB", 2**30) if whole >= 2**28 else ("MiB", 2**20)
     heads = [part.removesuffix("_peak") for part in _PARTS]
     table = Table("mode", "stage", *heads, "messages", "other", f"peak, {unit}")
-    for mode, stages in found.modes.items():
+    for mode, stages in estimate.modes.items():
         for index, stage in enumerate(stages):
             parts = [getattr(stage, part) for part in _PARTS]
-            other = stage.buffers + stage.batch + stage.gathered_peak
-            cells = (f"{n / size:.2f}" for n in (*parts, stage.messages_peak, other))
+            remainder = stage.buffers + stage.batch + stage.gathered_peak
+            cells = (
+                f"{n / size:.2f}" for n in (*parts, stage.messages_peak, remainder)
+            )
             fits = "" if limit is None or stage.peak <= limit else " over"
             name = mode if index == 0 else ""
             table.add_row(name, str(index), *cells, f"{stage.peak / size:.2f}{fits}")
         table.add_section()
     Terminal(highlight=False, width=120).print(table)
-    for mode, reason in found.refused.items():
+    for mode, reason in estimate.refused.items():
         print(f"{mode}: {reason}")
-    how = "compiled blocks" if found.compiled else "no compiler"
+    how = "compiled blocks" if estimate.compiled else "no compiler"
     print(
-        f"micro-batches of {found.samples} samples; {how}; kernels of {found.device}. "
-        "The parts have their peaks at their own times: their sum may be more."
+        f"micro-batches of {estimate.samples} samples; {how}; "
+        f"kernels of {estimate.device}. The parts have their peaks at their own times: "
+        "their sum may be more."
     )
-    if found.as_they_are:
+    if estimate.as_they_are:
         print(
-            f"as they are, for want of one compiled graph: layers {found.as_they_are}"
+            "as they are, for want of one compiled graph: "
+            f"layers {estimate.as_they_are}"
         )
     if limit is not None:
-        _print_fits(found, limit, largest)
+        _print_fits(estimate, limit, largest)
 
 
-def _print_fits(found: "Estimate", limit: float, largest: dict[str, int]) -> None:
-    fitting = [mode for mode in found.modes if found.peak(mode) <= limit]
+def _print_fits(estimate: "Estimate", limit: float, largest: dict[str, int]) -> None:
+    fitting = [mode for mode in estimate.modes if estimate.peak(mode) <= limit]
     named = ", ".join(fitting) or "no mode"
     fit = "fits" if len(fitting) < 2 else "fit"
     print(f"{named} {fit} {format_bytes(limit)} a stage")

@@ -88,8 +88,8 @@ def parse(app: App, words: Sequence[str]) -> Any:
         reason = str(error)
     else:
         return make(*bound.args, **bound.kwargs)
-    known = "".join(f"{word} " for word in words[:1] if word in app)
-    raise RequestError(f"{reason} (see zbpp {known}--help)")
+    command = "".join(f"{word} " for word in words[:1] if word in app)
+    raise RequestError(f"{reason} (see zbpp {command}--help)")
 
 
 def _spelled(words: Sequence[str]) -> Iterator[str]:
@@ -105,12 +105,14 @@ def _spelled(words: Sequence[str]) -> Iterator[str]:
         yield flag + equals + value
 
 
-def _from_file(app: App, commands: tuple[str, ...], found: ArgumentCollection) -> None:
+def _from_file(
+    app: App, commands: tuple[str, ...], arguments: ArgumentCollection
+) -> None:
     """Take the flags of ``--config run.toml`` that nobody has typed.
 
     Tables are headings that group the flags.
     """
-    config = found.get("--config", None)
+    config = arguments.get("--config", None)
     if config is None or not config.tokens:
         return
     path = config.tokens[-1].value
@@ -120,7 +122,7 @@ def _from_file(app: App, commands: tuple[str, ...], found: ArgumentCollection) -
         reason = getattr(error, "strerror", None) or error
         raise RequestError(f"--config {path}: cannot be read: {reason}") from None
     flags = Dict(data=dict(_flat(data)), source=path, use_commands_as_keys=False)
-    flags(app, commands, found)
+    flags(app, commands, arguments)
 
 
 def _flat(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -143,15 +145,21 @@ def _maker(command: type) -> Callable[..., Any]:
         for name in vars(owner).get("__annotations__", {})
     }
     parameters = []
-    for name, one in inspect.signature(command).parameters.items():
+    for name, parameter in inspect.signature(command).parameters.items():
         owner = owners[name]
         title = "Flags" if owner is command else (owner.__doc__ or "").partition(".")[0]
         group = Group(title, sort_key=-len(owner.__mro__))  # its own come first
         about = _flag(flags[name], hints[name], group)
-        kind = one.POSITIONAL_OR_KEYWORD if name in _SCHEDULES else one.KEYWORD_ONLY
+        kind = (
+            parameter.POSITIONAL_OR_KEYWORD
+            if name in _SCHEDULES
+            else parameter.KEYWORD_ONLY
+        )
         hint = Annotated[hints[name], about]  # type: ignore[valid-type]
-        parameters.append(one.replace(kind=kind, annotation=hint))
-    signature = inspect.Signature(sorted(parameters, key=lambda one: one.kind))
+        parameters.append(parameter.replace(kind=kind, annotation=hint))
+    signature = inspect.Signature(
+        sorted(parameters, key=lambda parameter: parameter.kind)
+    )
 
     def make(*words: Any, **values: Any) -> Any:
         return command(**signature.bind(*words, **values).arguments)

@@ -57,12 +57,12 @@ class Plan(PlanFlags):
         schedule, costs = plan.schedule, plan.costs
         proof = ""
         if self.solver is not None:
-            found = certify(schedule, costs, seconds=self.solver_seconds)
-            proved = found.schedule
+            certificate = certify(schedule, costs, seconds=self.solver_seconds)
+            proved = certificate.schedule
             schedule = replace(
                 proved, split=schedule.split, recompute=schedule.recompute
             )
-            proof = f", {found}"
+            proof = f", {certificate}"
         found_span = span(simulate(schedule, costs))  # before there are V's
         schedule = self.with_checks(schedule)
         write_file(self.out, schedule_text(schedule))

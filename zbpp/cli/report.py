@@ -221,10 +221,10 @@ def _pictures(timelines: Sequence[Timeline], name: str) -> str:
             f"most {lasting[len(lasting) // 2]:.6g}; zbpp show -o x.svg draws it)"
         )
     return "\n".join(
-        _picture(one, unit)
-        if one.name == name
-        else f"{one.name}:\n{_picture(one, unit)}"
-        for one in timelines
+        _picture(timeline, unit)
+        if timeline.name == name
+        else f"{timeline.name}:\n{_picture(timeline, unit)}"
+        for timeline in timelines
     )
 
 

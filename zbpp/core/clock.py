@@ -283,8 +283,9 @@ def can_finish(
     forward, backward = (
         [bytearray(n_microbatches) for _ in range(placement.n_chunks)] for _ in "FB"
     )
-    given = bytes([1]) * n_microbatches  # the inputs, and the gradients of the losses
-    of_f, of_b = [given, *forward[:-1]], [*backward[1:], given]
+    # The inputs, and the gradients of the losses.
+    boundary = bytes([1]) * n_microbatches
+    of_f, of_b = [boundary, *forward[:-1]], [*backward[1:], boundary]
     neighbours = [_neighbours(placement, stage) for stage in range(placement.n_stages)]
     f_kind, w_kind = PassKind.F, PassKind.W
     due = [len(order) for order in orders]
@@ -353,7 +354,7 @@ def _time_passes(
         stage = to_try.pop()
         order, now = orders[stage], busy[stage]
         begun, ended = starts[stage], ends[stage]
-        own = placement.chunks_of[stage]
+        chunks = placement.chunks_of[stage]
         n_before, n_due, gradients_end = len(begun), due, 0.0
         for column in range(n_before, len(order)):
             job = order[column]
@@ -362,7 +363,7 @@ def _time_passes(
                     break
                 return None
             kind, chunk, i = job.kind, job.chunk, job.microbatch
-            if not 0 <= i < n_microbatches or chunk not in own:
+            if not 0 <= i < n_microbatches or chunk not in chunks:
                 return None
             if kind is f_kind:
                 if chunk:
@@ -418,9 +419,9 @@ def _time_passes(
 
 def _neighbours(placement: Placement, stage: int) -> list[int]:
     """List the stages that a stage sends to."""
-    found = set()
+    stages = set()
     for chunk in placement.chunks_of[stage]:
-        for other in (chunk - 1, chunk + 1):
-            if 0 <= other < placement.n_chunks:
-                found.add(placement.stage_of[other])
-    return sorted(found - {stage})
+        for neighbour in (chunk - 1, chunk + 1):
+            if 0 <= neighbour < placement.n_chunks:
+                stages.add(placement.stage_of[neighbour])
+    return sorted(stages - {stage})

@@ -28,7 +28,7 @@ def robust_mean(values: Sequence[float]) -> float:
         return values[0] if values else 0.0
     low, _, high = quantiles(values, method="inclusive")
     far = high + _FAR * (high - low)
-    return fmean(min(one, far) for one in values)
+    return fmean(min(value, far) for value in values)
 
 
 def not_told_apart(name: str) -> str:

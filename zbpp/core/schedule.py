@@ -148,7 +148,7 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
     layers = with_m_r(chunk_layers(bare, schedule.placement, split))
     again, first = [], 0
     for chunk, n_layers in enumerate(split):
-        again += [first + one for one in schedule.recomputes(chunk, n_layers)]
+        again += [first + layer for layer in schedule.recomputes(chunk, n_layers)]
         first += n_layers
     costs = layers.on(schedule.placement, split, recompute=again)
     return replace(costs, gathers=gathers)

@@ -197,7 +197,9 @@ def _untimely(job: Job, seen: dict[Job, int], placement: Placement) -> str | Non
     if Step(stage_of(job, placement)) in seen:
         return f"{job} comes after O; the optimizer step must be the last job"
     if isinstance(job, Check):
-        if any(isinstance(other, Pass) and other.kind is not F for other in seen):
+        if any(
+            isinstance(seen_job, Pass) and seen_job.kind is not F for seen_job in seen
+        ):
             return "V must come before the first backward pass of its stage"
         return None
     if not isinstance(job, Pass):
@@ -395,14 +397,14 @@ def _part_breaches(
     for stage, row in enumerate(rows):
         for column, job in enumerate(row):
             if isinstance(job, Part):
-                known = lanes.setdefault((job.kind, job.chunk), {})
-                if known.setdefault(job.index, job.lane) is not job.lane:
+                lane_of_part = lanes.setdefault((job.kind, job.chunk), {})
+                if lane_of_part.setdefault(job.index, job.lane) is not job.lane:
                     yield (
                         stage,
                         column,
                         f"{job}: this part is on another lane elsewhere",
                     )
-    counts = {key: len(known) for key, known in lanes.items()}
+    counts = {key: len(lane_of_part) for key, lane_of_part in lanes.items()}
     for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
         for column, reason in _row_breaches(order, row, counts):
             yield stage, column, reason
@@ -462,8 +464,8 @@ def unit_times(placement: Placement, rows: Orders) -> ChunkCosts:
             lanes.setdefault((job.kind, job.chunk), {})[job.index] = job.lane
 
     def parts(kind: PassKind, chunk: int) -> tuple[tuple[Lane, float], ...]:
-        known = sorted(lanes.get((kind, chunk), {}).items())
-        return tuple((lane, 1.0) for _, lane in known)
+        part_lanes = sorted(lanes.get((kind, chunk), {}).items())
+        return tuple((lane, 1.0) for _, lane in part_lanes)
 
     chunks = range(placement.n_chunks)
     of_chunks = tuple(Parts(parts(F, c), parts(B, c), parts(W, c)) for c in chunks)

@@ -138,7 +138,7 @@ def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int
     Raises:
         RequestError: a chunk has no such layer.
     """
-    found: set[int] = set()
+    layer_numbers: set[int] = set()
     firsts = accumulate(split, initial=0)
     for chunk, (first, n_layers) in enumerate(zip(firsts, split, strict=False)):
         layers = schedule.recomputes(chunk, n_layers)
@@ -148,8 +148,8 @@ def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int
                 f"chunk has {n_layers} layers; plan for this split, or give the "
                 f"schedule's: {list(schedule.split or ()) or 'it has none'}"
             )
-        found |= {first + layer for layer in layers}
-    return frozenset(found)
+        layer_numbers |= {first + layer for layer in layers}
+    return frozenset(layer_numbers)
 
 
 def plan_text(plan: Plan) -> str:

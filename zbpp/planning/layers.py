@@ -52,15 +52,15 @@ def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
         if mode.place is None and request.by_mode:
             return _best_of_modes(request, request.costs)
         return _best_split(mode, request)
-    given = request.schedule if isinstance(request.schedule, Schedule) else None
-    if given is not None and request.recompute == "auto":
+    preset = request.schedule if isinstance(request.schedule, Schedule) else None
+    if preset is not None and request.recompute == "auto":
         raise RequestError(
-            f"recompute auto plans anew, but the orders of {given.name} are given; "
+            f"recompute auto plans anew, but the orders of {preset.name} are given; "
             "give a mode, or plan a file with zbpp plan --recompute auto"
         )
     schedule = _best_split(mode, request).schedule
     if not callable(request.split):
-        schedule = replace(schedule, split=None if given is None else given.split)
+        schedule = replace(schedule, split=None if preset is None else preset.split)
     costs = recomputed(request.chunk_costs, schedule)
     has_costs = request.costs is not None
     return Plan(schedule, costs, mode.name, has_costs, split=schedule.split)
@@ -75,7 +75,7 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
     for placement, effort in zip(options, efforts, strict=True):
         with contest.attempt(mode.name):
             layers, split, recompute = _asked(placement, request)
-            found = plan_recompute(
+            layer_plan = plan_recompute(
                 _planner(mode, placement, n_microbatches),
                 layers,
                 placement,
@@ -85,12 +85,12 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
                 effort=effort,
             )
             plan = Plan(
-                found.schedule,
-                found.costs,
+                layer_plan.schedule,
+                layer_plan.costs,
                 mode.name,
-                split=found.split,
-                ideal_step=found.ideal_step,
-                even_step=found.even_step,
+                split=layer_plan.split,
+                ideal_step=layer_plan.ideal_step,
+                even_step=layer_plan.even_step,
             )
             contest.offer(mode.name, plan)
     _, best = contest.winner()
@@ -106,12 +106,12 @@ def _asked(
 
     Costs of chunks are dealt to their layers, one each if these are not known.
     """
-    given = request.schedule if isinstance(request.schedule, Schedule) else None
+    preset = request.schedule if isinstance(request.schedule, Schedule) else None
     split, recompute = request.split, request.recompute
     if not isinstance(request.costs, LayerCosts):
         parts: Sequence[int] = (1,) * placement.n_chunks
         if callable(split):
-            planned = None if given is None else given.split
+            planned = None if preset is None else preset.split
             parts = split(placement) if planned is None else planned
         what, n = "layer" if callable(split) else "chunk", sum(parts)
         for part in () if isinstance(recompute, str) else recompute or ():
@@ -123,18 +123,18 @@ def _asked(
         return layers, parts, recompute or ()
     layers = request.costs
     assert not callable(split), "costs of layers need no rule"
-    if given is not None and given.split is not None and split is None:
-        split = given.split
+    if preset is not None and preset.split is not None and split is None:
+        split = preset.split
         if sum(split) != layers.n_layers:
             raise RequestError(
                 f"the schedule's split {list(split)} is for {sum(split)} layers, but "
                 f"the costs are for {layers.n_layers}; plan again, or give another "
                 "split"
             )
-    if given is not None and given.recompute is not None and recompute is None:
+    if preset is not None and preset.recompute is not None and recompute is None:
         if split is None or isinstance(split, str):
             split = even_split(layers.n_layers, placement.n_chunks)
-        recompute = recomputed_layers(given, split)
+        recompute = recomputed_layers(preset, split)
     return layers, split, () if recompute is None else recompute
 
 
@@ -237,7 +237,7 @@ def _quick_plan(
     None if neither fits.
     """
     splits = [first.split] if placement == first.schedule.placement else []
-    found: list[Plan] = []
+    plans: list[Plan] = []
     with suppress(LimitError):
         _, n_microbatches = request.sizes(mode.name)
         splits.append(balance(layers, placement, n_microbatches).split)
@@ -246,8 +246,8 @@ def _quick_plan(
             if request.recompute == "auto" and is_large:
                 again = first.recompute if split == first.split else frozenset()
                 quick = replace(quick, recompute=again)
-            found.append(_best_split(mode, quick))
-    return min(found, key=lambda plan: plan.step, default=None)
+            plans.append(_best_split(mode, quick))
+    return min(plans, key=lambda plan: plan.step, default=None)
 
 
 def rejected(contest: Contest[Plan], name: str, best: Plan) -> tuple[Rejected, ...]:

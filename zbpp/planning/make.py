@@ -191,9 +191,9 @@ class _ModeLimitError(LimitError):
 
 def _with_others(error: LimitError, request: PlanRequest) -> LimitError:
     """Add to an error which modes would fit."""
-    found = _ModeLimitError(error.reason, error.smallest, error.unit)
-    found.fitting = fitting_modes(request)
-    return found
+    mode_error = _ModeLimitError(error.reason, error.smallest, error.unit)
+    mode_error.fitting = fitting_modes(request)
+    return mode_error
 
 
 def fitting_modes(request: PlanRequest) -> tuple[str, ...]:

@@ -155,7 +155,7 @@ def plan_meshes(
         check_replicas(n_devices, shard)
     if any(n_devices > n for n in tensor_parallel):
         check_parameters(layers)
-    found = []
+    meshes = []
     for n in tensor_parallel:
         shared = on_shared_layers(layers, n, network)
         links = replicas_network(network, n)
@@ -178,8 +178,8 @@ def plan_meshes(
                 mesh = replace(mesh, reason=few)
             else:
                 mesh = _planned(mesh, shared, links, mode, effort)
-            found.append(mesh)
-    return found
+            meshes.append(mesh)
+    return meshes
 
 
 def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
@@ -233,16 +233,16 @@ def _planned(
 
 def _with_whole(mesh: MeshPlan, whole: float, layers: LayerCosts) -> MeshPlan:
     """Count what is whole for a while; refuse a mesh that then has no room."""
-    found = replace(mesh, whole=whole)
+    counted_mesh = replace(mesh, whole=whole)
     limit = layers.limit
-    if limit is not None and found.peak > _least(limit) * (1 + 1e-9):
-        peak, unit = found.peak, layers.memory_unit
+    if limit is not None and counted_mesh.peak > _least(limit) * (1 + 1e-9):
+        peak, unit = counted_mesh.peak, layers.memory_unit
         reason = (
             f"a device needs memory {format_memory(peak, unit)} with what is whole for "
             f"a while, over the limit {format_memory(_least(limit), unit)}"
         )
-        return replace(found, plan=None, reason=reason, needs=peak)
-    return found
+        return replace(counted_mesh, plan=None, reason=reason, needs=peak)
+    return counted_mesh
 
 
 def _any_stages(layers: LayerCosts) -> LayerCosts:

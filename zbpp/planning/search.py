@@ -157,12 +157,12 @@ def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
     if request.placement is not None:
         return [request.placement]
     deal = [chunks] if chunks else [2, *_more_chunks(request)]
-    found = [Placement.single(n_stages)] if chunks in (None, 1) else []
+    options = [Placement.single(n_stages)] if chunks in (None, 1) else []
     if chunks != 1:
         for n in deal:
-            found.append(Placement.wave(n_stages, n))
-            found.append(Placement.interleaved(n_stages, n))
-    return found
+            options.append(Placement.wave(n_stages, n))
+            options.append(Placement.interleaved(n_stages, n))
+    return options
 
 
 def _more_chunks(request: PlanRequest) -> list[int]:

@@ -137,10 +137,10 @@ def replan(schedule: Schedule, costs: Costs, *, effort: str) -> Replanned:
     )
     bare = without_checks(without_collectives(schedule))
     now = replace(best, schedule=bare).span
-    found = replace(
+    new_schedule = replace(
         bare, name=best.mode, orders=best.schedule.orders, parts=best.schedule.parts
     )
-    return Replanned(found, now, best.span)
+    return Replanned(new_schedule, now, best.span)
 
 
 def make_watcher(wanted: Watch | bool | None, plan: Plan) -> "Watcher | None":
@@ -199,14 +199,14 @@ class Watcher:
         measured = measured_costs(pipeline, self._watch.window).with_memory(self._costs)
         text: str | None = None
         if pipeline.rank == 0:
-            found = self._look(schedule, measured)
-            if found is not None:
-                text = schedule_text(found.schedule)
+            replanned = self._look(schedule, measured)
+            if replanned is not None:
+                text = schedule_text(replanned.schedule)
                 _log.info(
                     "auto: after step %d the order of %s replaces that of %s; span "
                     "%.4g ms, was %.4g (%.1f %% shorter)",
-                    self._n_steps, found.schedule.name, schedule.name, found.then,
-                    found.now, 100 * found.gain,
+                    self._n_steps, replanned.schedule.name, schedule.name,
+                    replanned.then, replanned.now, 100 * replanned.gain,
                 )  # fmt: skip
         text = pipeline.gather(text)[0]
         if text is not None:
@@ -221,8 +221,8 @@ class Watcher:
             _log.info("auto: %.0f %% of the work is elsewhere than planned", 100 * away)
         self._costs, self._has_costs = measured, True
         try:
-            found = replan(schedule, measured, effort=self._watch.effort)
+            replanned = replan(schedule, measured, effort=self._watch.effort)
         except RequestError as error:
             _log.warning("auto: the schedule stays as it is: %s", error)
             return None
-        return found if found.gain >= self._watch.least_gain else None
+        return replanned if replanned.gain >= self._watch.least_gain else None

@@ -16,14 +16,14 @@ _GIVEN_UP = 1  # as in loops.h
 _LOG = logging.getLogger("zbpp")
 
 
-def _is_stale(found: ctypes.CDLL) -> bool:
+def _is_stale(loops: ctypes.CDLL) -> bool:
     """True if a checkout's sources are not those that the loops were built of."""
     files = sorted(Path(__file__).parent.glob("*.[ch]"))
     if not files:  # installed from a wheel
         return False
     stamp = sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     try:
-        built = ctypes.c_char_p.in_dll(found, "zbpp_stamp")
+        built = ctypes.c_char_p.in_dll(loops, "zbpp_stamp")
     except ValueError:
         return True
     return built.value != stamp.encode()
@@ -35,18 +35,18 @@ def _load() -> ctypes.CDLL | None:
         return None
     path = Path(__file__).with_name("loops.shared")
     try:
-        found = ctypes.CDLL(str(path))
+        loops = ctypes.CDLL(str(path))
     except OSError:  # there was no compiler, or it is of another machine
         return None
-    if _is_stale(found):
+    if _is_stale(loops):
         _LOG.warning(
             "the compiled planner was built of other sources, so Python plans, slower; "
             "install the checkout again (pip install -e .)"
         )
         return None
     for name in ("list_schedule", "time_rows", "improve", "schedule_lanes"):
-        getattr(found, f"zbpp_{name}").restype = ctypes.c_int64
-    return found
+        getattr(loops, f"zbpp_{name}").restype = ctypes.c_int64
+    return loops
 
 
 library = _load()

@@ -160,9 +160,9 @@ def _search(problem: LaneProblem, n_parts: float, seconds: float) -> Rows | None
     longer = Budget(math.inf, seconds)
     while seconds and longer.is_left and best_climb.span > problem.base.target:
         best_climb.step()
-    found = list_schedule(problem, best_climb.settings.rules(problem))
-    assert found is not None
-    return found[1]
+    run = list_schedule(problem, best_climb.settings.rules(problem))
+    assert run is not None
+    return run[1]
 
 
 @dataclass
@@ -245,10 +245,10 @@ def _change(settings: _Settings, draws: random.Random) -> _Settings:
             at = draws.randrange(len(value))
             one_pass = name in ("turn", "slope")
             end = at + 1 if one_pass else draws.choice((at + 1, at + 1, len(value)))
-            other = _other(name, value[at], draws)
-            by = other - value[at]
+            new_value = _other(name, value[at], draws)
+            by = new_value - value[at]
             moved = [
-                max(1, x + by) if name == "cap" else x + by if one_pass else other
+                max(1, x + by) if name == "cap" else x + by if one_pass else new_value
                 for x in value[at:end]
             ]
             changed = (*value[:at], *moved, *value[end:])

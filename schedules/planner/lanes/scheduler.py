@@ -48,10 +48,10 @@ def list_schedule(
     """
     if library is None:
         return _Stages(problem, rules).run(below)
-    found = _in_c(problem, rules, below)
-    if found is None:
+    run = _in_c(problem, rules, below)
+    if run is None:
         return None
-    span, parts, microbatches = found
+    span, parts, microbatches = run
     rows = [
         list(zip(parts[begin:end], microbatches[begin:end], strict=True))
         for begin, end in pairwise(problem.row_from)
@@ -221,9 +221,9 @@ class _Stages:
         numbers = self.problem.base.numbers[stage]
         need = self.memory[stage] + change[q]
         oldest = started[numbers[len(numbers) // 2 - 1]]
-        for other in numbers[: len(numbers) // 2]:
-            if other != q and started[other] <= oldest and oldest < self.m:
-                need += change[other]
+        for forward in numbers[: len(numbers) // 2]:
+            if forward != q and started[forward] <= oldest and oldest < self.m:
+                need += change[forward]
         return need
 
     def _choose_w(self, stage: int, lane: int, now: float) -> int | None:

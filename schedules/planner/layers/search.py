@@ -119,9 +119,9 @@ class LayerPlan(Trial):
         return self.choice.recompute
 
 
-def better(trial: Trial, other: Trial) -> Trial:
+def better(trial: Trial, rival: Trial) -> Trial:
     """The better one of two; the first if they tie."""
-    return other if other.is_better_than(trial) else trial
+    return rival if rival.is_better_than(trial) else trial
 
 
 class Trials:
@@ -213,7 +213,11 @@ class Trials:
         pairs = self._done.items()
         fast = [trial for (_, effort), trial in pairs if trial and effort == "fast"]
         fast.sort(
-            key=lambda one: (one.step, one.barrier_step, len(one.choice.recompute))
+            key=lambda trial: (
+                trial.step,
+                trial.barrier_step,
+                len(trial.choice.recompute),
+            )
         )
         return fast
 
@@ -444,18 +448,18 @@ def _drawn(
     small part of a plan. Those that are not ``below`` the step of a plan are left out.
     """
     chunks = range(trials.placement.n_chunks)
-    known = set(sources)
+    choices = set(sources)
     ranked = sorted((trials.bound(choice), choice) for choice in sources)
     for _ in range(_MOST_DRAWS if len(chunks) > 1 else 0):
-        if len(known) >= len(sources) + _N_DRAWN or not budget.is_left:
+        if len(choices) >= len(sources) + _N_DRAWN or not budget.is_left:
             break
         _, (split, recompute) = rng.choice(ranked[:_LIKELY])
         for _ in range(rng.choice((1, 1, 2, 3, 4))):
             split = moved(split, *rng.sample(chunks, 2)) or split
         choice = Choice(split, recompute)
-        if choice in known or trials.loads(recompute).largest(split) >= below:
+        if choice in choices or trials.loads(recompute).largest(split) >= below:
             continue
-        known.add(choice)
+        choices.add(choice)
         budget.spend(_BOUND * trials.price)
         if trials.bound(choice) < below:
             insort(ranked, (trials.bound(choice), choice))

@@ -192,7 +192,7 @@ def _choose(draft: _Draft, stage: int, now: float) -> int:
     """Choose the next pass of a stage by rules 1 to 3; -1: none."""
     problem, settings = draft.problem, draft.settings
     soon = now + problem.tiny
-    known = []
+    candidates = []
     starved = False
     for q in draft.candidates(stage):
         arrival = draft.arrival(q)
@@ -204,13 +204,13 @@ def _choose(draft: _Draft, stage: int, now: float) -> int:
         rank = 0.0
         if settings.order is None:
             rank = draft.done[q] * problem.unit + settings.offset[q]
-        known.append(_Known(rank, q, arrival))
-    known.sort()
-    chosen = _best_ready(draft, now, known)
+        candidates.append(_Known(rank, q, arrival))
+    candidates.sort()
+    chosen = _best_ready(draft, now, candidates)
     if not 0 <= chosen < problem.n_chunks and draft.n_early[stage]:
         forwards = [
             coming.q
-            for coming in known
+            for coming in candidates
             if coming.q < problem.n_chunks and coming.arrival <= soon
         ]
         if forwards:
@@ -223,7 +223,7 @@ def _choose(draft: _Draft, stage: int, now: float) -> int:
     is_tail = draft.done[problem.numbers[stage][0]] == problem.n_microbatches
     share = settings.overrun_tail if is_tail else settings.overrun[stage]
     end = now + problem.time[weight] * (1 - share)
-    arrivals = [coming.arrival for coming in known if coming.arrival > soon]
+    arrivals = [coming.arrival for coming in candidates if coming.arrival > soon]
     coming = min(arrivals, default=math.inf)
     if starved or end <= coming + problem.tiny:
         return weight

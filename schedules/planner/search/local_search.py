@@ -88,14 +88,16 @@ def improve_top_k(
 _CLIMB = 100  # passes placed for each pass of a plan
 
 
-def hill_climb(problem: PlacementProblem, found: Sequence[Seed]) -> list[Plan]:
+def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[Plan]:
     """Change the settings of the best list schedule; return plans, best first.
 
     A run of the list scheduler changes much of a plan at once, and is given up as soon
     as it cannot be better; moves of single passes change little.
     """
-    plans = [seed.plan for seed in found]
-    plan, settings = next((seed for seed in found if seed.settings), found[0])
+    plans = [seed.plan for seed in ranked_seeds]
+    plan, settings = next(
+        (seed for seed in ranked_seeds if seed.settings), ranked_seeds[0]
+    )
     if settings is None:  # known orders alone have come to their end
         return plans
     n_passes, draws = problem.n_passes, XorShift64(0)
@@ -277,16 +279,16 @@ def iterated_local_search(
         order = known_order(rows, _OVERRUNS[draws.below(len(_OVERRUNS))])
         most = best.span * (1 + _SHIFT_MARGIN)
         budget.spend(problem.n_passes)  # shifting takes that long, if no pass is placed
-        other = list_schedule(problem, order, most, Budget(math.inf))
-        if other is None:
+        neighbour = list_schedule(problem, order, most, Budget(math.inf))
+        if neighbour is None:
             continue
         moves = Budget(_SHIFT_MOVES * problem.n_passes)
-        other = improve(problem, other, moves, draws, _DETOUR)
+        neighbour = improve(problem, neighbour, moves, draws, _DETOUR)
         budget.spend(moves.spent)
-        if other.span <= best.span * (1 + _LEFT_BEHIND):
-            starts = timed(problem, other.rows).starts
-        if other.span < best.span * (1 - 1e-9):
-            best = other
+        if neighbour.span <= best.span * (1 + _LEFT_BEHIND):
+            starts = timed(problem, neighbour.rows).starts
+        if neighbour.span < best.span * (1 - 1e-9):
+            best = neighbour
     return best
 
 

@@ -87,20 +87,20 @@ def seeds(
     A run is given up when it falls behind the best, or behind the span ``below``, by
     more than the margin, a share. If all are, the first rule is run to its end.
     """
-    found: list[Seed] = []
+    kept_seeds: list[Seed] = []
     for attempt in _attempts(problem):
         seed = _planned(problem, attempt, below * (1 + margin), budget)
         if seed is None:
             continue
-        found.append(seed)
+        kept_seeds.append(seed)
         below = min(below, seed.plan.span)
         if seed.plan.span <= problem.target or not budget.is_left:
             break
-    if not found:
+    if not kept_seeds:
         seed = _planned(problem, first_rule(problem), math.inf, budget)
         assert seed is not None, "a list schedule by a rule comes to its end"
-        found.append(seed)
-    return sorted(found, key=lambda seed: seed.plan.span)
+        kept_seeds.append(seed)
+    return sorted(kept_seeds, key=lambda seed: seed.plan.span)
 
 
 def first_rule(problem: PlacementProblem) -> Settings:

@@ -61,24 +61,26 @@ class Compare(PlanFlags):
         check_outputs(out=self.out, csv=self.csv)
         if self.out is not None:
             check_picture(self.out)
-        found = [replace(self, costs=path)._compare() for path in paths_in(self.costs)]
+        comparisons = [
+            replace(self, costs=path)._compare() for path in paths_in(self.costs)
+        ]
         if self.json:
             data = {
                 "n_stages": self.stages,
                 "n_microbatches": self.microbatches,
                 "command": command_text(self),
-                "comparisons": [one.data() for one in found],
+                "comparisons": [comparison.data() for comparison in comparisons],
             }
             print(json.dumps(data))
         else:
-            for one in found:
-                self._print(one, one.name if len(found) > 1 else "")
-                if one.runs:
-                    print_runs(one.runs)
+            for comparison in comparisons:
+                self._print(comparison, comparison.name if len(comparisons) > 1 else "")
+                if comparison.runs:
+                    print_runs(comparison.runs)
         if self.csv is not None:
-            write_file(self.csv, csv_text(found))
+            write_file(self.csv, csv_text(comparisons))
         if self.out is not None:
-            self._draw(self.out, found)
+            self._draw(self.out, comparisons)
         written = [path for path in (self.csv, self.out) if path is not None]
         if written and not self.json:
             print(*written, sep="\n")
@@ -105,7 +107,7 @@ class Compare(PlanFlags):
                 "--measured needs --costs or --layers in ms, such as zbpp profile "
                 "writes: without times nothing can be set beside what was measured"
             )
-        known = None if self.costs is None else self.chunk_costs()
+        costs = None if self.costs is None else self.chunk_costs()
         runs = read_runs(
             self.measured, n_stages=self.stages, n_microbatches=self.microbatches
         )
@@ -113,7 +115,7 @@ class Compare(PlanFlags):
             mode: (row.plan.schedule, row.plan.costs)
             for mode, row in comparison.planned.items()
         }
-        return tuple(beside(runs, planned, known))
+        return tuple(beside(runs, planned, costs))
 
     def _plan(self, mode: str) -> Planned:
         """Plan a mode; with a layers file, split the layers for it."""
@@ -147,23 +149,27 @@ class Compare(PlanFlags):
             than = "" if gain is None else f": {gain_text(gain)} than even chunks"
             print(f"{mode:{widest}}  split {split}{than}")
 
-    def _draw(self, out: Path, found: Sequence[Comparison]) -> None:
+    def _draw(self, out: Path, comparisons: Sequence[Comparison]) -> None:
         """Write a page, or a picture of the charts of the first costs."""
-        series = replace(self, costs=paths_in(self.costs)[0])._over_m(found[0])
+        series = replace(self, costs=paths_in(self.costs)[0])._over_m(comparisons[0])
         if out.suffix.lower() != ".html":
             points = {
                 mode: (max(row.summary.peak_memory), row.summary.bubble_rate)
-                for mode, row in found[0].planned.items()
+                for mode, row in comparisons[0].planned.items()
             }
             plot_comparison(points, series, out)
             return
-        facts = [f"costs {one.name}" for one in found if one.name]
+        facts = [
+            f"costs {comparison.name}" for comparison in comparisons if comparison.name
+        ]
         facts += [f"layers {self.layers}"] if self.layers else []
         write_page(
             [
                 entry
-                for one in found
-                for entry in one.entries(one.name if len(found) > 1 else "")
+                for comparison in comparisons
+                for entry in comparison.entries(
+                    comparison.name if len(comparisons) > 1 else ""
+                )
             ],
             out,
             title=f"{self.stages} stages, {self.microbatches} micro-batches",
@@ -177,7 +183,7 @@ class Compare(PlanFlags):
         p = self.stages
         near = {p * factor // 2 for factor in (1, 2, 4, 8, 16)}
         near = {m for m in near if 0 < m * p <= _MOST_PASSES}
-        found: dict[str, list[tuple[int, float]]] = {}
+        series: dict[str, list[tuple[int, float]]] = {}
         for mode, row in comparison.planned.items():
             if is_auto(mode):
                 continue
@@ -185,9 +191,9 @@ class Compare(PlanFlags):
             for m in near - {self.microbatches}:
                 quick = replace(self, microbatches=m, effort="fast")
                 try:
-                    other = quick._plan(mode).plan
+                    plan = quick._plan(mode).plan
                 except RequestError:  # GPipe's memory grows with m
                     continue
-                points[m] = bubble_rate(simulate(other.schedule, other.costs))
-            found[mode] = sorted(points.items())
-        return found
+                points[m] = bubble_rate(simulate(plan.schedule, plan.costs))
+            series[mode] = sorted(points.items())
+        return series

@@ -95,17 +95,17 @@ class Comparison:
     def _mode_data(self, mode: str, row: Planned | str) -> dict[str, Any]:
         if isinstance(row, str):
             return {"mode": mode, "reason": row}
-        found = asdict(row.summary) | asdict(row.steady)
-        found |= {"mode": mode, "step": self.step(mode)}
+        data = asdict(row.summary) | asdict(row.steady)
+        data |= {"mode": mode, "step": self.step(mode)}
         if BASELINE in self.planned and self.step(mode) > 0:
-            found["speed_up"] = self.step(BASELINE) / self.step(mode)
-        return found
+            data["speed_up"] = self.step(BASELINE) / self.step(mode)
+        return data
 
     def entries(self, group: str) -> list[PageEntry]:
         """The modes as entries of a page, those that were run with both timelines."""
-        own = {run.mode: run.entry for run in self.runs}
-        others = [replace(one.entry, group=group) for one in self.runs if not one.mode]
-        shown = list(own) if self.runs else self._first_shown()
+        run_entries = {run.mode: run.entry for run in self.runs}
+        others = [replace(run.entry, group=group) for run in self.runs if not run.mode]
+        shown = list(run_entries) if self.runs else self._first_shown()
         return [
             PageEntry(name=mode, group=group, reason=row)
             if isinstance(row, str)
@@ -114,8 +114,10 @@ class Comparison:
                 group=group,
                 schedule=row.plan.schedule,
                 simulated=simulate(row.plan.schedule, row.plan.costs),
-                measured=own[mode].measured if mode in own else None,
-                step_measured=own[mode].step_measured if mode in own else None,
+                measured=run_entries[mode].measured if mode in run_entries else None,
+                step_measured=run_entries[mode].step_measured
+                if mode in run_entries
+                else None,
                 costs=row.plan.costs,
                 step=self.step(mode),
                 gap=row.summary.gap,
@@ -131,8 +133,8 @@ class Comparison:
         for mode in (BASELINE, AUTO, *sorted(planned, key=self.step)):
             if mode in planned and not any(
                 planned[mode].plan.schedule.orders
-                == planned[other].plan.schedule.orders
-                for other in shown
+                == planned[shown_mode].plan.schedule.orders
+                for shown_mode in shown
             ):
                 shown.append(mode)
         return shown[:_MOST_SHOWN]

@@ -31,7 +31,9 @@ def draw_file(
         (schedule, costs, flags.timelines(schedule, costs))
         for schedule, costs in loaded
     ]
-    drawn = [(timeline, costs) for _, costs, own in runs for timeline in own]
+    drawn = [
+        (timeline, costs) for _, costs, timelines in runs for timeline in timelines
+    ]
     if as_trace:
         timelines, costs = zip(*drawn, strict=True)
         write_trace(timelines, out, costs=costs)
@@ -57,7 +59,8 @@ def _write_page(
             )
             entries.append(entry)
     sizes = dict.fromkeys(
-        f"{one.n_stages} stages, {one.n_microbatches} micro-batches" for one, *_ in runs
+        f"{schedule.n_stages} stages, {schedule.n_microbatches} micro-batches"
+        for schedule, *_ in runs
     )
     names = dict.fromkeys(schedule.name for schedule, *_ in runs)
     facts = [*sizes, *([f"costs {flags.costs}"] if flags.costs else [])]

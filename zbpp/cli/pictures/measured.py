@@ -70,26 +70,26 @@ def read_runs(
     Raises:
         RequestError: a file has none, or one of other sizes.
     """
-    found: list[Timeline] = []
-    for one in paths_in(path):
-        if one is None:
+    timelines: list[Timeline] = []
+    for file in paths_in(path):
+        if file is None:
             continue
-        runs = [run for run in read_trace(one) if not run.name.endswith(_SIMULATED)]
+        runs = [run for run in read_trace(file) if not run.name.endswith(_SIMULATED)]
         if not runs:
-            raise RequestError(f"{one}: there is no measured timeline in it")
+            raise RequestError(f"{file}: there is no measured timeline in it")
         for run in runs:
             sizes = run.placement.n_stages, run.n_microbatches
             if sizes != (n_stages, n_microbatches):
                 raise RequestError(
-                    f"{one}: {run.name} has {sizes[0]} stages and {sizes[1]} "
+                    f"{file}: {run.name} has {sizes[0]} stages and {sizes[1]} "
                     f"micro-batches; compare with --stages {sizes[0]} --microbatches "
                     f"{sizes[1]}"
                 )
             name = run.name.removesuffix(_MEASURED)
-            if name in (other.name for other in found):
-                name = f"{name} ({one.stem})"
-            found.append(replace(run, name=name))
-    return found
+            if name in (timeline.name for timeline in timelines):
+                name = f"{name} ({file.stem})"
+            timelines.append(replace(run, name=name))
+    return timelines
 
 
 def beside(
@@ -104,7 +104,7 @@ def beside(
         planned: modes with their costs.
         costs: in ms, for orders that no mode has; None: these are not simulated.
     """
-    found = []
+    paired_runs = []
     for run in runs:
         mode = next(
             (
@@ -127,8 +127,8 @@ def beside(
             costs=None if simulated is None else of,
             step_measured=_step(run),
         )
-        found.append(Run(entry.name, mode, entry))
-    return found
+        paired_runs.append(Run(entry.name, mode, entry))
+    return paired_runs
 
 
 def print_runs(runs: Sequence[Run]) -> None:
@@ -156,7 +156,7 @@ def print_runs(runs: Sequence[Run]) -> None:
             _both(data, "span", ".4g"),
             "\n".join(kinds),
             *(
-                "\n".join(f"{one[name]:.3{form}}" for one in kinds.values())
+                "\n".join(f"{figures[name]:.3{form}}" for figures in kinds.values())
                 for name, form in _FIGURES.items()
             ),
         )
@@ -165,8 +165,8 @@ def print_runs(runs: Sequence[Run]) -> None:
 
 def _both(data: dict[str, Any], name: str, form: str) -> str:
     simulated = data[f"{name}_simulated"]
-    known = "" if simulated is None else f" ({simulated:{form}})"
-    return f"{data[name]:{form}}{known}"
+    simulated_text = "" if simulated is None else f" ({simulated:{form}})"
+    return f"{data[name]:{form}}{simulated_text}"
 
 
 def _passes(order: Schedule | Timeline) -> list[list[Pass]]:

@@ -67,7 +67,7 @@ class Mesh:
     def run(self) -> None:
         """Plan all meshes and print them; the best is marked."""
         layers, network = self._layers_and_network()
-        found = plan_meshes(
+        meshes = plan_meshes(
             layers,
             n_devices=self.devices,
             n_microbatches=self.microbatches,
@@ -77,29 +77,29 @@ class Mesh:
             effort="fast" if self.effort == "default" else self.effort,
             tensor_parallel=self.tensor_parallel,
         )
-        best = best_mesh(found)
+        best = best_mesh(meshes)
         if self.json:
-            print(json.dumps({"best": best.name, "meshes": [_data(m) for m in found]}))
+            print(json.dumps({"best": best.name, "meshes": [_data(m) for m in meshes]}))
             return
         title = f"{self.devices} devices, {self.microbatches} micro-batches, shard "
-        table = _table(found, best, f"{title}{self.shard}")
+        table = _table(meshes, best, f"{title}{self.shard}")
         Terminal(highlight=False).print(table.for_terminal())
-        for one in found:
-            if one.plan is None:
-                print(f"{one.name}: {one.reason}")
+        for mesh in meshes:
+            if mesh.plan is None:
+                print(f"{mesh.name}: {mesh.reason}")
         print(f"auto: {best.name}")
 
     def _layers_and_network(self) -> tuple[LayerCosts, Network]:
         layers = self._sources()
         if self.parameters is not None:
             layers = replace(layers, parameters=self.parameters / layers.n_layers)
-        known = network_of(layers)
+        network = network_of(layers)
         if self.replica_bandwidth is not None:
             link = Link(self.replica_delay, self.replica_bandwidth)
             if layers.bandwidth is None:
                 layers = replace(layers, bandwidth=link.bandwidth, delay=link.alpha)
-        elif known is not None:
-            link = known.link
+        elif network is not None:
+            link = network.link
         elif self.devices == 1:
             link = Link(0.0, 1.0)  # of nobody
         else:
@@ -118,7 +118,7 @@ class Mesh:
         return layers, Network(link, self.node, inside)
 
     def _sources(self) -> LayerCosts:
-        given = [
+        flags = [
             flag
             for flag, value in (
                 ("--layers", self.layers),
@@ -127,10 +127,10 @@ class Mesh:
             )
             if value is not None
         ]
-        if len(given) != 1:
+        if len(flags) != 1:
             raise RequestError(
                 "zbpp mesh needs one of --layers, --costs and --model"
-                + (f"; there are {' and '.join(given)}" if given else "")
+                + (f"; there are {' and '.join(flags)}" if flags else "")
             )
         if self.layers is not None:
             return with_limit(
@@ -176,8 +176,8 @@ class Mesh:
         return replace(layers, f=times, b=times, w=times, limit=self.memory_limit)
 
 
-def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
-    has_tp = any(one.tensor_parallel > 1 for one in found)
+def _table(meshes: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
+    has_tp = any(mesh.tensor_parallel > 1 for mesh in meshes)
     table = Table(
         [
             "pp x dp x tp" if has_tp else "pp x dp",
@@ -195,44 +195,44 @@ def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
         + "step: one among many; for replicas: what their collectives add\n"
         "memory: of a device",
     )
-    for one in found:
-        if one.plan is None:
-            table.add(_sizes(one, has_tp), look="dim", note=one.reason)
+    for mesh in meshes:
+        if mesh.plan is None:
+            table.add(_sizes(mesh, has_tp), look="dim", note=mesh.reason)
             continue
         table.add(
-            _sizes(one, has_tp),
-            str(one.n_microbatches),
-            str(one.plan.schedule.placement.n_chunks // one.n_stages),
-            f"{one.step:.6g}",
-            f"{one.exposed:.6g}",
-            f"{one.bubble:.2%}",
-            short_memory(one.peak, one.plan.costs.memory_unit),
-            "<- auto" if one is best else "",
-            look="bold" if one is best else "",
+            _sizes(mesh, has_tp),
+            str(mesh.n_microbatches),
+            str(mesh.plan.schedule.placement.n_chunks // mesh.n_stages),
+            f"{mesh.step:.6g}",
+            f"{mesh.exposed:.6g}",
+            f"{mesh.bubble:.2%}",
+            short_memory(mesh.peak, mesh.plan.costs.memory_unit),
+            "<- auto" if mesh is best else "",
+            look="bold" if mesh is best else "",
         )
     return table
 
 
-def _sizes(one: MeshPlan, has_tp: bool) -> str:
-    sizes = f"{one.n_stages} x {one.data_parallel}"
-    return f"{sizes} x {one.tensor_parallel}" if has_tp else sizes
+def _sizes(mesh: MeshPlan, has_tp: bool) -> str:
+    sizes = f"{mesh.n_stages} x {mesh.data_parallel}"
+    return f"{sizes} x {mesh.tensor_parallel}" if has_tp else sizes
 
 
-def _data(one: MeshPlan) -> dict[str, Any]:
+def _data(mesh: MeshPlan) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "n_stages": one.n_stages,
-        "data_parallel": one.data_parallel,
-        "tensor_parallel": one.tensor_parallel,
-        "n_microbatches": one.n_microbatches,
-        "shard": one.shard,
+        "n_stages": mesh.n_stages,
+        "data_parallel": mesh.data_parallel,
+        "tensor_parallel": mesh.tensor_parallel,
+        "n_microbatches": mesh.n_microbatches,
+        "shard": mesh.shard,
     }
-    if one.plan is None:
-        return data | {"reason": one.reason}
+    if mesh.plan is None:
+        return data | {"reason": mesh.reason}
     return data | {
-        "placement": list(one.plan.schedule.placement.stage_of),
-        "split": list(one.plan.split or ()),
-        "step": one.step,
-        "exposed": one.exposed,
-        "bubble_rate": one.bubble,
-        "peak_memory": one.peak,
+        "placement": list(mesh.plan.schedule.placement.stage_of),
+        "split": list(mesh.plan.split or ()),
+        "step": mesh.step,
+        "exposed": mesh.exposed,
+        "bubble_rate": mesh.bubble,
+        "peak_memory": mesh.peak,
     }

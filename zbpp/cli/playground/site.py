@@ -34,10 +34,10 @@ def page_files(planner: str) -> dict[str, bytes]:
     """Read the page, whose planner is ``server`` or ``pyodide``."""
     page = files("zbpp.cli.playground").joinpath("playground.html").read_text("utf-8")
     settings = json.dumps({"planner": planner, "modes": json.loads(overview())})
-    found = {"index.html": page.replace("SETTINGS", settings).encode()}
+    contents = {"index.html": page.replace("SETTINGS", settings).encode()}
     for name, package in _PLACES.items():
-        found[name] = files(package).joinpath(name).read_bytes()
-    return found
+        contents[name] = files(package).joinpath(name).read_bytes()
+    return contents
 
 
 def write_site(out: Path, pyodide: Path, loops: Path) -> None:
@@ -52,10 +52,13 @@ def write_site(out: Path, pyodide: Path, loops: Path) -> None:
         FileNotFoundError: ``loops``, or a file of the npm package, is missing.
     """
     worker = files("zbpp.cli.playground").joinpath("worker.js").read_bytes()
-    found = page_files("pyodide") | {"worker.js": worker, "zbpp.zip": _package(loops)}
+    contents = page_files("pyodide") | {
+        "worker.js": worker,
+        "zbpp.zip": _package(loops),
+    }
     for name in _OF_PYODIDE:
-        found[f"pyodide/{name}"] = (pyodide / name).read_bytes()
-    for name, content in found.items():
+        contents[f"pyodide/{name}"] = (pyodide / name).read_bytes()
+    for name, content in contents.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_bytes(content)
 
@@ -70,12 +73,12 @@ def _package(loops: Path) -> bytes:
 
 
 def _pack(folder: Traversable, name: str, archive: zipfile.ZipFile) -> None:
-    for one in sorted(folder.iterdir(), key=lambda one: one.name):
-        inner = f"{name}/{one.name}"
-        if one.is_dir() and one.name != "__pycache__":
-            _pack(one, inner, archive)
-        elif one.name.endswith(".py"):
-            _add(archive, inner, one)
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        inner = f"{name}/{entry.name}"
+        if entry.is_dir() and entry.name != "__pycache__":
+            _pack(entry, inner, archive)
+        elif entry.name.endswith(".py"):
+            _add(archive, inner, entry)
 
 
 def _add(archive: zipfile.ZipFile, name: str, file: Traversable) -> None:

@@ -90,7 +90,8 @@ def fit_link(messages: Sequence[tuple[float, float]]) -> Link:
     weights = [1 / time**2 for _, time in messages]
     total = sum(weights)
     size, time = (
-        sum(w * one[i] for w, one in zip(weights, messages, strict=True)) / total
+        sum(w * message[i] for w, message in zip(weights, messages, strict=True))
+        / total
         for i in (0, 1)
     )
     spread = sum(

@@ -75,38 +75,41 @@ def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list
     during: list[float] = []
     for column, job in enumerate(row):
         lane = _LANES.index(lanes_of(job)[0])
-        known = on_lane[lane]
+        n_ended = on_lane[lane]
         of: Job = job.of if isinstance(job, Part) else job
         if isinstance(job, Part) and job.index:
-            known = _join(known, ended[of])
+            n_ended = _join(n_ended, ended[of])
         elif isinstance(of, Step):  # it waits for all gradients
-            known = counts[0], counts[1]
+            n_ended = counts[0], counts[1]
         else:
-            known = _join(known, at_last_start)
+            n_ended = _join(n_ended, at_last_start)
             for value in reads(of, n_chunks) if isinstance(of, Pass) else ():
-                known = _join(known, ended.get(value, known))
+                n_ended = _join(n_ended, ended.get(value, n_ended))
         if of not in running and not (isinstance(job, Part) and job.index):
-            at_last_start = known
-            for other, (on, number) in list(running.items()):
-                if number <= known[on]:
-                    settled += costs.change(costs.holder_of(other))
-                    del running[other]
-            now = [costs.peak(costs.holder_of(one)) for one in (*running, of)]
+            at_last_start = n_ended
+            for running_job, (on, number) in list(running.items()):
+                if number <= n_ended[on]:
+                    settled += costs.change(costs.holder_of(running_job))
+                    del running[running_job]
+            now = [
+                costs.peak(costs.holder_of(running_job))
+                for running_job in (*running, of)
+            ]
             held = settled + sum(now)
             running[of] = (0, 2**62)
         else:
             held = during[-1]
         during.append(held)
         counts[lane] += 1
-        known = (counts[0], known[1]) if lane == 0 else (known[0], counts[1])
-        on_lane[lane] = ended[of] = known
+        n_ended = (counts[0], n_ended[1]) if lane == 0 else (n_ended[0], counts[1])
+        on_lane[lane] = ended[of] = n_ended
         is_last = not isinstance(job, Part) or last[job.of] == column
         if is_last:
             running[of] = lane, counts[lane]
             if isinstance(of, Pass):
-                ended |= dict.fromkeys(writes(of, n_chunks), known)
+                ended |= dict.fromkeys(writes(of, n_chunks), n_ended)
     return during
 
 
-def _join(one: _Known, other: _Known) -> _Known:
-    return max(one[0], other[0]), max(one[1], other[1])
+def _join(left: _Known, right: _Known) -> _Known:
+    return max(left[0], right[0]), max(left[1], right[1])

@@ -162,15 +162,15 @@ class LayerCosts:
         layers = range(self.n_layers)
         return tuple(self.parts_of(i).on_lane(kind, Lane.COMPUTE) for i in layers)
 
-    def with_memory_of(self, other: "LayerCosts") -> "LayerCosts":
+    def with_memory_of(self, memories: "LayerCosts") -> "LayerCosts":
         """Join the times of one with the memories of another, but for the limit.
 
         Raises:
             RequestError: they are of different numbers of layers.
         """
-        if other.n_layers != self.n_layers:
+        if memories.n_layers != self.n_layers:
             raise RequestError(
-                f"times are of {self.n_layers} layers, memories of {other.n_layers}"
+                f"times are of {self.n_layers} layers, memories of {memories.n_layers}"
             )
         names = [
             name
@@ -179,8 +179,8 @@ class LayerCosts:
         ]
         return replace(
             self,
-            memory_unit=other.memory_unit,
-            **{name: getattr(other, name) for name in names},
+            memory_unit=memories.memory_unit,
+            **{name: getattr(memories, name) for name in names},
         )
 
     def of(self, name: str) -> tuple[float, ...]:
@@ -194,8 +194,8 @@ class LayerCosts:
         if value is None:
             nothing = (0.0,) * self.n_layers
             return self.of("peak_f") if name == "peak_r" else least or nothing
-        given = value if isinstance(value, tuple) else (value,) * self.n_layers
-        return given if least is None else tuple(map(max, given, least))
+        values = value if isinstance(value, tuple) else (value,) * self.n_layers
+        return values if least is None else tuple(map(max, values, least))
 
     def on(
         self,
@@ -318,7 +318,9 @@ class LayerCosts:
         per_byte: PerChunk = 0.0
         if band is not None:
             per_byte = (
-                tuple(1 / one for one in band) if isinstance(band, tuple) else 1 / band
+                tuple(1 / bandwidth for bandwidth in band)
+                if isinstance(band, tuple)
+                else 1 / band
             )
         slowness = edge_delays(per_byte, placement)
         return tuple(
@@ -376,7 +378,7 @@ def chunk_layers(
 
     def dealt(name: str, value: float | tuple[float, ...]) -> tuple[float, ...]:
         each = zip(per_chunk(name, value, placement), counts, strict=True)
-        return tuple(chain.from_iterable(repeat(one / n, n) for one, n in each))
+        return tuple(chain.from_iterable(repeat(total / n, n) for total, n in each))
 
     gathers = dealt("all_gather", costs.all_gather)
     f, b = dealt("f", costs.f), dealt("b", costs.b)
@@ -397,7 +399,7 @@ def chunk_layers(
     inside = [[0.0] * (n - 1) for n in counts]
 
     def at_cuts(name: str, value: float | tuple[float, ...]) -> PerChunk:
-        edges = [[one] for one in edge_delays(value, placement, name=name)]
+        edges = [[delay] for delay in edge_delays(value, placement, name=name)]
         pairs = zip(inside, [*edges, []], strict=True)
         return tuple(x for pair in pairs for x in chain(*pair)) or 0.0
 

@@ -44,11 +44,11 @@ def parse_memory(text: str) -> float:
     Raises:
         RequestError: it is neither.
     """
-    found = _FORM.fullmatch(text)
-    if found is not None and (not found[2] or found[2].lower() in _UNITS):
+    match = _FORM.fullmatch(text)
+    if match is not None and (not match[2] or match[2].lower() in _UNITS):
         try:
-            amount = float(found[1])
-            return Bytes(amount * _UNITS[found[2].lower()]) if found[2] else amount
+            amount = float(match[1])
+            return Bytes(amount * _UNITS[match[2].lower()]) if match[2] else amount
         except ValueError:  # two points, for instance
             pass
     raise RequestError(
@@ -109,7 +109,7 @@ def is_limit_in_bytes(limit: PerChunk, costs: Costs | LayerCosts = _NO_COSTS) ->
 
 def _has_unit(limit: PerChunk | None) -> bool:
     limits = limit if isinstance(limit, tuple) else (limit,)
-    return any(isinstance(one, Bytes) for one in limits)
+    return any(isinstance(stage_limit, Bytes) for stage_limit in limits)
 
 
 def _largest(costs: Costs | LayerCosts) -> float:

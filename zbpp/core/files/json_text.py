@@ -74,17 +74,15 @@ def object_of(text: str, source: str) -> Mapping[str, Any]:
     return data
 
 
-def refuse_unknown(
-    source: str, data: Mapping[str, Any], known: tuple[str, ...]
-) -> None:
+def refuse_unknown(source: str, data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     """Refuse keys that are not known.
 
     Raises:
         RequestError: it names the key.
     """
     for key in data:
-        if key not in known:
-            fail(source, f"unknown key {key!r}; the keys are {', '.join(known)}")
+        if key not in keys:
+            fail(source, f"unknown key {key!r}; the keys are {', '.join(keys)}")
 
 
 def integer(source: str, name: str, value: object) -> int:
@@ -122,7 +120,9 @@ def _memory(source: str, name: str, value: object) -> float:
 
 def booleans(source: str, name: str, value: object) -> tuple[bool, ...]:
     """Read a list of true or false, one a stage."""
-    if not isinstance(value, list) or not all(isinstance(one, bool) for one in value):
+    if not isinstance(value, list) or not all(
+        isinstance(entry, bool) for entry in value
+    ):
         fail(source, f"{name} is {value!r}, not a list of true or false, one a stage")
     return tuple(value)
 

@@ -173,13 +173,13 @@ def _parse_recompute(source: str, value: object) -> tuple[Recompute, ...] | None
         return None
     if not isinstance(value, list):
         fail(source, f"recompute is {value!r}, not a list with one entry a chunk")
-    found: list[Recompute] = []
+    recompute: list[Recompute] = []
     for chunk, which in enumerate(value):
         name = f"recompute[{chunk}]"
         if isinstance(which, bool):
-            found.append(which)
+            recompute.append(which)
         elif isinstance(which, list):
-            found.append(tuple(integer(source, name, layer) for layer in which))
+            recompute.append(tuple(integer(source, name, layer) for layer in which))
         else:
             fail(source, f"{name} is {which!r}, not true, false or a list of layers")
-    return tuple(found)
+    return tuple(recompute)
