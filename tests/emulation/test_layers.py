@@ -11,8 +11,17 @@ import torch
 from fake_clock import FakeClock
 from pool import Pool
 
-from zbpp.core import Costs, Pass, PassKind, Placement, Value, What, read_layers
-from zbpp.emulation.layers import EmulatedLayer, sleep_until
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    Pass,
+    PassKind,
+    Placement,
+    Value,
+    What,
+    read_layers,
+)
+from zbpp.emulation.layers import EmulatedLayer, sleep_until, sleeping_layers
 from zbpp.emulation.network import DelayedTransport
 from zbpp.emulation.run import emulate
 from zbpp.planning import plan
@@ -162,3 +171,13 @@ def test_layers_take_their_own_time_in_the_chunk_that_has_them(
     for step, simulated in pool.run(measured_evenly, 2, str(path)):
         assert simulated == pytest.approx(3 * 150 + 30)
         assert step >= simulated - 1
+
+
+def test_the_last_layer_of_a_model_sleeps_for_the_loss_too(clock):
+    costs = LayerCosts(n_layers=3, f=10, loss=5)
+    took = []
+    for layer in sleeping_layers(costs, {}, range(3)):
+        start = clock.now
+        layer(torch.zeros(1))
+        took.append((clock.now - start) * 1e3)
+    assert took == pytest.approx([10, 10, 15], abs=0.1)

@@ -205,6 +205,8 @@ def test_a_shape_that_the_inputs_do_not_tell_is_refused() -> None:
     move(first, second, 0, (torch.ones(2, 3),))
     with pytest.raises(ShapeError, match="inputs of the same shapes it was float32"):
         first.send(activation(0, 1), (torch.ones(2, 4),), 1)
+    with pytest.raises(ShapeError, match=r"is float64\[2, 3\], but with inputs"):
+        first.send(activation(0, 1), (torch.ones(2, 3, dtype=torch.float64),), 1)
     nested = as_tensors({"x": torch.ones(2, 3), "mask": None})
     words = r"the .* is \{'x': float32\[2, 3\], 'mask': None\}, but with"
     with pytest.raises(ShapeError, match=words):
