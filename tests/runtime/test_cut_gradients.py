@@ -2,10 +2,13 @@
 and in which order they are added."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import cut_runs
 import pytest
 import torch
+from cut_runs import N_MICROBATCHES, WIDTH, batch
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -15,10 +18,6 @@ from zbpp.runtime import recompute as recomputing
 from zbpp.runtime import stage, values
 from zbpp.runtime.support.errors import PeerError, ShapeError
 from zbpp.runtime.support.strides import strides_of, with_strides
-
-N_MICROBATCHES = 4
-WIDTH = 8
-Gradients = dict[str, Tensor | None]
 
 
 class Twice(nn.Module):
@@ -140,52 +139,8 @@ def build(model: str) -> list[nn.Module]:
     return [layer() for layer in MODELS[model]]
 
 
-def batch() -> tuple[list[Tensor], list[Tensor]]:
-    torch.manual_seed(1)
-    inputs, targets = torch.randn(2, N_MICROBATCHES, 5, 7, WIDTH)
-    return list(inputs), list(targets)
-
-
-def plain(model: str) -> Gradients:
-    """The gradients of a loop over micro-batches in a model that nothing cuts."""
-    layers = nn.Sequential(*build(model))
-    for x, target in zip(*batch(), strict=True):
-        (mse_loss(layers(x), target) / N_MICROBATCHES).backward()
-    return {name: p.grad for name, p in layers.named_parameters()}
-
-
-def is_same(
-    model: str, mode: str, n_stages: int | None, recompute: str = "none"
-) -> bool:
-    """Compare this process's gradients after each of two steps of the same batch."""
-    layers, expected = build(model), plain(model)
-    schedule: Any = mode
-    if recompute != "none":
-        schedule = zbpp.plan_model(
-            layers, mode, n_stages=n_stages, n_microbatches=N_MICROBATCHES,
-            recompute=recompute, loss_fn=mse_loss,
-        )  # fmt: skip
-    found = []
-    with zbpp.Pipeline(
-        layers, schedule, optimizer=None, loss_fn=mse_loss, device="cpu",
-        n_stages=n_stages, n_microbatches=N_MICROBATCHES,
-    ) as pipeline:  # fmt: skip
-        for _ in range(2):  # the second one knows all shapes
-            for _, p in pipeline.named_parameters():
-                p.grad = None
-            pipeline.step(*batch())
-            found += [
-                (name.removeprefix("layers."), p.grad)
-                for name, p in pipeline.named_parameters()
-            ]
-    assert found
-    return all(_equal(gradient, expected[name]) for name, gradient in found)
-
-
-def _equal(found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    return torch.equal(found, expected)
+def is_same(model: str, *case: Any) -> bool:
+    return cut_runs.is_same(partial(build, model), *case)
 
 
 def as_two(value: Any, *origins: Any) -> Any:

@@ -5,16 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from cut_runs import is_same
 from pool import Pool
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
-import zbpp
 from zbpp.runtime.backward import layouts
 from zbpp.runtime.comm import mailbox
 from zbpp.runtime.support.strides import copy_of, strides_of, with_strides
-
-N_MICROBATCHES = 4
 
 
 class Scale(nn.Module):
@@ -69,78 +66,32 @@ def build() -> list[nn.Module]:
     ]  # fmt: skip
 
 
-def batch() -> tuple[list[Tensor], list[Tensor]]:
-    torch.manual_seed(1)
-    inputs, targets = torch.randn(2, N_MICROBATCHES, 5, 7, 8)
-    return list(inputs), list(targets)
-
-
-def plain() -> dict[str, Tensor]:
-    """The gradients of a loop over micro-batches in a model that nothing cuts."""
-    model = nn.Sequential(*build())
-    for x, target in zip(*batch(), strict=True):
-        (mse_loss(model(x), target) / N_MICROBATCHES).backward()
-    return gradients_of(model.named_parameters())
-
-
-def gradients_of(parameters: Any) -> dict[str, Tensor]:
-    return {name.removeprefix("layers."): p.grad for name, p in parameters}
-
-
-def of_pipeline(
-    mode: str, n_stages: int | None, recompute: str | None = None
-) -> dict[str, Tensor]:
-    """The gradients of this process's parameters after two steps of the same batch."""
-    layers = build()
-    schedule: Any = mode
-    if recompute is not None:
-        schedule = zbpp.plan_model(
-            layers, mode, n_stages=n_stages, n_microbatches=N_MICROBATCHES,
-            recompute=recompute, loss_fn=mse_loss,
-        )  # fmt: skip
-    with zbpp.Pipeline(
-        layers, schedule, optimizer=None, loss_fn=mse_loss, device="cpu",
-        n_stages=n_stages, n_microbatches=N_MICROBATCHES,
-    ) as pipeline:  # fmt: skip
-        for _ in range(2):  # the second one knows all shapes
-            for _, p in pipeline.named_parameters():
-                p.grad = None
-            pipeline.step(*batch())
-        return gradients_of(pipeline.named_parameters())
-
-
-def is_same(found: dict[str, Tensor]) -> bool:
-    expected = plain()
-    assert found
-    return all(torch.equal(found[name], expected[name]) for name in found)
-
-
 @pytest.mark.parametrize(
     "case",
     [("1F1B", 4), ("ZBH1", 4), ("VPP", 2), ("1F1B", 1, "all"), ("ZBH1", 3, "all")],
     ids=str,
 )
 def test_cuts_in_one_process_change_no_bit(case: Any) -> None:
-    assert is_same(of_pipeline(*case))
+    assert is_same(build, *case)
 
 
 def test_a_gradient_in_another_layout_would_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layouts, "_keep", lambda *_: None)
-    assert not is_same(of_pipeline("1F1B", 4))
+    assert not is_same(build, "1F1B", 4)
 
 
 def without_strides(mode: str) -> bool:
     kept, mailbox.with_strides = mailbox.with_strides, lambda tensor, _: tensor
     try:
-        return is_same(of_pipeline(mode, None))
+        return is_same(build, mode, None)
     finally:
         mailbox.with_strides = kept
 
 
 def in_processes(mode: str) -> bool:
-    return is_same(of_pipeline(mode, None))
+    return is_same(build, mode, None)
 
 
 @pytest.mark.dist
