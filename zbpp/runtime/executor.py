@@ -219,20 +219,12 @@ class PassHandler(Handler):
     def run(self) -> None:
         """Take what the pass reads, compute, keep the result."""
         inputs = self._take_input()
-        result = self.executor.timed(self.instruction, self._compute, inputs)
-        if self._output is not None:
-            self._output.tensors = result
+        self._keep(self.executor.timed(self.instruction, self._compute, inputs))
 
     def begin(self, overlap: Overlap) -> None:
         """Take what the pass reads; from here on ``overlap`` lets it compute."""
         inputs = self._take_input()
-
-        def compute() -> None:
-            result = self._compute(inputs)
-            if self._output is not None:
-                self._output.tensors = result
-
-        overlap.begin(self.instruction, compute)
+        overlap.begin(self.instruction, lambda: self._keep(self._compute(inputs)))
 
     def _take_input(self) -> Tensors | None:
         """Return what the pass reads, of this stage or of another; None: nothing."""
@@ -243,6 +235,11 @@ class PassHandler(Handler):
             return slot.take()
         expected, slot.expected = slot.expected, None
         return expected.receive(self.instruction)
+
+    def _keep(self, result: Tensors | None) -> None:
+        """Keep what the pass has computed for the one that reads it."""
+        if self._output is not None:
+            self._output.tensors = result
 
 
 def _bind_pass(bound: BoundProgram, job: Pass) -> PassHandler:
