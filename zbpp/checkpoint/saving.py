@@ -176,7 +176,7 @@ class _Writer:
         write_durably(self.partial / _PART.format(self.rank), part.text())
 
     def _wait_for_parts(self) -> list[Manifest]:
-        """What all processes have written, by rank."""
+        """Wait for the manifests that all processes have written, by rank."""
         parts: dict[int, Manifest] = {}
         deadline = time.monotonic() + _PATIENCE_S
         while missing := sorted(set(range(self.n_ranks)) - parts.keys()):

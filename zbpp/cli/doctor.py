@@ -80,7 +80,7 @@ def _split() -> str:
 
 
 def _tested(name: str) -> str:
-    """What to add to a line whose release no test has run on."""
+    """The words behind a line whose release no test has run on."""
     release = platform.python_version() if name == "python" else _version(name) or ""
     if ".".join(release.split(".")[:2]) in _TESTED[name]:
         return ""

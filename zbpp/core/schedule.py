@@ -92,7 +92,7 @@ class Schedule:
         return replace(self, orders=orders, parts=parts or None)
 
     def rows_for(self, times: ChunkCosts) -> tuple[Order, ...]:
-        """What each stage runs: parts where the costs have them too, else passes."""
+        """The jobs of each stage: parts where the costs have them too, else passes."""
         return self.parts if self.parts is not None and times.parts else self.orders
 
     def recomputes(self, chunk: int, n_layers: int) -> frozenset[int]:

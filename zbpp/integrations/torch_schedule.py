@@ -23,7 +23,7 @@ _NOT_TAKEN = {"arg_mbs", "kwarg_mbs", "target_mbs", "loss_kwargs"}
 
 
 class TorchSchedule:
-    """What a trainer calls of ``torch.distributed.pipelining``'s schedules.
+    """The methods that a trainer calls of ``torch.distributed.pipelining``'s schedules.
 
     Without an optimizer in the pipeline a step leaves gradients of the mean loss, as
     torch's schedules do with ``scale_grads=True``, and the trainer clips, steps and

@@ -1,4 +1,4 @@
-"""What follows from tensors that stand-ins have made up.
+"""The tensors that follow from those that stand-ins have made up.
 
 In a layer that is not the first, absent modules put out tensors of the right shapes
 without the model's values. A first batch may hide that these matter: a mask that leaves

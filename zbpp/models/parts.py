@@ -76,7 +76,7 @@ class _Framed(nn.Module):
         return result
 
     def _signature(self, batch: Any) -> str | None:
-        """What the forward may depend on beside values; None: it is not known.
+        """The things beside values that the forward may depend on; None: not known.
 
         What has been found out for one batch holds for all of the same signature.
         """

@@ -65,7 +65,7 @@ class Site:
         self.handler: Handler | None = None
         self.device = torch.device("cpu")
         self.made: dict[int, Tensor] = {}
-        """What absent modules have put out in this run, by identity."""
+        """Outputs of absent modules in this run, by identity."""
         self.absent: dict[int, Tensor] = {}
         """Stand-ins of absent parameters, by identity."""
         self.has_assumed = False

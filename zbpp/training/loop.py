@@ -59,7 +59,7 @@ def train(options: Train, plan: Plan) -> int:
 
 
 class _Training:
-    """What a run needs in each step; all ranks make the same calls."""
+    """The objects that each step of a run needs; all ranks make the same calls."""
 
     def __init__(self, pipeline: Pipeline, options: Train) -> None:
         self._pipeline, self._options = pipeline, options

@@ -125,12 +125,12 @@ class Planning:
 
     @property
     def asked_split(self) -> Split:
-        """What ``--split`` asks for."""
+        """Return the split that ``--split`` asks for."""
         return None if self.split is None else parse_split(self.split)
 
     @property
     def asked_recompute(self) -> Recomputing | None:
-        """What ``--recompute`` asks for."""
+        """Return the layers that ``--recompute`` asks for."""
         return None if self.recompute is None else parse_recompute(self.recompute)
 
     def costs_of_layers(self) -> LayerCosts | None:

@@ -316,7 +316,7 @@ def build_pipeline(
 
 
 def _given(options: Train, loaded: UserModel | None) -> dict[str, Any]:
-    """What `zbpp.Pipeline` is given of the model."""
+    """Return what `zbpp.Pipeline` is given of the model."""
     if loaded is None:
         return model_of(options).given()
     kwargs = {"model": loaded.model, "loss_fn": loaded.loss_fn}

@@ -79,7 +79,7 @@ class _Stage:
         return exchanged + lead + after if exchanged else 0.0
 
     def _after_exchange(self, chunk: int) -> float:
-        """What a B and its W compute after the last exchange; 0 if W exchanges too.
+        """The time of a B and its W after the last exchange; 0 if W exchanges too.
 
         Of a chunk that exchanges nothing nothing follows an exchange: infinite.
         """

@@ -22,7 +22,7 @@ from zbpp.core.jobs import Job, Lane, Part, Pass, Step, lanes_of, reads, writes
 __all__ = ["held_during", "peaks"]
 
 _Known = tuple[int, int]
-"""How many parts on the two lanes of the stage have surely ended."""
+"""Numbers of parts on the two lanes of the stage that have surely ended."""
 
 _LANES = (Lane.COMPUTE, Lane.NETWORK)
 
