@@ -26,7 +26,7 @@ its name. The times of O and V are those of their work, without the wait for the
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -36,6 +36,7 @@ from zbpp.core import (
     Collective,
     CollectiveKind,
     Instruction,
+    Job,
     Pair,
     PairKind,
     Pass,
@@ -55,7 +56,7 @@ from zbpp.core import (
 from zbpp.core.jobs import StageKind
 from zbpp.runtime.comm.transport import Expected, Opening, Transport
 from zbpp.runtime.error_notes import note_pass
-from zbpp.runtime.job_times import JobTimes
+from zbpp.runtime.job_times import JobTimes, Timed
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.stage import Collectives
@@ -64,13 +65,9 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.collectives import is_broken
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.streams import StageStream
-from zbpp.runtime.support.torch_internals import profiling
 from zbpp.runtime.values import Tensors
 
 __all__ = ["HANDLERS", "BoundProgram", "Executor", "Handler", "drive"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class ValueSlot:
@@ -83,8 +80,11 @@ class ValueSlot:
         self.tensors: Tensors | None = None
         self.expected: Expected | None = None
 
-    def take(self) -> Tensors:
-        """Return the tensors that were computed here, and forget them."""
+    def take(self, job: Job) -> Tensors:
+        """Return the tensors, and forget them; ``job`` waits for another stage's."""
+        if self.expected is not None:
+            expected, self.expected = self.expected, None
+            return expected.receive(job)
         tensors, self.tensors = self.tensors, None
         assert tensors is not None, f"nobody has computed the {self.value}"
         return tensors
@@ -218,23 +218,16 @@ class PassHandler(Handler):
 
     def run(self) -> None:
         """Take what the pass reads, compute, keep the result."""
-        inputs = self._take_input()
-        self._keep(self.executor.timed(self.instruction, self._compute, inputs))
+        job, slot = self.instruction, self._input
+        inputs = None if slot is None else slot.take(job)
+        with Timed(self.executor.times, job):
+            self._keep(self._compute(inputs))
 
     def begin(self, overlap: Overlap) -> None:
         """Take what the pass reads; from here on ``overlap`` lets it compute."""
-        inputs = self._take_input()
-        overlap.begin(self.instruction, lambda: self._keep(self._compute(inputs)))
-
-    def _take_input(self) -> Tensors | None:
-        """Return what the pass reads, of this stage or of another; None: nothing."""
-        slot = self._input
-        if slot is None:
-            return None
-        if slot.expected is None:
-            return slot.take()
-        expected, slot.expected = slot.expected, None
-        return expected.receive(self.instruction)
+        job, slot = self.instruction, self._input
+        inputs = None if slot is None else slot.take(job)
+        overlap.begin(job, lambda: self._keep(self._compute(inputs)))
 
     def _keep(self, result: Tensors | None) -> None:
         """Keep what the pass has computed for the one that reads it."""
@@ -320,7 +313,8 @@ class PairHandler(Handler):
             self.instruction = handler.instruction
             self.executor.inject_fault(handler.instruction)
             handler.begin(overlap)
-        self.executor.timed(pair, self._take_turns, pair, overlap)
+        with Timed(self.executor.times, pair):
+            self._take_turns(pair, overlap)
 
     def _take_turns(self, pair: Pair, overlap: Overlap) -> None:
         """Run both up to their next points in turns; B first, if it has any."""
@@ -368,7 +362,8 @@ class PassSegment(Handler):
         if overlap is None or not overlap.is_open(job):
             return
         go_on = overlap.go_on if segment.left else overlap.finish
-        executor.timed(segment.part, go_on, job)
+        with Timed(executor.times, segment.part):
+            go_on(job)
 
 
 class WeightSegment(Handler):
@@ -386,11 +381,11 @@ class WeightSegment(Handler):
             if overlap is not None:
                 overlap.finish(Pass(PassKind.B, w.chunk, w.microbatch))
             job = segment.part if stops else w
-            executor.timed(job, stage.backward_weight, w.chunk, w.microbatch)
+            with Timed(executor.times, job):
+                stage.backward_weight(w.chunk, w.microbatch)
         elif stops:
-            n_parts = segment.left + 1
-            begin = stage.begin_weight
-            executor.timed(segment.part, begin, w.chunk, w.microbatch, n_parts)
+            with Timed(executor.times, segment.part):
+                stage.begin_weight(w.chunk, w.microbatch, segment.left + 1)
 
 
 class SendValue(Handler):
@@ -405,7 +400,7 @@ class SendValue(Handler):
     def run(self) -> None:
         """Hand the value to the transport."""
         slot, peer = self._slot, self.instruction.peer
-        self.executor.transport.send(slot.value, slot.take(), peer)
+        self.executor.transport.send(slot.value, slot.take(self.instruction), peer)
 
 
 class PostReceive(Handler):
@@ -486,7 +481,7 @@ class RunCollective(Handler):
         executor, job = self.executor, self.instruction
         times, collectives = executor.times, executor.collectives
         start = times.now()
-        with record_function(str(job)) if executor.is_profiled else _NOTHING:
+        with record_function(str(job)) if times.is_profiled else _NOTHING:
             collectives.run(job)
         if job.kind is CollectiveKind.REDUCE_WAIT:
             sums = Collective(CollectiveKind.REDUCE_GRAD, job.chunk)
@@ -522,7 +517,8 @@ class TakeStep(Handler):
         optimizer, job = self.executor.optimizer, self.instruction
         if not optimizer.steps_at_once:
             optimizer.wait(job)
-        self.executor.timed(job, optimizer.step, job)
+        with Timed(self.executor.times, job):
+            optimizer.step(job)
 
 
 class ValidateStep(Handler):
@@ -540,7 +536,8 @@ class ValidateStep(Handler):
         """Settle the last step."""
         optimizer, job = self.executor.optimizer, self.instruction
         optimizer.wait(job)
-        self.is_invalid = self.executor.timed(job, optimizer.validate, job)
+        with Timed(self.executor.times, job):
+            self.is_invalid = optimizer.validate(job)
 
 
 HANDLERS: Mapping[Any, Callable[[BoundProgram, Any], Handler]] = {
@@ -615,7 +612,6 @@ class Executor:
         self.inject_fault = inject_fault
         self.opening: Opening | None = Opening(1)
         """Begins the messages of the next step; None: its shapes are known."""
-        self.is_profiled = False
         self._is_part = False
         self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
         self._progress = self.collectives.progress(stage.chunks.values())
@@ -669,7 +665,6 @@ class Executor:
         """
         bound = self._bind(program, training=training)
         self.times.begin(training=training and not self._is_part)
-        self.is_profiled = profiling()
         inject_fault = self.inject_fault
         try:
             for handlers in self._in_order(bound) if training else [bound.rest]:
@@ -692,32 +687,6 @@ class Executor:
         bound.assert_empty()
         self.stage.assert_empty()
         self.transport.end()
-
-    def timed(
-        self, job: Any, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Run a job: it leaves its times, and a range under a profiler.
-
-        Where an exception ends the job, it leaves no times.
-
-        Args:
-            job: whose work the call is.
-            function: does the work.
-            args: its arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            What the function returns.
-        """
-        times = self.times
-        start = times.now()
-        if self.is_profiled:
-            with record_function(str(job)):
-                result = function(*args, **kwargs)
-        else:
-            result = function(*args, **kwargs)
-        times.marks.append((job, start, times.now()))
-        return result
 
     def _bind(self, program: Program, *, training: bool) -> BoundProgram:
         """Bind a program, or return it as it was bound before."""

@@ -17,12 +17,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from zbpp.core import Job, Slot
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.streams import Event, MakeEvent, timed_event
+from zbpp.runtime.support.torch_internals import profiling
 
-__all__ = ["JobTimes"]
+__all__ = ["JobTimes", "Timed"]
 
 _WINDOW = 10
 
@@ -54,10 +56,12 @@ class JobTimes:
         """Note the present: a number on CPUs."""
         if make_event is not None:
             self.now = self._record
+        self.is_profiled = False
+        """A profiler records the step that runs."""
         self._base: _Base | None = None
         self._steps: deque[_Noted] = deque(maxlen=window)
         self.marks: list[Mark] = []
-        """Of the step that runs; the executor appends to it."""
+        """Of the step that runs; `Timed` and collectives append to it."""
         self.norms: list[tuple[Any, Any]] = []
         """Before and after the norms of the step that runs, which are in no job."""
         self._norms_began: Any = None
@@ -65,6 +69,7 @@ class JobTimes:
     def begin(self, *, training: bool) -> None:
         """Start a step; what an evaluation notes is forgotten."""
         self.marks, self.norms, self._norms_began = [], [], None
+        self.is_profiled = profiling()
         if not training:
             return
         if self._make_event is not None:
@@ -117,6 +122,35 @@ class JobTimes:
         event = self._make_event()
         event.record()
         return event
+
+
+class Timed:
+    """Within it a job runs: it leaves its times, and a range under a profiler.
+
+    A job that ends by an exception leaves no times.
+
+    Args:
+        times: of the stage.
+        job: whose work it is.
+    """
+
+    __slots__ = ("_job", "_range", "_start", "_times")
+
+    def __init__(self, times: JobTimes, job: Job) -> None:
+        self._times, self._job = times, job
+        self._range = record_function(str(job)) if times.is_profiled else None
+
+    def __enter__(self) -> None:
+        self._start = self._times.now()
+        if self._range is not None:
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, *error)
+        if kind is None:
+            times = self._times
+            times.marks.append((self._job, self._start, times.now()))
 
 
 @dataclass(frozen=True)

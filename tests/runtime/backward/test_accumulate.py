@@ -165,9 +165,9 @@ def test_w_beside_an_unfinished_b_does_not_change_sums(uses: Sequence[int]) -> N
 
     def within(i: int) -> None:
         nonlocal n_parts
-        before = len(graphs[i]._queue)
+        before = len(graphs[i]._queue.work)
         order.begin_w(i, graphs[i], 2)
-        n_parts += len(graphs[i]._queue) < before
+        n_parts += len(graphs[i]._queue.work) < before
         if i:
             order.begin_w(i - 1, graphs[i - 1], 2)
             order.run_w(i - 1, graphs[i - 1])

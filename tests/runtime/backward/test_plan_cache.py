@@ -209,7 +209,7 @@ def orders() -> list[list[int]]:
         queue = WeightQueue()
         graph = SplitGraph([layer(x)], [x], queue, plans=plans)
         graph.backward_input(torch.ones(4, 8))
-        leaves = [leaves_behind(work.roots[0])[0] for work in queue._work]
+        leaves = [leaves_behind(work.roots[0])[0] for work in queue.work]
         found.append([names[id(leaf)] for leaf in leaves])
     return found
 

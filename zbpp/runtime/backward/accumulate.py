@@ -128,14 +128,18 @@ class GradientOrder:
             self._end_addition(microbatch)
             return result
         apart: Sequence[Tensor] = ()
-        waiting = graph.in_w()
-        if self._each is not None or not self._b.is_turn(microbatch):
+        if self._each is not None or microbatch != self._b.turn:
             apart = self._parameters
-        elif others := self._waits_for(waiting):
+        elif self._waiting and (others := self._waits_for(graph.in_w())):
             apart = [p for p in graph.in_b() if p in others]
-        self._n_apart += bool(apart)
-        result, pending = run_isolated(graph, gradients, apart)
-        self._n_apart -= bool(apart)
+        pending: PendingGrads = []
+        if apart:
+            self._n_apart += 1
+            result, pending = run_isolated(graph, gradients, apart)
+            self._n_apart -= 1
+        else:
+            result = graph.backward_input(gradients)
+        waiting = graph.in_w()
         self._b.add(microbatch, lambda: self._end_b(microbatch, pending, waiting))
         while self._held and not self._n_apart:
             held, its_graph = self._held.pop(0)
@@ -192,7 +196,7 @@ class GradientOrder:
         """
         is_last = self._n_w + 1 == self._n_microbatches
         is_heard = self._each is not None or (self._progress is not None and is_last)
-        if is_heard or self._n_apart or not self._w.is_turn(microbatch):
+        if is_heard or self._n_apart or microbatch != self._w.turn:
             return
         _add_all(self._late.pop(microbatch, ()))
         graph.begin_weight(n_left)
@@ -225,7 +229,7 @@ class GradientOrder:
 
         With released sums B and W add within the products, which is as fast.
         """
-        at_once = self._b.is_turn(microbatch) and self._w.is_turn(microbatch)
+        at_once = microbatch == self._b.turn == self._w.turn
         if self._is_released or self._look is not None or not at_once:
             result = self.run_b(microbatch, graph, gradients)
             self.run_w(microbatch, graph)
@@ -255,14 +259,11 @@ class _Turns:
     """Runs actions in micro-batch order: one that comes early waits for its turn."""
 
     def __init__(self) -> None:
-        self._turn = 0
+        self.turn = 0
         self._early: dict[int, Callable[[], None]] = {}
 
-    def is_turn(self, microbatch: int) -> bool:
-        return microbatch == self._turn
-
     def add(self, microbatch: int, action: Callable[[], None]) -> None:
-        if microbatch != self._turn:
+        if microbatch != self.turn:
             self._early[microbatch] = action
             return
         action()
@@ -270,10 +271,10 @@ class _Turns:
 
     def next(self) -> None:
         """The one whose turn it was is done: go on with those that came early."""
-        self._turn += 1
-        while self._early and (action := self._early.pop(self._turn, None)):
+        self.turn += 1
+        while self._early and (action := self._early.pop(self.turn, None)):
             action()
-            self._turn += 1
+            self.turn += 1
 
 
 def run_isolated(

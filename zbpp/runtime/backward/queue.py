@@ -135,14 +135,12 @@ class WeightQueue:
         self.lent = lent
         self.birth = watch.begin_forward()
         """Of the forward whose weights it is for."""
-        self._work: list[DeferredWork] = []
+        self.work: list[DeferredWork] = []
+        """What W is to do, in its order."""
         self._has_failed = False
-        self._tokens: list[Token[WeightQueue | None]] = []
+        self._token: Token[WeightQueue | None] | None = None
         self.began_s = 0.0
         """`time.perf_counter` when the pass that runs now began, for emulation."""
-
-    def __len__(self) -> int:
-        return len(self._work)
 
     def held_bytes(self) -> int:
         """Memory of all operands that wait for W; what shares memory counts once.
@@ -151,7 +149,7 @@ class WeightQueue:
         """
         storages = {
             storage._cdata: storage.nbytes()
-            for work in self._work
+            for work in self.work
             for tensor in work.kept
             for storage in (part.untyped_storage() for part in _parts(tensor))
         }
@@ -166,7 +164,7 @@ class WeightQueue:
 
     def put(self, work: DeferredWork) -> None:
         """Keep work for W."""
-        self._work.append(work)
+        self.work.append(work)
 
     def defer(
         self, roots: Sequence[Root], compute: Callable[[], Sequence[Tensor | None]]
@@ -177,7 +175,7 @@ class WeightQueue:
             roots: where the gradients go.
             compute: returns one for each root.
         """
-        self._work.append(_Call(roots, compute))
+        self.work.append(_Call(roots, compute))
 
     def run(self, progress: Progress | None = None, *, in_place: bool = False) -> None:
         """Do all work, hand to autograd what it has to accumulate, and forget it.
@@ -199,45 +197,46 @@ class WeightQueue:
         self._has_failed = True
         self.began_s = time.perf_counter()
         if progress is not None:
-            self._work = [piece for work in self._work for piece in work.pieces()]
-        stop = n_all = len(self._work)
+            self.work = [piece for work in self.work for piece in work.pieces()]
+        stop = n_all = len(self.work)
         if progress is not None:
-            progress.begin([work.roots for work in self._work])
+            progress.begin([work.roots for work in self.work])
             stop = progress.done(0)
-        self._work.reverse()
-        while self._work:
+        self.work.reverse()
+        while self.work:
             with NoGrad():
                 ready = self._run_some(max(0, n_all - stop), in_place)
             hand_over(ready)
             if progress is not None:
-                stop = progress.done(n_all - len(self._work))
+                stop = progress.done(n_all - len(self.work))
         self._has_failed = False
 
     def run_first(self, n: int, *, in_place: bool = False) -> None:
         """Do the first n works; see `run`."""
-        self._work, rest = self._work[:n], self._work[n:]
+        self.work, rest = self.work[:n], self.work[n:]
         self.run(in_place=in_place)
-        self._work = rest
+        self.work = rest
 
     def _run_some(self, n_left: int, in_place: bool) -> list[tuple[Root, Tensor]]:
         """Work until there is enough for one call of autograd, or no more is wanted."""
         watch.look()
         ready: list[tuple[Root, Tensor]] = []
         n_bytes = 0
-        while len(self._work) > n_left and n_bytes < _TOGETHER_BYTES:
+        while len(self.work) > n_left and n_bytes < _TOGETHER_BYTES:
             # no variables: operands are freed before the next work begins
-            for root, gradient in self._work.pop().run(in_place=in_place):
+            for root, gradient in self.work.pop().run(in_place=in_place):
                 if gradient is not None:
                     ready.append((root, gradient))
                     n_bytes += gradient.nbytes
         return ready
 
     def __enter__(self) -> None:
-        self._tokens.append(_current.set(self))
+        self._token = _current.set(self)
         self.began_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        _current.reset(self._tokens.pop())
+        assert self._token is not None
+        _current.reset(self._token)
 
 
 _current: ContextVar[WeightQueue | None] = ContextVar("weight_queue", default=None)

@@ -101,7 +101,6 @@ class SplitGraph:
         self._is_done = self._deferred = False
         self.outputs: Any = None
         """The function's result, its tensors detached; set by `split_forward`."""
-        watch.look()
 
     def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """Say where each gradient is computed: ``"W"``, or ``"B: "`` and why.
@@ -140,7 +139,7 @@ class SplitGraph:
 
         After `backward`: if B would have.
         """
-        return self._deferred or len(self._queue) > 0
+        return self._deferred or bool(self._queue.work)
 
     def held_bytes(self) -> int:
         """Memory that B has left for W: operands of the deferred products.
@@ -215,7 +214,7 @@ class SplitGraph:
             with self._queue:
                 result = run_full((ends, seeds), self._inputs, layouts=self._layouts)
         self._ends, self._inputs, self.outputs = [], [], None
-        if self._queue:
+        if self._queue.work:
             self._deferred = True
             self._queue.run(in_place=not self._is_exact)
         return result
@@ -254,7 +253,7 @@ class SplitGraph:
         Args:
             n_left: parts of W to come, this one included.
         """
-        n_works = len(self._queue)
+        n_works = len(self._queue.work)
         n = n_works if self._ends else -(-n_works // n_left)
         self._queue.run_first(n, in_place=not self._is_exact)
 

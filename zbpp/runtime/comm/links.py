@@ -42,6 +42,9 @@ HEADER, PING, KINDS = 0, _SLOTS - 2, _SLOTS - 1
 """Slots of what is no tensor of a value; these have 1, 2, ..."""
 assert MAX_TENSORS < PING
 
+_KIND_OF = {What.ACTIVATION: 0, What.GRADIENT: 1}
+"""Part of a tag; a table, as a look at a member of an enum takes .3 us."""
+
 _POLL_S = 1e-4
 _ROUNDED_S = 1e-3  # gloo counts a time-out in whole milliseconds
 
@@ -372,7 +375,7 @@ def tag(value: Message, slot: int, *, training: bool) -> int:
         number, kind = value.tie, 3
     else:
         number = value.microbatch
-        kind = (value.what is not What.ACTIVATION) + 2 * (not training)
+        kind = _KIND_OF[value.what] + 2 * (not training)
     index = (number * _CHUNKS + value.chunk) * 4 + kind
     return (index * _SLOTS + slot) % 2**31
 

@@ -290,7 +290,8 @@ class Mailbox(Transport):
         waiting = self._waiting[posted.peer]
         while posted.spec is None:
             first = waiting.popleft()
-            self._start(first, self._known(first) or self._read_header(first, job))
+            spec = first.like or self._shapes.known(first.value)
+            self._start(first, spec or self._read_header(first, job))
         for work in posted.works:
             self._link.wait(work, context, posted.peer)
         return self._value_of(posted, posted.spec)
@@ -327,18 +328,11 @@ class Mailbox(Transport):
         for posted in list(self._posted):
             self.receive(posted, job)
 
-    def _known(self, posted: _PostedReceive) -> Spec | None:
-        """The shapes of a value that will come, unless a header will tell them."""
-        if posted.like is not None:
-            return posted.like
-        assert isinstance(posted.value, Value), "a tied gradient has no header"
-        return self._shapes.known(posted.value)
-
     def _start_known(self, peer: int) -> None:
         """Start the receives from a stage up to the first of unknown shapes."""
         waiting = self._waiting[peer]
         while waiting:
-            spec = self._known(waiting[0])
+            spec = waiting[0].like or self._shapes.known(waiting[0].value)
             if spec is None:
                 break
             self._start(waiting.popleft(), spec)

@@ -30,7 +30,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from zbpp.core import Value, What
+from zbpp.core import Message, Value, What
 from zbpp.runtime.support.errors import ShapeError
 from zbpp.runtime.support.strides import Strides, strides_of
 from zbpp.runtime.values import (
@@ -273,10 +273,11 @@ class Shapes:
         if self._specs and next(iter(self._specs))[0] < oldest:
             self._specs = {key: x for key, x in self._specs.items() if key[0] >= oldest}
 
-    def known(self, value: Value) -> Spec | None:
+    def known(self, value: Message) -> Spec | None:
         """The shapes of a message, if they are known; else a header comes first."""
         if self._kinds is None:
             return None
+        assert isinstance(value, Value), "both ends know a tied gradient without"
         kind = self._kinds[value.microbatch]
         return self._specs.get((kind, value.what, value.chunk))
 
