@@ -2,7 +2,7 @@
 
 import sys
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,7 +7,7 @@ from io import StringIO
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 
 _INTRODUCTION = """\
 # Commands

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

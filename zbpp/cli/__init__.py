@@ -1,1 +1,5 @@
-"""The ``zbpp`` command; `commands` holds one dataclass a command."""
+"""The ``zbpp`` command, `main`; `commands` holds one dataclass a command."""
+
+from zbpp.cli.commands import main
+
+__all__ = ["main"]

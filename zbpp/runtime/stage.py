@@ -246,8 +246,8 @@ class Stage:
         with queue, self._computes:
             value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
             outputs = self._finish(chunk, microbatch, value, passed)
-        if chunk == self._last:
-            self._refuse_without_graph(chunk, read, outputs)
+        if chunk == self._last and not outputs[0].requires_grad:
+            self._refuse_without_graph(chunk, read)
         plans, exact = self._orders[chunk].plans, self._exact_sums
         graph = SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
         cut_off = detached(outputs)
@@ -350,15 +350,13 @@ class Stage:
         held = self.chunks[chunk]
         return ready((passed or GivenConstants(held, ())).flatten(value))
 
-    def _refuse_without_graph(
-        self, chunk: int, inputs: Tensors, outputs: Tensors
-    ) -> None:
+    def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:
         """Refuse a loss from which no gradient leads back, if one is waited for.
 
         Raises:
             RequestError: so it is.
         """
-        if self.loss.targets is None or outputs[0].requires_grad:
+        if self.loss.targets is None:
             return
         learning = chain(inputs, self.chunks[chunk].leaves_once())
         if any(x.requires_grad for x in learning):
