@@ -32,19 +32,6 @@ def test_every_mode_equals_a_plain_loop_bit_for_bit(mode: str, n_stages: int) ->
     assert_same(parameters, plain)
 
 
-def test_clipping_is_global_and_the_same_for_any_number_of_stages() -> None:
-    first, validation, parameters = train("1F1B", 1, clip_grad_norm=0.3)
-    assert max(norm for _, norm in first) > 0.3
-    for mode, n_stages in (("ZBV", 4), ("ZBH1", 3), ("VPP", 2)):
-        losses, other_validation, other = train(mode, n_stages, clip_grad_norm=0.3)
-        assert (losses, other_validation) == (first, validation)
-        assert_same(other, parameters)
-    _, _, unclipped = train("1F1B", 1)
-    assert not torch.equal(
-        unclipped["layers.1.up.weight"], parameters["layers.1.up.weight"]
-    )
-
-
 def test_clipping_agrees_with_torch() -> None:
     model = nn.Sequential(*build(range(N_LAYERS)))
     loss = loss_fn(model(batch(0)[0]), batch(0)[1])
@@ -121,11 +108,11 @@ def test_a_seed_makes_dropout_alike_in_all_modes() -> None:
     def dropping(layers: range) -> list[nn.Module]:
         return build(layers, dropout=0.3)
 
-    first = train("1F1B", 1, model=dropping, seed=7)
-    for mode, n_stages in (("ZBV", 4), ("ZBH2", 2)):
-        losses, _, parameters = train(mode, n_stages, model=dropping, seed=7)
-        assert losses == first[0]
-        assert_same(parameters, first[2])
+    first, second = (
+        train(mode, n_stages, model=dropping, seed=7)
+        for mode, n_stages in (("1F1B", 1), ("ZBV", 4))
+    )
+    assert first[0] == second[0]
     assert train("1F1B", 1, model=dropping, seed=8)[0] != first[0]
 
 

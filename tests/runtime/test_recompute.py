@@ -1,13 +1,22 @@
 """Layers that B computes again give the same bits, and hold less from F to B."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from changing import (
+    Change,
+    Layer,
+    in_place,
+    pythons_numbers,
+    replaced,
+    running_mean,
+    unmarked_mean,
+)
 from flat import flat_pipeline
 from histories import ALWAYS
 from moments import uncertain_sums
@@ -28,11 +37,9 @@ from zbpp.core import Costs, MemoryModel, Recompute, Schedule
 from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
 from zbpp.planning.answer import recomputed_layers
-from zbpp.runtime import recompute as room
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import Stage
 
-Change = Callable[[Any, Any], Any]
 WITH_DROPOUT = {"model": lambda layers: build(layers, dropout=0.3)}
 
 
@@ -51,25 +58,13 @@ def assert_no_difference(mode: str, n_stages: int, **more: Any) -> None:
     assert_same(found[2], parameters)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "n_stages"), [("FThenB", 1), ("1F1B", 4), ("VPP", 2), ("ZBH2", 4)]
-)
-def test_every_mode_gives_the_same_bits_if_it_recomputes(
-    mode: str, n_stages: int
-) -> None:
-    assert_no_difference(mode, n_stages, **WITH_DROPOUT)
-
-
 @pytest.mark.parametrize(
     "more",
     [
         WITH_DROPOUT | {"autocast": torch.bfloat16},
-        WITH_DROPOUT | {"seed": 3},
         {"exact_sums": False},
-        {"clip_grad_norm": 0.3, "post_validation": True, "patience": ALWAYS},
     ],
-    ids=["bf16", "seeded dropout", "in place", "rolled back"],
+    ids=["bf16", "in place"],
 )
 def test_settings_change_nothing_about_it(more: dict[str, Any]) -> None:
     assert_no_difference("ZBV", 2, **more)
@@ -100,30 +95,6 @@ def test_two_processes_recompute_to_the_same_bits(pool: Pool) -> None:
         assert_same(found[1], held)
 
 
-def in_place(layer: Any, x: Tensor) -> Tensor:
-    return x.sub_(0.2)
-
-
-def pythons_numbers(layer: Any, x: Tensor) -> Tensor:
-    return x * random.random()
-
-
-def running_mean(layer: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        layer.table[0, :8].lerp_(x.mean(0), 0.5)
-    return x + layer.table[0, :8]
-
-
-def unmarked_mean(layer: Any, x: Tensor) -> Tensor:
-    layer.table.data[0, :8].lerp_(x.detach().mean(0), 0.5)
-    return x + layer.table[0, :8]
-
-
-def replaced(layer: Any, x: Tensor) -> Tensor:
-    layer.table = layer.table + 0.1
-    return x + layer.table[0, :8]
-
-
 def normed(layer: Any, x: Tensor) -> Tensor:
     return layer.norm(layer.bounded(x))
 
@@ -131,28 +102,20 @@ def normed(layer: Any, x: Tensor) -> Tensor:
 CHANGES = (in_place, pythons_numbers, running_mean, unmarked_mean, replaced, normed)
 
 
-class Layer(nn.Module):
-    """A Linear, and something that a forward does beside."""
+class Normed(Layer):
+    """Has two layers more, whose buffers a forward may change."""
 
     def __init__(self, change: Change | None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+        super().__init__(change)
         self.norm = nn.BatchNorm1d(8)
         self.bounded = spectral_norm(nn.Linear(8, 8))
-        self.register_buffer("table", torch.zeros(16, 8))
-        self.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.change is not None:
-            x = self.change(self, x)
-        return torch.tanh(self.linear(x))
 
 
 def run(change: Change, schedule: Schedule) -> Any:
     """Losses, and all that the layers hold in the end."""
     torch.manual_seed(0)
     elsewhere = None if change is in_place else change
-    model = nn.Sequential(*map(Layer, (change, elsewhere, elsewhere, elsewhere)))
+    model = nn.Sequential(*map(Normed, (change, elsewhere, elsewhere, elsewhere)))
     pipeline = flat_pipeline(
         model,
         loss_fn=nn.functional.mse_loss,
@@ -273,26 +236,6 @@ def test_f_leaves_the_input_of_a_recomputed_layer_and_w_what_it_ever_did() -> No
     some, held = left_by_f((1, 2))
     assert kept < some < all_kept
     assert held == for_w
-
-
-def test_no_gradient_falls_back_to_b() -> None:
-    reports = []
-    for recompute in ((), (0, 1, 2, 3)):
-        stage = stage_of(build(range(1, 5)), recompute)
-        stage.forward(0, 0, None)
-        stage.backward_input(0, 0, (torch.randn(64, 16, 16),))
-        reports.append(list(stage.where[0].values()))
-        stage.backward_weight(0, 0)
-    assert reports[0] == reports[1]
-    assert reports[0].count("W") == 8
-
-
-def test_evaluation_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "checkpoint", None)
-    stage = stage_of(build(range(1, 5)), (0, 1, 2, 3))
-    stage.predict(0, 0, None)
-    with pytest.raises(TypeError):
-        stage.forward(0, 0, None)
 
 
 def test_a_schedule_that_names_a_layer_the_chunk_lacks_is_refused() -> None:

@@ -55,16 +55,6 @@ def take_gradients(module: nn.Module) -> list[Tensor]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_a_compiled_part_runs_in_b_and_the_rest_is_split() -> None:
-    compiled = torch.compile(nn.Linear(6, 6), backend="aot_eager")
-    module = nn.Sequential(nn.Linear(6, 6), compiled, nn.Linear(6, 6))
-    plain, (split, where) = both_ways(module, torch.randn(4, 6))
-    assert all(map(torch.equal, split, plain))
-    assert [n for n, text in where.items() if text == "W"] == ["0.weight", "2.weight"]
-
-
 class Recomputed(nn.Module):
     """A checkpoint around its module."""
 

@@ -72,33 +72,6 @@ def test_requests_that_make_no_sense_are_refused() -> None:
     assert "growth_interval is -1" in refusal(LossScaler, growth_interval=-1)
 
 
-def test_a_state_dict_is_validated_wherever_it_is_asked_for() -> None:
-    history = draw(
-        2, mode="ZBH1", n_stages=3, optimizer="adamw", events=(None, SPIKE),
-        looks=("", ""), patience=ALWAYS, scheduler=None, loss_scale=False,
-    )  # fmt: skip
-    plain = run(history, 3, post_validation=False).states[-1]
-
-    def after_a_spike() -> Any:
-        pipeline = make(history, 3, post_validation=True)
-        injector = Injector(pipeline)
-        layers = dict(pipeline.named_layers())
-        for step, event in enumerate(history.events):
-            injector.begin(event)
-            pipeline.step(*batch(history, step))
-        return pipeline, torch.nn.ModuleDict(
-            {name.replace(".", "_"): layer for name, layer in layers.items()}
-        )
-
-    with uncertain_sums(1):
-        _, model = after_a_spike()
-        held = model.state_dict()
-        assert same(held["layers_2.linear.weight"], plain["layers.2.linear.weight"])
-        pipeline, _ = after_a_spike()
-        state = pipeline.optimizers[0].state_dict()["state"][0]["exp_avg"]
-        assert same(state, plain["stage 0, 0, exp_avg"])
-
-
 def test_gradients_are_gone_after_a_step_as_they_are_behind_a_barrier() -> None:
     """So a script that zeroes them itself does no harm."""
     history = draw(
