@@ -68,7 +68,6 @@ def test_passes_in_another_order_still_add_up_in_micro_batch_order() -> None:
     assert_same(shuffled, plain)
 
 
-@pytest.mark.slow
 def test_fewer_micro_batches_than_stages() -> None:
     plain = train_plainly(n_microbatches=1)[1]
     for mode in ("VPP", "ZBH2", "ZBV"):

@@ -30,13 +30,6 @@ def test_the_flags_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("spelling", ["schedule-mode", "schedule_mode"])
-def test_flags_are_read_with_hyphens_and_underscores(spelling):
-    given = [f"--pipeline_{spelling}", "ZBV", "--memory-limit", "3", "--lr", "0.1"]
-    options = parse(application({"train": Train}), ["train", *given])
-    assert options == Train(pipeline_schedule_mode="ZBV", memory_limit=3.0, lr=0.1)
-
-
 def test_the_defaults_are_those_of_the_model():
     assert model_of(Train()) == LlamaConfig()
 
