@@ -270,7 +270,6 @@ def test_a_pipeline_chooses_what_it_recomputes() -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"recompute": "auto"}, "needs m_r"),
         ({"recompute": "auto", "memory": MemoryModel(m_r=0.1)}, "needs a memory limit"),
         ({"recompute": [9]}, "layer 9 shall be recomputed; the layers are 0 to 8"),
     ],
