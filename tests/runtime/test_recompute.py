@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from zbpp.core import Costs, MemoryModel, Recompute, Schedule
-from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
 from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime.chunk import Chunk
@@ -156,38 +155,6 @@ def test_a_layer_that_begins_to_change_its_input_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="has changed its input in place"):
         run(later, again("1F1B", 2))
-
-
-class Tuples(nn.Module):
-    """Takes and gives a tuple; the second part passes by."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.n = n
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, value: Any) -> Any:
-        assert type(value) is tuple and len(value) == self.n
-        return (self.inner(value[0]).tanh(), *value[1:])
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_tuples_stay_tuples(n: int) -> None:
-    def losses(schedule: Schedule) -> list[float]:
-        torch.manual_seed(0)
-        pipeline = Pipeline(
-            nn.Sequential(*(Tuples(n) for _ in range(4))),
-            loss_fn=lambda y, t: sum((one - t).square().mean() for one in y),
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-            schedule=schedule,
-        )
-        x = torch.randn(n + 1, 12, 4)
-        found = [pipeline.step(tuple(x[:n]), x[n]).loss for _ in range(3)]
-        pipeline.close()
-        return found
-
-    schedule = again("ZBV", 2)
-    assert losses(schedule) == losses(replace(schedule, recompute=None))
 
 
 @contextmanager
