@@ -81,21 +81,14 @@ def test_a_mode_needs_both_sizes(size):
         plan("zbh1", **size)
 
 
-@pytest.mark.parametrize("wrong", [0, -3])
-def test_sizes_begin_at_one(wrong):
-    with pytest.raises(RequestError, match=f"n_stages is {wrong}; VPP needs at least"):
-        plan("vpp", n_stages=wrong, n_microbatches=2)
-    with pytest.raises(RequestError, match=f"n_microbatches is {wrong}; VPP needs"):
-        plan("vpp", n_stages=2, n_microbatches=wrong)
-
-
-def test_costs_must_fit_the_placement():
-    plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1, 1, 1)))
-    plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1)))  # per stage
-    with pytest.raises(RequestError, match="f has 3 entries for 4 chunks"):
-        plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1, 1)))
-    with pytest.raises(RequestError, match="m_b has 6 entries for 4 chunks"):
-        plan("ZBV", n_stages=2, n_microbatches=2, memory=MemoryModel(m_b=(1,) * 6))
+@pytest.mark.parametrize("mode", MODES)
+def test_sizes_begin_at_one(mode):
+    for wrong in (0, -3):
+        text = f"is {wrong}; {mode} needs at least"
+        with pytest.raises(RequestError, match=f"n_stages {text}"):
+            plan(mode, n_stages=wrong, n_microbatches=2)
+        with pytest.raises(RequestError, match=f"n_microbatches {text}"):
+            plan(mode, n_stages=2, n_microbatches=wrong)
 
 
 def test_a_limit_that_is_kept_stays_with_the_schedule():

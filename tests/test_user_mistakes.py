@@ -291,7 +291,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: made().attach(
             torch.optim.lr_scheduler.ConstantLR(sgd([nn.Parameter(torch.ones(1))]))
         ),
-        "make one for each of pipeline.optimizers",
+        "ConstantLR is not of an optimizer of this pipeline.*make one for each of "
+        "pipeline.optimizers",
     ),
     "times before a step": (lambda: diagnostics.timeline(made()), "call pipeline.step"),
     "a tie to nowhere": (

@@ -8,10 +8,8 @@ import torch
 from flat import flat_pipeline
 from pool import Pool
 
-import zbpp
 from zbpp.checkpoint import export_safetensors, load, newest
 from zbpp.checkpoint.manifest import read_manifest
-from zbpp.pipeline import Pipeline
 
 transformers = pytest.importorskip("transformers")
 
@@ -113,28 +111,3 @@ def test_tied_weights_of_two_processes_are_saved_once(pool: Pool, tmp_path) -> N
 
 def run_apart(mode: str, folder: str, loads: bool) -> list[float]:
     return run("gpt2", mode, None, folder, load=loads)
-
-
-def test_names_of_a_cut_module_are_its_own(tmp_path) -> None:
-    class Whole(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-            self.head = torch.nn.Linear(4, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    whole = Whole()
-    pipeline = Pipeline(
-        zbpp.cut(whole, "blocks", after=["head"]),
-        loss_fn=torch.nn.functional.mse_loss,
-        optimizer=adamw,
-        schedule="1F1B",
-        n_stages=2,
-        n_microbatches=2,
-    )
-    pipeline.step(torch.ones(4, 4), torch.ones(4, 2))
-    assert set(pipeline.state_dict()["model"]) == set(whole.state_dict())

@@ -190,15 +190,7 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path) -> None:
         pipeline.save(tmp_path, extra=extra, wait=True)
     with pytest.raises(RequestError, match="extra/table is a tensor of layout sparse"):
         pipeline.save(tmp_path, extra={"table": torch.eye(2).to_sparse()})
-    with pytest.raises(RequestError, match="keep is 0"):
-        pipeline.save(tmp_path, keep=0)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot write to"):
         pipeline.save(tmp_path / "file")
     pipeline.step(*batch(1))
-
-
-def test_schedulers_of_others_are_refused() -> None:
-    strange = torch.optim.lr_scheduler.StepLR(adamw([nn.Parameter(torch.ones(1))]), 1)
-    with pytest.raises(RequestError, match="StepLR is not of an optimizer of this"):
-        made(0).attach(strange)

@@ -84,18 +84,6 @@ def test_csv_for_torch_says_how_it_is_loaded(tmp_path, capsys) -> None:
     assert read.orders == read_schedule(tmp_path / "p.json").orders
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--data_parallel", "0"], "--data_parallel is 0; it must be at least 1"),
-        (["--shard", "parameters"], "--shard parameters needs replicas"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(capsys, flags, message) -> None:
-    assert main(["show", *ZBV, *flags]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_times_and_memory_follow_from_what_layers_tell(tmp_path, capsys) -> None:
     """A stage of 4 layers with 10 bytes each: a ring of 2 at 5 a unit, alpha 1."""
     told = {"parameters": 10, "m_fixed": 40, "replica_bandwidth": 5, "replica_delay": 1}

@@ -45,38 +45,6 @@ def test_doctor_tells_what_no_test_has_run_on(monkeypatch):
     assert line.endswith("; not tested: 3.11, 3.12, 3.13 are")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["show"], "zbpp: no schedule is named; give a schedule file"),
-        (["show", "x.json", *ZBH1], "zbpp: 'x.json' is one word too many"),
-        (["show", "missing.json"], "zbpp: missing.json: cannot be read"),
-        (["show", "ZBW", *SIZES], "zbpp: unknown schedule mode 'ZBW'; did you mean"),
-        (["show", "ZBV", "--stages", "2"], "zbpp: --microbatches is missing; ZBV"),
-        (["show", "ZBV", "--stages", "0"], "zbpp: --stages is 0; it must be at least"),
-        (["show", *ZBH1, "--memory_limit", "0.9"], "zbpp: ZBH1 with 2 stages and"),
-        (
-            ["show", "ZBV", *SIZES, "--chunks_per_stage", "3"],
-            "zbpp: chunks_per_stage i",
-        ),
-        (["show", "VPP", *SIZES, "--chunks_per_stage", "0"], "zbpp: --chunks_per_stag"),
-        (["show", *ZBH1, "--iterations", "0"], "zbpp: --iterations is 0; it must be"),
-        (["show", *ZBH1, "--effort", "worst"], "zbpp: effort 'worst' is not known"),
-        (["show", *ZBH1, "--costs", "no.json"], "zbpp: no.json: cannot be read"),
-        (["plot", *ZBH1, "--out", "x.gif"], "zbpp: x.gif: the name of a picture must"),
-        (["plan", *ZBH1, "--out", "no/x.json"], "zbpp: --out no/x.json cannot be"),
-        (["trace", *ZBH1, "--out", "no/x.json"], "zbpp: --out no/x.json cannot be"),
-        (["compare", *SIZES, "--memory_limit", "0.9"], "zbpp: no mode can be had"),
-    ],
-)
-def test_a_wrong_request_gives_one_line_and_exit_code_2(capsys, arguments, message):
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(message)
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
 @pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBH1", "ZBV", "ZBVPP", "auto"])
 def test_sizes_that_would_take_hours_are_refused_with_the_number_of_jobs(capsys, mode):
     each = 2 if mode in ("VPP", "ZBV", "ZBVPP") else 1

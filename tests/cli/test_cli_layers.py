@@ -64,17 +64,14 @@ def test_modes_are_compared_each_with_its_own_split(capsys, layers):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--split", "even"], "--split needs --layers"),
-        (["--layers", "LAYERS", "--costs", "LAYERS"], "leave --costs out"),
-        (["--layers", "LAYERS", "--split", "odd"], "split 'odd' is not known"),
-        (["--layers", "LAYERS", "--split", "4,3"], "add up to 8 layers"),
-        (["--layers", "LAYERS", "--memory_limit", "2"], "limit that works is 4"),
+        (["--split", "odd"], "split 'odd' is not known"),
+        (["--split", "4,3"], "add up to 8 layers"),
+        (["--memory_limit", "2"], "limit that works is 4"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, capsys, layers, flags, message):
-    flags = [str(layers) if flag == "LAYERS" else flag for flag in flags]
-    mode = ["--pipeline_schedule_mode", "ZBH1", "--out", str(tmp_path / "plan.json")]
-    assert main(["plan", *mode, *SIZES, *flags]) == 2
+    out = ["--out", str(tmp_path / "plan.json"), "--layers", str(layers)]
+    assert main(["plan", "ZBH1", *SIZES, *out, *flags]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -64,17 +64,3 @@ def test_compare_prints_bytes(costs, capsys):
     code, text, _ = run(capsys, "compare", *SIZES, *costs, "--memory_limit", "14GiB")
     assert code == 0
     assert re.search(r"ZBH1 .* 1\d\.\d GiB", text)
-
-
-def test_bytes_for_costs_in_another_unit_are_refused(capsys):
-    flags = ["show", "--pipeline_schedule_mode", "ZBV", *SIZES]
-    code, _, error = run(capsys, *flags, "--memory_limit", "14GiB")
-    assert code == 2
-    assert "nothing says that the memories of the costs are bytes" in error
-    assert run(capsys, *flags, "--memory_limit", "14")[0] == 0
-
-
-def test_what_is_no_amount_of_memory_is_refused(capsys):
-    flags = ["show", "--pipeline_schedule_mode", "ZBV", *SIZES]
-    assert main([*flags, "--memory_limit", "14 potatoes"]) == 2
-    assert "is no amount of memory" in capsys.readouterr().err

@@ -36,28 +36,6 @@ def test_train_writes_costs_to_plan_with_and_a_trace(tmp_path: Path) -> None:
     assert main(["show", "ZB", *sizes, "--costs", str(costs)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--pipeline_schedule_mode", "1F1B"], "--costs_out: 1F1B runs B and W as one"),
-        (["--costs_out", "missing/x.json"], "--costs_out missing/x.json cannot be"),
-        (["--trace", "missing/x.json"], "--trace missing/x.json cannot be"),
-    ],
-)
-@pytest.mark.needs("torch")
-def test_costs_that_cannot_be_written_are_refused_before_the_run(
-    flags: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", *SMALL, "--costs_out", "x.json", *flags]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err and not captured.out
-
-
 MODEL = """
 import torch
 from torch import nn

@@ -73,28 +73,6 @@ def test_a_list_names_chunks_or_with_a_layers_file_layers(
     assert read_schedule(path).recompute == ((0,), (0,), False)
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (("--recompute", "auto"), "needs m_r"),
-        (("--recompute", "0,9"), "chunk 9 shall be recomputed; the chunks are 0 to 5"),
-        (("--recompute", "some"), "choose auto, all or none"),
-        (("--recompute", "all", "--memory_limit", "2"), "no m_r"),
-    ],
-)
-def test_wrong_requests_are_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    flags: tuple[str, ...],
-    text: str,
-) -> None:
-    command = ["plan", "--pipeline_schedule_mode", "ZBV", *SIZES]
-    assert main([*command, "--out", str(tmp_path / "x.json"), *flags]) == 2
-    message = capsys.readouterr().err
-    assert text in message
-    assert message.count("\n") == 1
-
-
 def test_orders_that_are_given_are_not_planned_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], costs: str
 ) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
 from zbpp.memory.fake import building, fake_mode
 from zbpp.memory.layers import model_memory
 from zbpp.training.user_model import load_model
@@ -25,16 +24,6 @@ class Attention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
-class Decides(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        return y if y.sum() > 0 else -y
-
-
 def operations(*layers: nn.Module) -> list[float]:
     x = torch.zeros(BATCH, SEQ, WIDTH)
     memory = model_memory(list(layers), (x, x), nn.functional.mse_loss)
@@ -50,11 +39,6 @@ def test_products_and_attention_by_hand() -> None:
         2 * tokens * WIDTH * 3 * WIDTH + 2 * scores,
         0,
     ]
-
-
-def test_a_layer_that_decides_by_its_data_is_named() -> None:
-    with pytest.raises(RequestError, match=r"layer 1 \(a Decides\) cannot be traced"):
-        operations(nn.Linear(WIDTH, WIDTH), Decides())
 
 
 CONFIG = {

@@ -5,40 +5,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mesh_runs import Block, cut_over
 from pool import Pool
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 WIDTH, ROWS, N_LAYERS = 128, 256, 4
 
 
-class Feed(nn.Module):
-    """Two matrices, the second one's product summed over its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return result
-
-
-def sharded_layers() -> list[nn.Module]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    layers: list[nn.Module] = [Feed() for _ in range(N_LAYERS)]
-    for layer in layers:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(layer, mesh, plan)
-    return layers
+def whole_layers() -> list[nn.Module]:
+    return [Block(WIDTH, 4 * WIDTH, checkpointed=False) for _ in range(N_LAYERS)]
 
 
 def compared() -> dict[str, Any]:
@@ -50,7 +26,8 @@ def compared() -> dict[str, Any]:
     from zbpp.memory.model import default_optimizer
 
     torch.set_num_threads(1)
-    layers = sharded_layers()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    layers = cut_over(whole_layers(), mesh)
     x = torch.randn(ROWS, WIDTH)
     parts: Any = layers, (x, x), nn.functional.mse_loss
     memory, own = model_memory(*parts), range(N_LAYERS)
@@ -81,7 +58,7 @@ def compared() -> dict[str, Any]:
 @pytest.mark.dist
 def test_shards_take_what_the_allocator_says(pool: Pool) -> None:
     for found in pool.run(compared, 2):
-        whole = sum(p.nbytes for _ in range(N_LAYERS) for p in Feed().parameters())
+        whole = sum(p.nbytes for layer in whole_layers() for p in layer.parameters())
         assert found["parameters"][0] < 0.51 * whole
         errors = found.pop("passes")
         assert max(*errors, *(abs(a / b - 1) for a, b in found.values())) < 0.03

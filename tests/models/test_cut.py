@@ -301,10 +301,8 @@ def test_a_head_that_reads_what_ran_before_the_blocks_is_refused():
     ("arguments", "words"),
     [
         ({"blocks": "body"}, r"body is a ModuleDict.*It has body\.blocks \(4\)"),
-        ({"blocks": "nothing.here"}, "nothing.here is nothing in a Encoder"),
         ({"blocks": "body.blocks"}, "not known whether they run before or after"),
         ({"blocks": "body.blocks", "before": ("x",)}, "x: no module beside the path"),
-        ({}, "has no plan; name its blocks"),
     ],
 )
 def test_cuts_that_do_not_fit_are_refused(arguments, words):

@@ -197,13 +197,6 @@ def test_turns_have_the_bits_of_a_row(case: str) -> None:
     assert_same(state, in_a_row[1])
 
 
-def test_turns_have_the_bits_of_another_mode() -> None:
-    numbers, state = trained("two stages")
-    other = trained("two stages", mode="1F1B")
-    assert numbers == other[0]
-    assert_same(state, other[1])
-
-
 def test_rolled_back_steps_are() -> None:
     """The control: the case above rolls back."""
     numbers, _ = trained("rolled back")
@@ -288,15 +281,6 @@ def test_segments_have_the_bits_of_a_row(case: str, norm: Any) -> None:
         in_a_row = planned(case, norm, overlap=False)
     assert not none and numbers == in_a_row[0]
     assert_same(state, in_a_row[1])
-
-
-def test_segments_have_the_bits_of_another_mode() -> None:
-    numbers, state = planned("two stages")
-    torch.manual_seed(0)
-    model = talking(4, dropout=0.3)
-    other = train(make(model, "1F1B", n_stages=2, seed=3))
-    assert numbers == other[0]
-    assert_same(state, other[1])
 
 
 @pytest.mark.parametrize("n_layers", [1, 4])

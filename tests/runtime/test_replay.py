@@ -2,11 +2,19 @@
 
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from changing import (
+    Change,
+    Layer,
+    in_place,
+    pythons_numbers,
+    replaced,
+    running_mean,
+    unmarked_mean,
+)
 from flat import flat_pipeline
 from histories import ALWAYS
 from moments import uncertain_sums
@@ -16,52 +24,10 @@ from zbpp.runtime import replay
 from zbpp.runtime.state_recorder import BufferRecorder
 
 N_STEPS, M = 5, 4
-Change = Callable[[nn.Module, Tensor], Tensor]
-
-
-class Layer(nn.Module):
-    """A Linear, and something that a forward does beside."""
-
-    def __init__(self, change: Change | None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("table", torch.zeros(64, 128))  # 32 KiB: not small
-        self.step = 0
-        self.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.change is not None:
-            x = self.change(self, x)
-        return torch.tanh(self.linear(x))
-
-
-def pythons_numbers(layer: Any, x: Tensor) -> Tensor:
-    return x * random.random()
 
 
 def numpys_numbers(layer: Any, x: Tensor) -> Tensor:
     return x * float(sys.modules["numpy"].random.rand())
-
-
-def in_place(layer: Any, x: Tensor) -> Tensor:
-    return x.sub_(0.2)
-
-
-def running_mean(layer: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        layer.table[0, :8].lerp_(x.mean(0), 0.5)
-    return x + layer.table[0, :8]
-
-
-def unmarked_mean(layer: Any, x: Tensor) -> Tensor:
-    """As some vector quantizers do: no version counter sees it."""
-    layer.table.data[0, :8].lerp_(x.detach().mean(0), 0.5)
-    return x + layer.table[0, :8]
-
-
-def replaced(layer: Any, x: Tensor) -> Tensor:
-    layer.table = layer.table + 0.1
-    return x + layer.table[0, :8]
 
 
 def made_when_needed(layer: Any, x: Tensor) -> Tensor:

@@ -32,7 +32,11 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "stages": {"2": {"n_stages": 2}, "3": {"n_stages": 3}},
     "clipping": {"off": {}, "on": {"clip_grad_norm": 0.5}},
-    "loss": {"plain": {}, "scaled": {"loss_scale": 8.0}, "tokens": {"weigh": "tokens"}},
+    "loss": {
+        "plain": {},
+        "scaled": {"loss_scale": 8.0, "weigh": "tokens"},
+        "tokens": {"weigh": "tokens"},
+    },
     "forward": {
         "plain": {},
         "autocast": {"autocast": torch.bfloat16},

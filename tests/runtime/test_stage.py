@@ -54,11 +54,11 @@ def layers(indices: range) -> list[nn.Module]:
     return [every[index] for index in indices]
 
 
-def train(n_stages: int | None, mode: str) -> list[float]:
+def train(n_stages: int | None, mode: str, **more: Any) -> list[float]:
     pipeline = flat_pipeline(
         layers, n_layers=6, loss_fn=lambda y, t: (y - t).square().mean(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), n_microbatches=4,
-        schedule=mode, n_stages=n_stages,
+        schedule=mode, n_stages=n_stages, **more,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     x, t = torch.randn(2, 8, 4, generator=generator)
@@ -68,10 +68,11 @@ def train(n_stages: int | None, mode: str) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize(("mode", "n_stages"), [("ZBH1", 3), ("ZBV", 2)])
-def test_tuples_of_one_stay_tuples(mode: str, n_stages: int) -> None:
+def test_tuples_of_one_stay_tuples(mode: str, n_stages: int, recompute: Any) -> None:
     alone = train(1, "1F1B")
-    assert train(n_stages, mode) == alone
+    assert train(n_stages, mode, recompute=recompute) == alone
     assert alone[0] > alone[-1]
 
 

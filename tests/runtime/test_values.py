@@ -104,13 +104,6 @@ def test_dicts_of_changing_lengths_between_processes(
     assert_same({k: v for _, part in parts for k, v in part.items()}, alone[1])
 
 
-@pytest.mark.slow
-def test_recomputed_layers(alone: masked_model.Found) -> None:
-    losses, parameters = train("ZBV", 2, recompute="all")
-    assert losses == alone[0]
-    assert_same(parameters, alone[1])
-
-
 class Writes(nn.Module):
     """Hands on the mask that it was given, and has written to it."""
 

@@ -13,7 +13,7 @@ import torch
 from gpu_waits import waits_are_errors
 from small_model import N_LAYERS, adamw, assert_same, batch, build, make_pipeline
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from zoo import Checkpointed
 
 import simgpu
 from simgpu.jobs import name_jobs
@@ -27,16 +27,6 @@ STREAMS = ({}, {"stage_streams": True})
 GRAPHS = ({"cuda_graphs": True}, {"cuda_graphs": True, "stage_streams": True})
 SPECULATIVE = Patience(failures=11, window=10)  # from the first step on
 Outcome = tuple[list[float], dict[str, Tensor]]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return result
 
 
 class In16Bits(nn.Module):

@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from zbpp.core import Costs, Placement, RequestError, Schedule, draw, parse_job
+from zbpp.core import Costs, Placement, Schedule, draw, parse_job
 from zbpp.planning import plan
 from zbpp.simulator import bubble_rate, simulate
 
@@ -51,11 +51,6 @@ def test_chunks_of_one_stage_exchange_nothing_and_share_its_time():
     )
     timeline = simulate(one_stage, Costs(f=2, b=4, w=(1, 3), comm=5))
     assert [slot.end for slot in timeline.rows[0]] == [1, 2, 4, 6, 9, 10]
-
-
-def test_costs_must_fit_the_placement():
-    with pytest.raises(RequestError, match="f has 3 entries for 2 chunks"):
-        simulate(TWO_STAGES, Costs(f=(1, 1, 1)))
 
 
 @pytest.mark.parametrize("mode", COLUMNS)

@@ -97,7 +97,6 @@ def test_a_checkpoint_is_trained_on_from_its_weights(tmp_path) -> None:
             "no safetensors files; .* random weights give",
         ),
         ("hf:{}/config.json", {"n_positions": 8}, "max_position_embeddings is 8"),
-        ("module:function", {}, "takes hf:PATH"),
         ("hf:nowhere", {}, "nowhere: cannot be read"),
     ],
 )

@@ -30,10 +30,6 @@ def test_the_default_model_has_ten_layers_and_about_a_million_parameters():
     assert sum(p.numel() for p in model.parameters()) == 935_520
 
 
-def test_logits_are_for_every_byte_at_every_position():
-    assert whole(TINY)(tokens(3, 12)).shape == (3, 12, 256)
-
-
 def test_shorter_sequences_are_taken():
     logits = whole(TINY)(tokens(3, 12))
     torch.testing.assert_close(whole(TINY)(tokens(3, 12)[:, :5]), logits[:, :5])
@@ -132,23 +128,6 @@ def test_the_loss_is_the_mean_over_tokens():
     targets = tokens(2, 3)
     by_hand = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
     torch.testing.assert_close(cross_entropy(logits, targets), by_hand)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_few_plain_steps_lower_the_loss(dtype):
-    model = whole(TINY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    text = tokens(1, 13)
-    losses = []
-    for _ in range(15):
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            loss = cross_entropy(model(text[:, :-1]), text[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(math.log(256), abs=0.5)
-    assert losses[-1] < losses[0] - 2.5
 
 
 @pytest.mark.parametrize(

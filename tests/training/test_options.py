@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.cli.parser import application, parse
 from zbpp.core import RequestError, write_schedule
 from zbpp.planning import make_plan, plan
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
 from zbpp.training.setup import (
-    check,
     costs_of,
     layers_of,
     model_of,
@@ -30,51 +28,8 @@ def test_the_flags_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("spelling", ["schedule-mode", "schedule_mode"])
-def test_flags_are_read_with_hyphens_and_underscores(spelling):
-    given = [f"--pipeline_{spelling}", "ZBV", "--memory-limit", "3", "--lr", "0.1"]
-    options = parse(application({"train": Train}), ["train", *given])
-    assert options == Train(pipeline_schedule_mode="ZBV", memory_limit=3.0, lr=0.1)
-
-
 def test_the_defaults_are_those_of_the_model():
     assert model_of(Train()) == LlamaConfig()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"stages": 0}, "--stages is 0; it must be at least 1"),
-        ({"microbatches": 0}, "--microbatches is 0"),
-        ({"steps": 0}, "--steps is 0"),
-        ({"lr": -1.0}, "--lr is -1.0; it must be at least 0"),
-        ({"lr": float("nan")}, "--lr is nan"),
-        ({"seed": -1}, "--seed is -1"),
-        ({"clip_grad_norm": 0.0}, "--clip_grad_norm is 0.0; it must be above 0"),
-        ({"timeout_s": 0.0}, "--timeout_s is 0.0"),
-    ],
-)
-def test_flags_out_of_range_are_refused(flags, message):
-    with pytest.raises(RequestError, match=re.escape(message)):
-        Train(**flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"pipeline_schedule_mode": "ZBX"}, "unknown schedule mode 'ZBX'"),
-        ({"data": "nowhere"}, "nowhere does not exist"),
-        ({"n_blocks": 1, "stages": 4}, "3 layers cannot fill 4 chunks"),
-        ({"dim": 15}, "dim 15 is no multiple"),
-        ({"costs": "nowhere.json"}, "nowhere.json: cannot be read"),
-        ({"memory_limit": 0.5}, "0.5"),
-    ],
-)
-def test_requests_that_cannot_be_met_are_refused_before_any_process(flags, message):
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    options = parse(application({"train": Train}), ["train", *words])
-    with pytest.raises(RequestError, match=re.escape(message)):
-        check(options, plan_of(options))
 
 
 def test_the_effort_reaches_the_planner(monkeypatch):

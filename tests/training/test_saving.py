@@ -120,15 +120,6 @@ def test_another_training_is_refused(halfway, tmp_path) -> None:
         start(replace(options, resume=str(tmp_path)))
 
 
-def test_flags_that_need_another_say_so() -> None:
-    with pytest.raises(RequestError, match="--save_every needs --save_dir"):
-        Train(save_every=3)
-    with pytest.raises(RequestError, match="--max_restarts needs --save_dir"):
-        Train(max_restarts=1)
-    with pytest.raises(RequestError, match="--keep is 0"):
-        Train(keep=0)
-
-
 def test_a_step_number_that_is_not_restored_is_noticed(
     whole, halfway, tmp_path, monkeypatch
 ) -> None:

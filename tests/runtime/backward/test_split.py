@@ -11,7 +11,7 @@ import pytest
 import torch
 from matmuls import CountMatmuls
 from torch import Tensor, nn
-from zoo import Checkpointed, Fn, block, conv, mlp
+from zoo import Checkpointed, Fn, block, conv, mlp, offloaded
 
 from zbpp.runtime.backward import graph as graph_module
 from zbpp.runtime.backward.split import SplitGraph, split_forward
@@ -114,11 +114,6 @@ def test_the_report_gives_reasons() -> None:
     ):
         graph = SplitGraph([module(torch.randn(2, 6, requires_grad=True))])
         assert reason in graph.report().values()
-
-
-def offloaded(m: Any, x: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return m.inner(x)
 
 
 def test_passes_in_a_wrong_order_are_refused() -> None:

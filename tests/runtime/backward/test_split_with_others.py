@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from zoo import Checkpointed
 
 from zbpp.core import RequestError
 from zbpp.runtime.backward.ends import end_of
@@ -57,32 +57,10 @@ def take_gradients(module: nn.Module) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_a_compiled_part_runs_in_b_and_the_rest_is_split() -> None:
-    compiled = torch.compile(nn.Linear(6, 6), backend="aot_eager")
-    module = nn.Sequential(nn.Linear(6, 6), compiled, nn.Linear(6, 6))
-    plain, (split, where) = both_ways(module, torch.randn(4, 6))
-    assert all(map(torch.equal, split, plain))
-    assert [n for n, text in where.items() if text == "W"] == ["0.weight", "2.weight"]
-
-
-class Recomputed(nn.Module):
-    """A checkpoint around its module."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Call the module, and once more in B."""
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_a_checkpoint_may_hold_a_compiled_part() -> None:
     compiled = torch.compile(nn.Linear(6, 6), backend="aot_eager")
     inner = nn.Sequential(nn.Linear(6, 6), compiled)
-    module = nn.Sequential(nn.Linear(6, 6), Recomputed(inner), nn.Linear(6, 6))
+    module = nn.Sequential(nn.Linear(6, 6), Checkpointed(inner), nn.Linear(6, 6))
     plain, (split, where) = both_ways(module, torch.randn(4, 6))
     assert all(map(torch.equal, split, plain))
     waits = [n for n, text in where.items() if text == "W"]

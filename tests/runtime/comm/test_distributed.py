@@ -115,18 +115,6 @@ def test_ranks_with_different_settings_are_refused(pool: Pool) -> None:
         assert "rank(s) [1] and rank 0 were started with different" in message
 
 
-def read_late() -> tuple[float, float]:
-    pipeline = make_pipeline("ZBH1", None)
-    results = [pipeline.step(*batch(step)) for step in range(3)]
-    return results[0].loss, results[2].loss
-
-
-def test_results_may_be_read_later(pool: Pool) -> None:
-    expected = train("1F1B", 1)[0]
-    for first, last in pool.run(read_late, 2):
-        assert (first, last) == (expected[0][0], expected[2][0])
-
-
 def count_unfinished_sends(post_validation: bool) -> list[int]:
     """After each step, once its sums have been read."""
     pipeline = make_pipeline("ZBH1", None, post_validation=post_validation)

@@ -30,12 +30,6 @@ def misfit(schedule: str, n_stages: int | None, call: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("call", ["step", "evaluate"])
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
-def test_targets_of_another_number(schedule: str, call: str) -> None:
-    assert BOTH in misfit(schedule, 2, call)
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_targets_of_another_number_in_another_process(pool: Pool, call: str) -> None:
@@ -69,13 +63,6 @@ def test_a_list_of_micro_batches_of_several_sizes() -> None:
     even = [list(x.split(2)) for x in batch(0)]
     assert pipeline.step(*even).loss == make_pipeline("1F1B", 1).step(*batch(0)).loss
     pipeline.evaluate(*map(list, uneven))
-
-
-def test_a_tuple_of_tensors_of_several_numbers() -> None:
-    pipeline = make_pipeline("ZBH1", 2)
-    inputs, targets = batch(0)
-    message = refusal(pipeline.step, (inputs, inputs[:6]), targets)
-    assert "inputs is a tuple of tensors of [12, 6] samples" in message
 
 
 def test_lists_may_hold_targets_of_their_own_shape() -> None:

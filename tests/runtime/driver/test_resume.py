@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from pool import Pool
-from small_model import assert_same, batch, build, make_pipeline, refusal
+from small_model import assert_same, batch, build, make_pipeline
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
@@ -52,19 +51,6 @@ def test_in_one_process(n_stages: int) -> None:
     resumed = run(n_stages, 3)
     assert resumed[0] == losses
     assert_same(resumed[1], parameters)
-
-
-@pytest.mark.dist
-def test_in_two_processes(pool: Pool) -> None:
-    losses, parameters = run(1, None)
-    ranks = pool.run(run, 2, None, 3)
-    assert [its for its, _ in ranks] == [losses] * 2
-    assert_same(ranks[0][1] | ranks[1][1], parameters)
-
-
-def test_a_step_that_cannot_be_is_refused() -> None:
-    assert "first_step is -1" in refusal(make_pipeline, "1F1B", 1, first_step=-1)
-    assert "first_step is 1.5" in refusal(make_pipeline, "1F1B", 1, first_step=1.5)
 
 
 def test_the_first_step_alone_changes_the_draw() -> None:

@@ -33,8 +33,6 @@ def test_on_where_the_backward_is_split_and_there_are_stages_to_wait_for() -> No
     assert has_check(make_pipeline("1F1B", 2, post_validation=True))
     assert not has_check(make_pipeline("ZBV", 2, post_validation=False))
     assert not has_check(make_pipeline("ZBV", 2, optimizer=None))
-    message = refusal(make_pipeline, "ZBV", 2, optimizer=None, post_validation=True)
-    assert "no step to validate" in message
 
 
 def test_a_schedule_with_a_v_of_its_own_is_run_as_it_is() -> None:
@@ -68,35 +66,7 @@ def test_how_to_roll_back_is_no_question_any_more() -> None:
 def test_requests_that_make_no_sense_are_refused() -> None:
     assert "from 1 on" in refusal(make_pipeline, "ZBH1", 2, max_consecutive_skips=0)
     assert "failures is 0" in refusal(Patience, failures=0)
-    assert "loss scale of 0" in refusal(make_pipeline, "ZBH1", 2, loss_scale=0.0)
     assert "growth_interval is -1" in refusal(LossScaler, growth_interval=-1)
-
-
-def test_a_state_dict_is_validated_wherever_it_is_asked_for() -> None:
-    history = draw(
-        2, mode="ZBH1", n_stages=3, optimizer="adamw", events=(None, SPIKE),
-        looks=("", ""), patience=ALWAYS, scheduler=None, loss_scale=False,
-    )  # fmt: skip
-    plain = run(history, 3, post_validation=False).states[-1]
-
-    def after_a_spike() -> Any:
-        pipeline = make(history, 3, post_validation=True)
-        injector = Injector(pipeline)
-        layers = dict(pipeline.named_layers())
-        for step, event in enumerate(history.events):
-            injector.begin(event)
-            pipeline.step(*batch(history, step))
-        return pipeline, torch.nn.ModuleDict(
-            {name.replace(".", "_"): layer for name, layer in layers.items()}
-        )
-
-    with uncertain_sums(1):
-        _, model = after_a_spike()
-        held = model.state_dict()
-        assert same(held["layers_2.linear.weight"], plain["layers.2.linear.weight"])
-        pipeline, _ = after_a_spike()
-        state = pipeline.optimizers[0].state_dict()["state"][0]["exp_avg"]
-        assert same(state, plain["stage 0, 0, exp_avg"])
 
 
 def test_gradients_are_gone_after_a_step_as_they_are_behind_a_barrier() -> None:
@@ -163,15 +133,6 @@ def test_the_timeline_of_a_replay_holds_what_really_ran() -> None:
     assert " ".join(rows[0][:7]) == "0F0 0F1 0F2 V 0F0 0F1 0F2"
     assert " ".join(rows[2][:4]) == "2F0 V 2F0 2B0"
     assert 0 <= bubble_rate(diagnostics.timeline(pipeline)) < 1
-
-
-def test_a_closed_pipeline_refuses_to_go_on() -> None:
-    with make_pipeline("ZBH1", 2) as pipeline:
-        pipeline.step(*tokens(0))
-    pipeline.close()
-    with pytest.raises(RuntimeError, match="the pipeline is closed"):
-        pipeline.step(*tokens(1))
-    assert len(list(pipeline.named_parameters())) > 3
 
 
 def test_looking_from_within_a_step_is_refused() -> None:

@@ -55,7 +55,7 @@ def test_layers_wrapped_over_one_process(pool: Pool) -> None:
 @pytest.mark.slow
 def test_two_by_two_by_two(pool: Pool) -> None:
     more = {"tensor_parallel": 2, "steps": 3}
-    cases = [("ZBH1", "kept", more), ("ZBV", "kept", more)]
+    cases = [(mode, "kept", more) for mode in ("1F1B", "ZBH1", "ZBV")]
     runs = pool.run(train_all, 8, cases)
     assert_close(runs, 3)
     assert len({str(found.results) for at_rank in runs for found in at_rank}) == 1

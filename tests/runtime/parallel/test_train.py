@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zbpp.core import RequestError
 from zbpp.training.options import Train
 from zbpp.training.start import start
 
@@ -44,15 +43,6 @@ def test_replicas_train_as_one_pipeline_does(text: Path, tmp_path: Path) -> None
         found[name] = final(out)
     for one in found.values():
         assert one["val_loss"] == pytest.approx(found["one"]["val_loss"], rel=1e-5)
-
-
-def test_requests_that_cannot_be() -> None:
-    with pytest.raises(RequestError, match="--data_parallel, 2 or more"):
-        Train(shard="optimizer")
-    with pytest.raises(RequestError, match="--transport local"):
-        Train(data_parallel=2, transport="local")
-    with pytest.raises(RequestError, match="does not divide --n_heads 4"):
-        start(Train(tensor_parallel=3))
 
 
 @pytest.mark.slow

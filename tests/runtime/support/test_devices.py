@@ -91,14 +91,9 @@ def test_doctor_names_the_accelerator_and_what_moves_its_messages(
 def test_a_process_takes_its_own_device_of_the_kind_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    assert asked_device("auto").type == "cpu"
-    assert asked_device("cpu").type == "cpu"
-    with pytest.raises(RequestError, match="finds none"):
-        asked_device("cuda")
-    kind = torch.device("cuda")
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: kind)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    play(monkeypatch, "cuda", is_there=False)
+    assert asked_device("auto").type == asked_device("cpu").type == "cpu"
+    play(monkeypatch, "cuda", is_there=True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert str(asked_device("cuda")) == "cuda:1"

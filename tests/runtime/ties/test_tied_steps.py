@@ -5,7 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import Pool
-from small_model import Block, adamw, assert_same, batch, loss_fn, make_pipeline
+from small_model import (
+    Block,
+    adamw,
+    assert_same,
+    batch,
+    loss_fn,
+    make_pipeline,
+    refusal,
+)
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
@@ -159,3 +167,22 @@ def test_a_checkpoint_holds_a_tied_weight_once_and_fits_any_stages(tmp_path) -> 
         given.load_state_dict(state)
         assert [loaded.step(*batch(s)).grad_norm for s in (2, 3)] == expected
         assert_copies_equal(loaded)
+
+
+def slices(layers: list[nn.Module]) -> Callable[[range], list[nn.Module]]:
+    """A builder that names no tie."""
+    return lambda own: layers[own.start : own.stop]
+
+
+def test_a_shared_parameter_that_nobody_has_named_is_refused() -> None:
+    more = {"model": slices(tied_layers()), "n_layers": N_LAYERS}
+    words = "layers 0 and 7 share a parameter"
+    assert words in refusal(make_pipeline, "1F1B", 2, **more)
+    make_pipeline("1F1B", 1, **more).step(*batch(0))  # in one chunk it is welcome
+
+
+def test_a_model_that_is_untied_again_is_welcome() -> None:
+    tied, head = tied_layers(), nn.Linear(16, 11, bias=False)
+    head.weight = nn.Parameter(tied[0].weight.detach().clone())
+    untied = slices([*tied[:-1], head])  # the model's own head is tied still
+    make_pipeline("1F1B", 2, model=untied, n_layers=N_LAYERS).step(*batch(0))

@@ -1,4 +1,4 @@
-"""The text of torch's CSV; tests/runtime/test_torch_csv.py lets torch run it."""
+"""The text of torch's CSV; backward/test_torch_stage.py lets torch run it."""
 
 import csv
 import io

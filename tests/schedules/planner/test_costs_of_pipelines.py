@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbpp.core import Costs, Pass, Placement, lower_bound, lower_bounds
+from zbpp.core import Costs, Placement, lower_bound, lower_bounds
 from zbpp.planning import plan
 from zbpp.schedules import certify, plan_placement
 from zbpp.simulator import critical_path, makespan, simulate, span, work
@@ -76,21 +76,6 @@ def test_the_solver_knows_links_loss_and_joint_stages():
     assert proof.is_optimal
     assert proof.span == pytest.approx(span(simulate(proof.schedule, costs)))
     assert proof.span <= span(simulate(schedule, costs)) * (1 + 1e-9)
-
-
-def test_stages_that_cannot_split_are_joint_in_every_planner():
-    costs = Costs(splits=(False, True, False))
-    for placement in (
-        Placement.single(3),
-        Placement.wave(3),
-        Placement.interleaved(3, 2),
-    ):
-        schedule = plan_placement(placement=placement, n_microbatches=4, costs=costs)
-        kinds = [
-            {str(job.kind) for job in order if isinstance(job, Pass)}
-            for order in schedule.orders
-        ]
-        assert kinds == [{"F", "BW"}, {"F", "B", "W"}, {"F", "BW"}]
 
 
 def test_many_stages_with_unequal_links():

@@ -105,12 +105,6 @@ def test_more_effort_is_never_worse(seed):
     assert spans[1] <= spans[0] * (1 + 1e-9) and spans[2] <= spans[1] * (1 + 1e-9)
 
 
-@pytest.mark.slow
-def test_many_random_requests():
-    for seed in range(1000, 1400):
-        check(random_case(seed), "fast")
-
-
 @given(
     seed=st.integers(0, 10**9),
     p=st.integers(1, 6),

@@ -141,8 +141,3 @@ def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
 def test_an_unknown_effort_is_refused(effort):
     with pytest.raises(RequestError, match="choose fast, default, best"):
         plan("ZB", n_stages=2, n_microbatches=4, effort=effort, costs=Costs(w=0.3))
-
-
-def test_wrong_splits_are_refused():
-    with pytest.raises(RequestError, match="splits has 1 entries for 2 stages"):
-        plan("ZB", n_stages=2, n_microbatches=4, costs=Costs(splits=(True,)))

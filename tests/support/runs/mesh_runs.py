@@ -1,5 +1,6 @@
 """Trainings on a mesh, and the same in one process, for tests."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from buffer_breaks import OF_BUFFERS
 from flat import flat_pipeline
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -26,7 +26,10 @@ import zbpp
 from zbpp import Costs, diagnostics
 from zbpp.checkpoint.tensors import whole as gathered
 from zbpp.runtime.optim.decision import clip_factor
+from zbpp.runtime.parallel import buffers
+from zbpp.runtime.parallel.buffers import GradientTurn, Turn
 from zbpp.runtime.parallel.mesh import shard_mesh
+from zbpp.runtime.parallel.progress import LayerSums
 from zbpp.runtime.policies import Patience
 from zbpp.runtime.support import fsdp
 
@@ -321,6 +324,44 @@ def train_plainly(
 def train_all(cases: list[tuple[str, str, dict[str, Any]]]) -> list[Found]:
     """Trainings one after the other: mode, wrapping, further arguments."""
     return [train(mode, how, **more) for mode, how, more in cases]
+
+
+def _with_nans(method: str) -> tuple[type, str, Any]:
+    """What a method of `Turn` has been called for is not a number from then on."""
+    whole = getattr(Turn, method)
+
+    def poisoned(turn: Any, *args: Any, **named: Any) -> Any:
+        of_gradients = method == "finish"
+        ends = not of_gradients or turn.is_summing
+        result = whole(turn, *args, **named)
+        if ends:
+            turn.buffers[of_gradients].view(torch.float32).fill_(torch.nan)
+        return result
+
+    return Turn, method, poisoned
+
+
+def _chain_two_ahead(units: Any, **_: Any) -> None:
+    for unit, after in zip(units, units[2:], strict=False):
+        unit.gather_ahead(after, None)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+OF_BUFFERS: dict[str, list[tuple[Any, str, Any]]] = {
+    "poison": [_with_nans("release"), _with_nans("finish")],
+    "released early": [_with_nans("begin")],
+    "two ahead": [(buffers, "_chain", _chain_two_ahead)],
+    "never freed": [(Turn, "release", _nothing)],
+    "unwaited": [(Turn, "arrived", _nothing)],
+    "summed early": [(GradientTurn, "filled", _nothing)],
+    "never summed": [(GradientTurn, "release", _nothing)],
+    "unwaited sums": [(Turn, "finish", _nothing)],
+    "late": [(LayerSums, "done", lambda *_: sys.maxsize)],
+}
+"""Owner, name and stand-in of what is patched; ``poison`` breaks nothing."""
 
 
 @contextmanager
