@@ -210,7 +210,7 @@ def _lower_orders(
 def _sends(
     placement: Placement, order: Sequence[Instruction], ties: Ties
 ) -> dict[int, list[Send]]:
-    """What a stage sends behind each column: values, then gradients of tied parameters.
+    """Return the sends behind each column: values, then gradients of tied parameters.
 
     A chunk sends these behind its last W, or behind the wait for their sum.
     """

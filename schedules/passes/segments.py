@@ -170,7 +170,7 @@ class _Course:
 
     @property
     def next(self) -> _Stretch:
-        """What comes next."""
+        """The stretch that comes next."""
         return self.stretches[self.done]
 
     @property
@@ -211,7 +211,7 @@ def _courses(
 
 
 def _stretches(parts: Sequence[tuple[int, Slot, Part]]) -> Iterator[_Stretch]:
-    """What an F or B computes between its communications."""
+    """Yield the stretches in which an F or B computes, between communications."""
     first: tuple[Part, _Key] | None = None
     computes = 0.0
     for column, slot, part in parts:

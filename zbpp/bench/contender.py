@@ -172,7 +172,7 @@ def _idle_by_stage(timeline: Timeline) -> list[float]:
 
 
 def _in_ms(timeline: Timeline) -> Timeline:
-    """The same from 0 on, in ms."""
+    """Return a timeline in ms that begins at 0."""
     zero = min(row[0].start for row in timeline.rows if row)
     return replace(
         timeline,

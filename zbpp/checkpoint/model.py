@@ -99,7 +99,7 @@ class LocalModel:
     def _find(
         self, layers: Iterable[tuple[int, nn.Module]]
     ) -> Iterator[tuple[Any, Slot]]:
-        """What layers hold, and its slot."""
+        """Yield each tensor and state that layers hold, and its slot."""
         names: dict[int, str] = {}  # of the tensors seen
         for index, layer in layers:
             for name, value in layer.state_dict(keep_vars=True).items():

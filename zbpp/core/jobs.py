@@ -168,7 +168,7 @@ class State(StrEnum):
     """Conditions that jobs wait for, beside values of micro-batches."""
 
     PARAMETERS = "parameters"
-    """Those of the chunk are gathered: the last UNSHARD, if there is one, has ended."""
+    """The chunk's parameters are gathered: its last UNSHARD, if any, has ended."""
     SUM = "sum"
     """The gradients of the chunk are added up: its last REDUCE_GRAD has ended."""
     ALL_GRADIENTS = "all gradients"
@@ -437,12 +437,12 @@ class Part:
 
     @property
     def kind(self) -> PassKind:
-        """That of its pass."""
+        """Kind of the pass that this is a part of."""
         return self.of.kind
 
     @property
     def chunk(self) -> int:
-        """That of its pass."""
+        """Chunk of the pass that this is a part of."""
         return self.of.chunk
 
     def __str__(self) -> str:

@@ -56,7 +56,7 @@ class Steps:
         return 1 if self.shard == "none" else self.n_replicas
 
     def parts_of(self, name: str, parameter: nn.Parameter) -> "Parts":
-        """How a parameter is divided."""
+        """Return the parts that a parameter is divided into."""
         is_expert = self.expert_parallel > 1 and (
             self.expert_parameters is not None
             and self.expert_parameters(name, parameter)

@@ -31,7 +31,7 @@ class Span(NamedTuple):
     peak: int
 
     def smaller(self, n: int) -> "Span":
-        """The same with so many bytes fewer left, and at the peak as it ends."""
+        """Return a span with ``n`` bytes fewer left, and at a peak in its end."""
         left = self.left - n
         return Span(left, max(left, self.peak - n))
 

@@ -101,7 +101,7 @@ class Handed:
 
 
 def handed_in(thing: Any) -> list[Handed]:
-    """Those among arguments of blocks, in order."""
+    """Return what stands for the last block's outputs in arguments, in order."""
     handed: list[Handed] = []
 
     def note(leaf: Any) -> Any:
@@ -114,7 +114,7 @@ def handed_in(thing: Any) -> list[Handed]:
 
 
 def with_handed(call: Call, more: tuple[Tensor | None, ...]) -> Call:
-    """The same call with what the block before has put out."""
+    """Return a call with what the block before has put out."""
 
     def put(leaf: Any) -> Any:
         return more[leaf.item - 1] if isinstance(leaf, Handed) else leaf
@@ -301,7 +301,7 @@ def _word(held: Any) -> str:
 def with_leaves(
     calls: list[Call], batch: Any, values: tuple[Tensor, ...]
 ) -> list[Call]:
-    """The same calls with other tensors in place of their leaves.
+    """Return calls with other tensors in place of their leaves.
 
     Raises:
         RequestError: there are more or fewer.

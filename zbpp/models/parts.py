@@ -108,7 +108,7 @@ class FrontLayer(_Framed):
         super().__init__(owned, frame, plan)
         self._n_blocks, self._only_front = n_blocks, only_front
         self._decided: dict[str | None, bool] = {}
-        """Whether tensors that blocks are called with travel, by signature: so they do
+        """By signature, True if tensors that blocks are called with travel: so they do
         where they do not follow from the batch."""
 
     def forward(self, batch: Any) -> Value:

@@ -77,7 +77,7 @@ class Site:
 
 
 def as_meta(thing: Any) -> Any:
-    """The same thing with tensors on the meta device, also of fake ones."""
+    """Return a thing with its tensors on the meta device, also fake ones."""
     with outside_fake_mode():
         return map_tensors(
             thing, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")

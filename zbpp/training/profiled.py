@@ -83,7 +83,7 @@ def run_profile(
 
 
 def _of_replica(profile: Profile, n: int) -> Profile:
-    """The same with the memory and the optimizer step of replicas that share."""
+    """Return a profile with memory and optimizer step of replicas that share."""
     network = network_of(profile.layers)
     if n == 1 or profile.shard == "none" or network is None:
         return profile

@@ -87,7 +87,7 @@ def _share(worker: Worker, options: Train) -> int | None:
 
 
 def _for_world(options: Train, n_processes: int) -> Train:
-    """The same with one stage of one replica a process."""
+    """Return options with one stage of one replica a process."""
     n_stages, rest = divmod(n_processes, options.n_peers)
     if rest:
         raise RequestError(

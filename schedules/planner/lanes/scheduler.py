@@ -299,7 +299,7 @@ class _Stages:
 def _in_c(
     problem: LaneProblem, rules: LaneRules, below: float
 ) -> "tuple[float, array[int], array[int]] | None":
-    """The same in C: the span, and the rows end to end."""
+    """Schedule in C; return the span, and the rows end to end."""
     settings = Structure(
         rank=doubles(rules.rank),
         cap=whole(rules.cap),

@@ -228,13 +228,13 @@ class PlacementProblem:
         return all(self.peak_of(row) <= limit for row, limit in pairs)
 
     def lower_limits(self, rows: Rows) -> Iterator["PlacementProblem"]:
-        """The same under less memory than some rows hold: all quarters of M_B below."""
+        """Yield it under less memory than some rows hold: all quarters of M_B below."""
         most = self._in_microbatches([self.peak_of(row) for row in rows])
         for quarters in range(math.ceil(4 * most * (1 - _ROUNDING)) - 1, 3, -1):
             yield self._capped(quarters / 4)
 
     def next_limits(self) -> list["PlacementProblem"]:
-        """The same under the next lower quarter of M_B, and the next whole one."""
+        """Return it under the next lower quarter of M_B, and the next whole one."""
         most = self._in_microbatches(self.costs.limit)
         if not 1 < most < math.inf:
             return []
@@ -252,7 +252,7 @@ class PlacementProblem:
         return max((x - more) / held if held > 0 else 0.0 for x, more, held in parts)
 
     def _capped(self, cap: float) -> "PlacementProblem":
-        """The same with no more than so many M_B on any stage."""
+        """Return it with at most ``cap`` M_B on any stage."""
         parts = zip(self.costs.limit, self.beyond, self._microbatch, strict=True)
         limit = tuple(min(limit, more + cap * held) for limit, more, held in parts)
         return replace(self, costs=replace(self.costs, limit=limit))

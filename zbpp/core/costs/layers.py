@@ -329,7 +329,7 @@ class LayerCosts:
         )
 
     def _sending(self, cuts: Sequence[int]) -> PerChunk:
-        """Likewise, for which a message occupies its sender."""
+        """Time for which a message occupies its sender, at each cut."""
         value = self.send_occupies
         if not isinstance(value, tuple):
             return value

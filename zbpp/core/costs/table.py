@@ -314,7 +314,7 @@ class Costs(MemoryModel, Times):
         return tuple(map(max, peaks, least))
 
     def with_memory(self, memory: MemoryModel) -> "Costs":
-        """The same times with other memories."""
+        """Return these times with other memories."""
         return replace(self, **{x: getattr(memory, x) for x in _MEMORY})
 
 
@@ -455,7 +455,7 @@ class ChunkCosts:
         return peak
 
     def joined(self) -> "ChunkCosts":
-        """The same for planners and bounds, which write BW as B where it is one pass.
+        """Return costs for planners and bounds, which write a whole BW as B.
 
         There nothing is kept for W, and B has the peak of BW.
         """
@@ -471,7 +471,7 @@ class ChunkCosts:
         )
 
     def above_fixed(self) -> "ChunkCosts":
-        """The same with what is always there taken off the limits.
+        """Return these costs with what is always there taken off the limits.
 
         What rounding may have taken from their difference is given back.
         """
@@ -484,7 +484,7 @@ class ChunkCosts:
         return replace(self, limit=limit, fixed=(0.0,) * len(limit))
 
     def without_pairs(self) -> "ChunkCosts":
-        """The same for lower bounds: no pair is shorter than its passes in turn.
+        """Return costs for lower bounds: no pair is shorter than its passes in turn.
 
         On each stage all passes are shortened by as much as the pair that saves most.
         Any schedule's starts are then possible with its passes one after the other.

@@ -136,7 +136,7 @@ class WeightQueue:
         self.birth = watch.begin_forward()
         """Of the forward whose weights it is for."""
         self.work: list[DeferredWork] = []
-        """What W is to do, in its order."""
+        """The pieces of work of W, in order."""
         self._has_failed = False
         self._token: Token[WeightQueue | None] | None = None
         self.began_s = 0.0
