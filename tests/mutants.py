@@ -35,7 +35,8 @@ TESTS = {
     "tuning": "tests/tuning",
     "comm": "tests/runtime/comm tests/runtime/driver tests/runtime/test_pipeline.py",
     "parallel": "tests/runtime/parallel",
-    "driver": "tests/runtime/driver tests/runtime/comm tests/runtime/test_pipeline.py",
+    "driver": "tests/runtime/driver tests/runtime/comm tests/runtime/test_pipeline.py "
+    "tests/runtime/test_step_parts.py",
     "backward": "tests/runtime/backward",
     "compiled": "tests/runtime/compiled",
     "graphed": "tests/runtime/graphed",
@@ -55,6 +56,9 @@ TESTS = {
     "bench": "tests/bench",
 }
 """Tests for the mutants of a room; of "executor", only the files of the folder."""
+
+EXAMPLES = "tests/repo/test_doctests.py"
+"""Of every room: it runs what docstrings show."""
 
 SLOW = {"parallel", "models", "bench"}
 """Rooms in which some mistakes show only in tests that are slow."""
@@ -487,6 +491,7 @@ def tests_of(mutant: Mutant, copy: Path) -> Iterator[list[str]]:
     paths = [path for path in TESTS[mutant.room].split() if (copy / path).exists()]
     if mutant.room == "executor":
         paths = sorted(str(x.relative_to(copy)) for x in copy.glob(f"{paths[0]}/*.py"))
+    paths += [EXAMPLES] * (copy / EXAMPLES).exists()
     yield [*paths, "-m", "not slow"]
     if mutant.room in SLOW:
         yield [*paths, "-m", "slow"]
