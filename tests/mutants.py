@@ -218,9 +218,9 @@ TABLE = (
     # ---- parallel
     ("parallel", "sharded norms count once", "zbpp/runtime/comm/stage_group.py",
      "if dim not in dims", "if dim in dims"),
-    ("parallel", "a layer is ready with its last parameter",
+    ("parallel", "a layer is ready with its first parameter",
      "zbpp/runtime/parallel/progress.py",
-     "needed = max(needed, last[layer])", "needed = last[layer]"),
+     "] = place", "] = last[self._layer_of[leaf]] or place"),
     ("parallel", "anybody moves a buffer on", "zbpp/runtime/parallel/buffers.py",
      "if self._state is not before or not owns", "if self._state is not before"),
     ("parallel", "used ones are unused", "zbpp/runtime/parallel/experts.py",
