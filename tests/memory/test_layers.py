@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zbpp.core import Placement, RequestError
+from zbpp.core import PassKind, Placement, RequestError
 from zbpp.memory import layer_memory
+from zbpp.memory.layers import model_memory
 
 N, D = 32, 16
 SIZE = N * D * 4  # bytes of an activation
@@ -38,6 +39,16 @@ def test_blocks_take_what_a_pencil_says() -> None:
     assert costs.of("peak_f")[1:-1] == (3 * SIZE,) * 4
     assert costs.of("peak_w")[1:-1] == (WEIGHT,) * 4
     assert costs.of("m_r")[1:-1] == (SIZE,) * 4
+
+
+def test_w_behind_b_in_one_pass_stands_on_what_b_has_kept() -> None:
+    """Two values more than F has left, what B has read, and what it gives."""
+    layers = [block() for _ in range(5)]
+    memory = model_memory(layers, batch(), mse_loss, exact_sums=False)
+    blocks = memory.chunk(range(1, 4))
+    assert blocks.peak(PassKind.B, first=True) == 4 * SIZE
+    assert blocks.peak(PassKind.W, first=True) == WEIGHT
+    assert blocks.peak(PassKind.BW, first=True) == 4 * SIZE + WEIGHT
 
 
 def test_no_post_validation_keeps_no_copy() -> None:
