@@ -380,7 +380,7 @@ TABLE = (
      "max(of_b, after_b + around + of_w)", "max(of_b, of_w)"),
     ("memory", "all layers are gathered in a pass", "zbpp/memory/resident.py",
      "in_pass = {chunk: max(of_layers)", "in_pass = {chunk: sum(of_layers)"),
-    ("memory", "the norm takes no memory", "zbpp/memory/estimate.py",
+    ("memory", "gradients of ties take no memory", "zbpp/memory/estimate.py",
      "max(resident.step, resident.tied) / len", "resident.step / len"),
     ("memory", "the last bucket is the largest", "zbpp/memory/optimizer.py",
      "most = max(most, tracker.most - before)", "most = tracker.most - before"),

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.memory import estimate
+from zbpp.memory.estimate import Steps, stage_costs
+from zbpp.memory.layers import model_memory
+from zbpp.planning import plan
 
 VOCABULARY, WIDTH = 4096, 64
 SIZE = VOCABULARY * WIDTH * 4
@@ -17,16 +20,22 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets)
 
 
-def stages_of(mode: str, n_stages: int, *, tied: bool):
+BATCH = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+
+
+def layers_of(*, tied: bool) -> list[nn.Module]:
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
     head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-    layers = [nn.Embedding(VOCABULARY, WIDTH), *blocks, head]
+    embedding = nn.Embedding(VOCABULARY, WIDTH)
     if tied:
-        head.weight = layers[0].weight
-    batch = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+        head.weight = embedding.weight
+    return [embedding, *blocks, head]
+
+
+def stages_of(mode: str, n_stages: int, *, tied: bool):
     found = estimate(
-        layers,
-        batch,
+        layers_of(tied=tied),
+        BATCH,
         loss_fn,
         n_stages=n_stages,
         n_microbatches=4,
@@ -46,6 +55,16 @@ def test_ends_on_two_stages_hold_a_copy_and_what_they_exchange() -> None:
         assert tied[stage].peak - untied[stage].peak >= SIZE
     for stage in (1, 2):
         assert tied[stage] == untied[stage]
+
+
+def test_planners_count_what_ends_receive_in_o() -> None:
+    steps = Steps(sgd, post_validation=False)
+    schedule = plan("1F1B", n_stages=4, n_microbatches=4)
+    tied, untied = (
+        stage_costs(model_memory(layers_of(tied=tied), BATCH, loss_fn), steps, schedule)
+        for tied in (True, False)
+    )
+    assert untied.peak_o == (0, 0, 0, 0) and tied.peak_o == (SIZE, 0, 0, SIZE)
 
 
 def test_ends_on_one_stage_hold_one_tensor_and_exchange_nothing() -> None:
