@@ -1,11 +1,13 @@
 """Tied weights in the estimate: copies, gradients sent and received."""
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
-from zbpp.memory import estimate
-from zbpp.memory.estimate import Steps, stage_costs
+from zbpp.memory.estimate import StageEstimate, Steps, estimate_modes, stage_costs
 from zbpp.memory.layers import model_memory
+from zbpp.memory.model import ModelMemory
 from zbpp.planning import plan
 
 VOCABULARY, WIDTH = 4096, 64
@@ -20,30 +22,23 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets)
 
 
-BATCH = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+STEPS = Steps(sgd, post_validation=False)
 
 
-def layers_of(*, tied: bool) -> list[nn.Module]:
+@cache
+def memory_of(*, tied: bool) -> ModelMemory:
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
-    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     embedding = nn.Embedding(VOCABULARY, WIDTH)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     if tied:
         head.weight = embedding.weight
-    return [embedding, *blocks, head]
+    batch = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    return model_memory([embedding, *blocks, head], batch, loss_fn)
 
 
-def stages_of(mode: str, n_stages: int, *, tied: bool):
-    found = estimate(
-        layers_of(tied=tied),
-        BATCH,
-        loss_fn,
-        n_stages=n_stages,
-        n_microbatches=4,
-        modes=(mode,),
-        optimizer=sgd,
-        post_validation=False,
-    )
-    return found.modes[mode]
+def stages_of(mode: str, n_stages: int, *, tied: bool) -> list[StageEstimate]:
+    memory, sizes = memory_of(tied=tied), {"n_stages": n_stages, "n_microbatches": 4}
+    return list(estimate_modes(memory, STEPS, [mode], **sizes).modes[mode])
 
 
 def test_ends_on_two_stages_hold_a_copy_and_what_they_exchange() -> None:
@@ -58,11 +53,9 @@ def test_ends_on_two_stages_hold_a_copy_and_what_they_exchange() -> None:
 
 
 def test_planners_count_what_ends_receive_in_o() -> None:
-    steps = Steps(sgd, post_validation=False)
     schedule = plan("1F1B", n_stages=4, n_microbatches=4)
     tied, untied = (
-        stage_costs(model_memory(layers_of(tied=tied), BATCH, loss_fn), steps, schedule)
-        for tied in (True, False)
+        stage_costs(memory_of(tied=tied), STEPS, schedule) for tied in (True, False)
     )
     assert untied.peak_o == (0, 0, 0, 0) and tied.peak_o == (SIZE, 0, 0, SIZE)
 
