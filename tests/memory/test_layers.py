@@ -63,6 +63,18 @@ def test_adamw_is_the_default_with_two_moments() -> None:
     assert costs.of("m_fixed") == (5 * WEIGHT + 4,) * 2  # its step is a number
 
 
+def test_any_of_several_optimizers_may_need_the_most() -> None:
+    def large_first(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(parameters[:1]), sgd(parameters[1:])]
+
+    makes = (large_first, lambda parameters: large_first(parameters)[::-1])
+    first, last = (
+        layer_memory([nn.Linear(D, D)], batch(), mse_loss, optimizer=make).of("peak_o")
+        for make in makes
+    )
+    assert first == last > (WEIGHT,)
+
+
 def test_another_size_of_micro_batches_is_traced_anew() -> None:
     layers = [block() for _ in range(4)]
     costs = layer_memory(layers, batch(), mse_loss, microbatch_size=3 * N)
