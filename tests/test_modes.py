@@ -17,6 +17,7 @@ from zbpp.core import (
 )
 from zbpp.planning import MODES, canonical, plan
 from zbpp.planning.make import fitting_modes
+from zbpp.planning.pipelines import choose_validation
 from zbpp.planning.request import PlanRequest
 from zbpp.simulator import simulate, span
 
@@ -244,6 +245,15 @@ def test_no_mode_splits_a_backward_that_cannot_be_split(mode):
     schedule = plan(mode, n_stages=2, n_microbatches=3, costs=JOINT)
     kinds = {str(part.kind) for job in schedule.orders[1] for part in passes_in(job)}
     assert kinds == {"F", "BW"}
+
+
+def test_a_split_backward_is_validated_where_there_are_stages_to_wait_for():
+    asked = {("1F1B", 2): False, ("ZBH1", 1): False, ("ZBH1", 2): True}
+    for (mode, n_stages), wanted in asked.items():
+        schedule = plan(mode, n_stages=n_stages, n_microbatches=3)
+        assert choose_validation(schedule, None).is_post_validated is wanted
+        assert choose_validation(schedule, True).is_post_validated
+        assert not choose_validation(schedule, None, steps=False).is_post_validated
 
 
 def test_a_file_that_splits_what_cannot_be_split_is_refused(tmp_path):

@@ -9,6 +9,7 @@ from histories import ALWAYS
 from torch import Tensor, nn
 
 import zbpp
+from zbpp.checkpoint import load
 
 N_MICROBATCHES, CLIP, STEPS, SAVED_AFTER = 4, 20.0, 10, 5
 
@@ -112,3 +113,17 @@ def test_the_state_goes_on_as_in_a_plain_loop(reload):
     assert not differing
     other = plain(STEPS - 1)  # the control: a step less is seen
     assert any(not torch.allclose(renamed[f"layers.{k}"], v) for k, v in other.items())
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_a_fused_optimizer_has_its_counters_where_it_computes(fused, device, tmp_path):
+    """``meta`` stands for a GPU; others count on the host."""
+    with pipeline_of(layers()) as pipeline:
+        pipeline.step(*batch(0))
+        pipeline.save(tmp_path, wait=True)
+    model = nn.Sequential(*layers()).to("meta")
+    optimizer = adagrad(model.parameters())
+    optimizer.param_groups[0]["fused"] = fused
+    load(tmp_path, model, optimizers=[optimizer], own_name="layers.{}".format)
+    assert {x["step"].device.type for x in optimizer.state.values()} == {device}
+    assert {x["sum"].device.type for x in optimizer.state.values()} == {"meta"}

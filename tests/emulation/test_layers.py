@@ -21,9 +21,11 @@ from zbpp.core import (
     What,
     read_layers,
 )
+from zbpp.emulation import run
 from zbpp.emulation.layers import EmulatedLayer, sleep_until, sleeping_layers
 from zbpp.emulation.network import DelayedTransport
 from zbpp.emulation.run import emulate
+from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
 from zbpp.runtime.backward import queue
 from zbpp.runtime.backward.queue import WeightQueue
@@ -126,6 +128,19 @@ def slept_ms(clock: FakeClock) -> list[float]:
 def test_the_layers_of_a_chunk_sleep_one_after_the_other(clock, monkeypatch):
     monkeypatch.setattr(queue, "time", clock)
     assert slept_ms(clock) == pytest.approx([110, 220, 440], abs=0.1)
+
+
+def test_the_first_steps_are_not_counted(clock, monkeypatch):
+    monkeypatch.setattr(run, "time", clock)
+    seconds, step = iter([50, 40, 7, 8, 9]), Pipeline.step
+
+    def take(pipeline: Pipeline, *batch: torch.Tensor) -> object:
+        clock.sleep(next(seconds))
+        return step(pipeline, *batch)
+
+    monkeypatch.setattr(Pipeline, "step", take)
+    outcome = emulate(plan("1F1B", n_stages=1, n_microbatches=1), n_steps=3)
+    assert outcome.step_ms == pytest.approx(8000, rel=1e-2)
 
 
 def measured_evenly(path: str) -> tuple[float, float]:

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zbpp.core import Placement, RequestError
+from zbpp.core import PassKind, Placement, RequestError
 from zbpp.memory import layer_memory
+from zbpp.memory.layers import model_memory
 
 N, D = 32, 16
 SIZE = N * D * 4  # bytes of an activation
@@ -40,6 +41,16 @@ def test_blocks_take_what_a_pencil_says() -> None:
     assert costs.of("m_r")[1:-1] == (SIZE,) * 4
 
 
+def test_w_behind_b_in_one_pass_stands_on_what_b_has_kept() -> None:
+    """Two values more than F has left, what B has read, and what it gives."""
+    layers = [block() for _ in range(5)]
+    memory = model_memory(layers, batch(), mse_loss, exact_sums=False)
+    blocks = memory.chunk(range(1, 4))
+    assert blocks.peak(PassKind.B, first=True) == 4 * SIZE
+    assert blocks.peak(PassKind.W, first=True) == WEIGHT
+    assert blocks.peak(PassKind.BW, first=True) == 4 * SIZE + WEIGHT
+
+
 def test_no_post_validation_keeps_no_copy() -> None:
     costs = layer_memory(
         [block()] * 1, batch(), mse_loss, optimizer=sgd, post_validation=False
@@ -50,6 +61,18 @@ def test_no_post_validation_keeps_no_copy() -> None:
 def test_adamw_is_the_default_with_two_moments() -> None:
     costs = layer_memory([block() for _ in range(2)], batch(), mse_loss)
     assert costs.of("m_fixed") == (5 * WEIGHT + 4,) * 2  # its step is a number
+
+
+def test_any_of_several_optimizers_may_need_the_most() -> None:
+    def large_first(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(parameters[:1]), sgd(parameters[1:])]
+
+    makes = (large_first, lambda parameters: large_first(parameters)[::-1])
+    first, last = (
+        layer_memory([nn.Linear(D, D)], batch(), mse_loss, optimizer=make).of("peak_o")
+        for make in makes
+    )
+    assert first == last > (WEIGHT,)
 
 
 def test_another_size_of_micro_batches_is_traced_anew() -> None:

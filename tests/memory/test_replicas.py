@@ -94,6 +94,8 @@ def test_a_gather_of_one_chunk_ends_with_its_last_b(estimated) -> None:
     (first, _), (plain, _) = (estimated(s, "ZBH1") for s in ("optimizer", "none"))
     assert first.gathered_peak == 4 * N_PARAMETERS * N_LAYERS // 2
     assert first.peak < plain.peak
+    in_passes, _ = estimated("parameters", "ZBH1")
+    assert in_passes.gathered_peak == 4 * N_PARAMETERS  # of a layer, not of its chunk
 
 
 def test_one_replica_alone_divides_nothing(estimated) -> None:

@@ -169,6 +169,26 @@ def test_a_bias_with_a_gradient_travels_through_every_block():
     assert any(x is bias for x in layers[1](value)["shared"])
 
 
+class Noisy(Encoder):
+    def forward(self, ids):
+        hidden, noise = self.embed(ids), torch.rand(D)
+        for block in self.body["blocks"]:
+            hidden = block(hidden, noise)
+        return self.norm(hidden) @ self.embed.weight.t()
+
+
+def test_what_is_drawn_for_all_blocks_travels():
+    model = Noisy()
+    layers = cut(model, "body.blocks", **NAMES).build(range(6))
+    layers[0](IDS)  # the first batch is run to see how blocks are called
+    value = IDS
+    for seed, layer in enumerate(layers):  # of other processes
+        torch.manual_seed(seed)
+        value = layer(value)
+    torch.manual_seed(0)
+    assert torch.equal(value, model(IDS))
+
+
 class HandingBlock(Block):
     """Puts out a bias beside the hidden state; makes it if it gets none."""
 

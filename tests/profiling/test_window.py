@@ -18,7 +18,7 @@ from zbpp.core import (
 )
 from zbpp.planning import plan
 from zbpp.profiling.links import Link
-from zbpp.profiling.prediction import measured_step, predict
+from zbpp.profiling.prediction import Prediction, measured_step, predict
 from zbpp.profiling.step_times import host_gaps, latencies
 from zbpp.profiling.stopwatch import Spread
 from zbpp.profiling.window import Wires, window_costs
@@ -172,3 +172,8 @@ def test_the_host_is_seen_where_b_and_w_are_one_pass() -> None:
     costs = window_costs(timelines, {}, splits=[True, True], wires=wires, joint=True)
     assert costs.b == pytest.approx((6.0, 4.0)) and costs.w == (0.0, 0.0)
     assert costs.f == pytest.approx(TIMES.f)
+
+
+def test_a_step_is_away_from_what_was_predicted_and_not_the_other_way() -> None:
+    found = Prediction(100.0, 125.0, 0.1, None, None, None, given=True)
+    assert "100 ms predicted, 125 measured (+25.0%); bubble 10.0% p" in found.line

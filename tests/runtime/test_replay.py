@@ -30,14 +30,22 @@ def numpys_numbers(layer: Any, x: Tensor) -> Tensor:
     return x * float(sys.modules["numpy"].random.rand())
 
 
+def mean_through_a_view(layer: Any, x: Tensor) -> Tensor:
+    if not hasattr(layer, "row"):
+        layer.row = layer.table[0, :8]
+    with torch.no_grad():
+        layer.row.lerp_(x.mean(0), 0.5)
+    return x + layer.table[0, :8]
+
+
 def made_when_needed(layer: Any, x: Tensor) -> Tensor:
     if "cache" not in layer._buffers:
         layer.register_buffer("cache", x.detach().mean(0), persistent=False)
     return x + layer.cache
 
 
-CHANGES = (pythons_numbers, numpys_numbers, in_place, running_mean, unmarked_mean,
-           replaced, made_when_needed)  # fmt: skip
+CHANGES = (pythons_numbers, numpys_numbers, in_place, running_mean,
+           mean_through_a_view, unmarked_mean, replaced, made_when_needed)  # fmt: skip
 
 
 def batch(step: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -30,7 +30,7 @@ from zbpp.simulator import (
     step_time,
     work,
 )
-from zbpp.simulator.metrics import waste
+from zbpp.simulator.metrics import memory_unit, waste
 
 #     0    2    4    6    8    10   12   14
 # 0   F F  .  .  .  .  B B  W W  O O          span 10, work 6, idle 4
@@ -171,3 +171,12 @@ def test_the_bubble_rate_is_that_of_the_bottleneck_not_of_one_stage():
     assert (work(unequal), span(unequal)) == ([6, 8], 10)
     assert bubble_rate(unequal) == (10 - 8) / 10
     assert idle(unequal)[0] / stage_span(unequal, 0) == 0.4, "the slowest idles more"
+
+
+def test_memory_is_shown_in_the_largest_unit_that_it_fills():
+    in_bytes = Costs(memory_unit="bytes")
+    sizes = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+    for name, size in sizes.items():
+        assert memory_unit(size, [in_bytes]) == (name, size)
+        assert memory_unit(1.5 * size, [in_bytes, in_bytes]) == (name, size)
+    assert memory_unit(2.0**20, [in_bytes, Costs()]) == ("M_B", 1.0)

@@ -67,6 +67,13 @@ def test_a_v_is_a_box_or_a_line_and_has_its_own_colour(tmp_path, takes):
         assert drawn == starts
 
 
+def test_only_a_v_of_no_time_is_a_line(tmp_path):
+    timeline = timeline_of("ZBH1", 2, 2, Costs(w=(0, 1)))
+    axes = plot(timeline, tmp_path / "w.png").axes[0]
+    assert boxes(axes)["F 0"] == 4
+    assert not any("instants" in str(c.get_gid()) for c in axes.collections)
+
+
 def test_numbers_title_and_legend(tmp_path):
     figure = plot(timeline_of("ZBV"), tmp_path / "v.png", costs=Costs())
     axes = figure.axes[0]

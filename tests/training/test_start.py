@@ -9,8 +9,11 @@ from multiprocessing import popen_forkserver
 
 import psutil
 import pytest
+from fake_clock import FakeClock
 
 from zbpp.planning import Plan, PlanRequest, make_plan
+from zbpp.runtime.support.errors import PeerError
+from zbpp.training import launch as launching
 from zbpp.training import start as starting
 from zbpp.training.launch import launch
 from zbpp.training.options import Train
@@ -68,6 +71,26 @@ def test_a_worker_ends_when_its_starter_is_gone() -> None:
         [sys.executable, "-c", starter], stderr=subprocess.PIPE, text=True, timeout=200
     )
     assert "that has started it is gone; it ends" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_victim"), [(PeerError("rank 1 is gone"), True), (OSError(), False)]
+)
+def test_who_has_lost_its_peer_ends_behind_it(monkeypatch, cause, is_victim):
+    """The process that ends first is told to be the cause."""
+    clock = FakeClock()
+    monkeypatch.setattr(launching, "time", clock)
+    monkeypatch.setattr(launching, "leave_with_parent", lambda: None)
+    monkeypatch.setattr(launching.os, "_exit", sys.exit)
+    monkeypatch.setenv("RANK", "0")
+    began = clock.now
+
+    def fail() -> None:
+        raise cause
+
+    with pytest.raises(SystemExit, match="1"):
+        launching.run_launched(fail)
+    assert (clock.now > began) is is_victim
 
 
 @pytest.mark.dist

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zoo import Checkpointed, Fn, block, conv, mlp, offloaded
 
 from zbpp.runtime.backward import graph as graph_module
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph, split_forward
 
 
@@ -86,6 +87,21 @@ def test_a_scalar_needs_no_gradient() -> None:
     assert graph.backward_input() == ()
     graph.backward_weight()
     assert torch.equal(layer.weight.grad, torch.ones(1, 4))
+
+
+def test_leaves_that_get_one_gradient_have_sums_of_their_own() -> None:
+    """Autograd returns one tensor for both, which is what the script has handed in."""
+    layer, dy, plans = nn.Linear(4, 4), torch.ones(2, 4), SplitPlanCache()
+    both = [nn.Parameter(torch.zeros(2, 4)) for _ in range(2)]
+    for n in (1, 1, 2):  # the second graph has the plan of the first
+        if n == 1:
+            both[0].grad = both[1].grad = None
+        y = layer(torch.ones(2, 4)) + both[0] + both[1]
+        graph = SplitGraph([y], plans=plans)
+        graph.backward_input(dy)
+        graph.backward_weight()
+        assert all(torch.equal(p.grad, n * torch.ones(2, 4)) for p in both)
+    assert torch.equal(dy, torch.ones(2, 4))
 
 
 def test_the_report_gives_reasons() -> None:

@@ -49,7 +49,7 @@ class Broken(Two):
         return self.b(y)
 
 
-def compiled(module: nn.Module) -> Any:
+def compiled(module: Callable[..., Any]) -> Any:
     return torch.compile(module, backend=backend.zbpp)
 
 
@@ -167,6 +167,26 @@ def test_a_hook_on_a_regions_node_keeps_it_in_b(plain_kernels: None) -> None:
     assert "W" not in graph.report().values()
     graph.backward_input(torch.ones_like(y))
     assert len(fired) == 1
+
+
+def test_a_product_that_two_weights_share_is_made_once(plain_kernels: None) -> None:
+    first, second = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+    call = compiled(lambda x: x @ (first.weight + second.weight).t())
+    assert split(call, torch.randn(4, 6, requires_grad=True))[0] == 0
+    assert agree(first, second)
+
+
+def test_w_holds_the_narrow_numbers_that_its_products_widen(
+    plain_kernels: None,
+) -> None:
+    layer = nn.Linear(6, 8, bias=False)
+    x = torch.randn(4, 6, requires_grad=True)
+    y = compiled(lambda x: layer(x).bfloat16())(x)
+    graph = SplitGraph([y], [x])
+    graph.backward_input(torch.ones_like(y))
+    assert graph.held_bytes() == 4 * x.numel() + 2 * y.numel()
+    graph.backward_weight()
+    torch.testing.assert_close(layer.weight.grad, x.detach().sum(0).expand(8, 6))
 
 
 def test_reports_say_what_another_backend_has_compiled() -> None:

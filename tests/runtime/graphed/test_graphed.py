@@ -151,6 +151,9 @@ def test_other_shapes_run_as_ever_and_other_memory_is_recorded_anew() -> None:
         for _, p in pipeline.named_parameters():
             p.data = p.data.clone()
         losses += [pipeline.step(*batch(i)).loss for i in range(4, 6)]
+        uneven = [list(x.split([3, 1, 2, 2, 2, 2])) for x in batch(6)]
+        losses.append(pipeline.step(*uneven).loss)  # graphs add to what others left
+        losses.append(pipeline.step(*batch(7)).loss)
         return losses, pipeline
 
     losses, pipeline = run(cuda_graphs=True)

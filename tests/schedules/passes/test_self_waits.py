@@ -14,6 +14,7 @@ from zbpp.core import (
     Placement,
     Program,
     Receive,
+    Reduce,
     RequestError,
     Schedule,
     Send,
@@ -89,6 +90,19 @@ def test_a_stage_that_waits_for_itself_alone() -> None:
     ]
     late = (*first[:2], *first[3:5], first[2], first[5])
     assert not find_self_waits([late, second])
+
+
+def test_a_sum_that_begins_before_what_another_stage_needs() -> None:
+    """Stage 0 in F0 waits for stage 1 to begin it, which is to have F0's value."""
+    value, f = Value(What.ACTIVATION, 0, 0), PassKind.F
+    first = (Reduce(0), Pass(f, 0, 0), Send(value, 1))
+    second = (Receive(value, 0), Pass(f, 1, 0), Reduce(1))
+    (circle,) = find_self_waits([first, second])
+    assert [(stage, str(job)) for stage, job, _ in circle.waits] == [
+        (0, "0F0"),
+        (1, "1F0"),
+    ]
+    assert not find_self_waits([(*first[1:], first[0]), second])
 
 
 def test_sends_wait_too_where_receives_are_posted_late() -> None:

@@ -50,7 +50,7 @@ def test_four_stages_and_eight_micro_batches_are_as_drawn():
 @pytest.mark.parametrize("p", range(2, 9))
 def test_it_is_the_order_of_torch(p):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for m in range(2 * p, 4 * p + 1):
+    for m in range(2 * p, 4 * p + 1, 1 if p < 6 else p):
         sizes = SimpleNamespace(pp_group_size=p, _n_microbatches=m)
         of_torch = [
             [repr(action) for action in order]
@@ -59,9 +59,10 @@ def test_it_is_the_order_of_torch(p):
                 for r in range(p)
             )
         ]
-        text = to_torch_csv(planned(p, m))
+        schedule = planned(p, m)
+        text = to_torch_csv(schedule)
         assert list(csv.reader(text.splitlines())) == of_torch
-        assert from_torch_csv(text).orders == planned(p, m).orders
+        assert from_torch_csv(text).orders == schedule.orders
 
 
 @pytest.mark.parametrize("p, m", [(1, 1), (2, 1), (3, 4), (4, 3), (4, 7), (5, 12)])

@@ -16,6 +16,7 @@ from zbpp.schedules import (
 )
 from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
 from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
+from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.simulator import simulate
 
 HAND_MADE = {
@@ -142,6 +143,19 @@ def test_fewer_microbatches_than_stages():
     assert drawn("ZBV", 2, 1, TWO_CHUNKS) == dedent("""\
         0 | 0F0 .   .   3F0 3B0 3W0 .   0B0 0W0
         1 | .   1F0 2F0 .   .   2B0 1B0 2W0 1W0""")
+
+
+def test_published_patterns_are_what_their_table_says():
+    """F and B of a stage's first chunk, f and b of its second."""
+    numbers = [range(4)] * 3
+    drawn = [
+        ["".join("FfbB"[q] for q in row) for row in rows_of(numbers, 3)]
+        for rows_of in (v_min_rows, v_half_rows)
+    ]
+    assert drawn == [
+        ["FfFbfFBbfBbB", "FfFbfBFbfBbB", "FfFfbBFfbBbB"],
+        ["FFfbFfbBfbBB", "FfFbfFBbfBbB", "FfFfbBFfbBbB"],
+    ]
 
 
 def test_groups_of_vpp_when_the_stages_do_not_divide_the_microbatches():

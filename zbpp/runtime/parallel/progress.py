@@ -47,10 +47,7 @@ class LayerProgress:
                 return
             for leaf in leaves:
                 last[self._layer_of[leaf]] = place
-        self._left, needed = [], 0
-        for layer in sorted(last, reverse=True):
-            needed = max(needed, last[layer])
-            self._left.append((needed, layer))
+        self._left = [(last[layer], layer) for layer in sorted(last, reverse=True)]
 
     def done(self, n: int) -> int:
         """Reduce the layers that needed no more than n pieces of work.
