@@ -11,6 +11,7 @@ from torch import Tensor, nn
 __all__ = [
     "Part",
     "is_sharded",
+    "layout_of",
     "local_part",
     "own_shard",
     "sum_over_meshes",
@@ -44,6 +45,12 @@ def is_sharded(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """The way in which a DTensor lies on its mesh; empty for a plain tensor."""
+    held: Any = tensor
+    return (held.device_mesh, held.placements) if is_sharded(tensor) else ()
 
 
 @torch.no_grad()
