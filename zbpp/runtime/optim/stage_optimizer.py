@@ -42,7 +42,7 @@ from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import NonFiniteError, torn_step
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.marks import Mark, mark
-from zbpp.runtime.support.sharded import is_sharded, sum_partial
+from zbpp.runtime.support.sharded import is_sharded, place_gradients
 
 __all__ = ["MutationGuard", "StageOptimizer", "StepState"]
 
@@ -232,7 +232,7 @@ class StageOptimizer:
         optimizers.clear_unowned_grads()
         parameters = optimizers.parameters()
         if any(map(is_sharded, parameters)):
-            sum_partial(parameters)
+            place_gradients(parameters)
         multiply_gradients(parameters, stage.gradient_factor / stage.loss_scale)
         layout = StepVectorLayout(
             self._n_layers,

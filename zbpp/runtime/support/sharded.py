@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ __all__ = [
     "layout_of",
     "local_part",
     "own_shard",
+    "place_gradients",
     "sum_over_meshes",
-    "sum_partial",
 ]
 
 
@@ -64,21 +64,21 @@ def own_shard(value: Any) -> Any:
 
 
 @torch.no_grad()
-def sum_partial(tensors: Iterable[Tensor]) -> None:
-    """Sum gradients of which each process of a mesh has a summand.
+def place_gradients(parameters: Iterable[Tensor]) -> None:
+    """Deal gradients out over their mesh as their parameters are.
 
-    So it is with a norm's, where tensor parallelism deals out the sequence. All
-    processes of the mesh must call.
+    A gradient may be a summand of each process, as a norm's is where tensor parallelism
+    deals out the sequence, or whole where its parameter is in parts, as an embedding's.
+    Another replica may have the same one placed otherwise. All processes of the mesh
+    must call.
     """
-    from torch.distributed.tensor import Replicate
-
-    for p in tensors:
+    for p in parameters:
         held: Any = p.grad
         if held is None or not is_sharded(held):
             continue
-        if any(placement.is_partial() for placement in held.placements):
-            kept = [Replicate() if x.is_partial() else x for x in held.placements]
-            p.grad = held.redistribute(placements=kept)
+        placements = cast(Any, p).placements
+        if held.placements != placements:
+            p.grad = held.redistribute(placements=placements)
 
 
 @torch.no_grad()
