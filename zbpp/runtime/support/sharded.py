@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "Part",
+    "as_sharded",
     "is_sharded",
     "layout_of",
     "local_part",
@@ -61,6 +62,30 @@ def own_shard(value: Any) -> Any:
     """
     sharded = isinstance(value, Tensor) and is_sharded(value)
     return value.to_local() if sharded else value
+
+
+@torch.no_grad()
+def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
+    """The DTensor of which this process has such a shard; the shard for a plain one.
+
+    Args:
+        shard: of a tensor that is dealt out as another one is.
+        like: the other one.
+    """
+    if not is_sharded(like):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    held: Any = like
+    made: Tensor = DTensor.from_local(
+        shard,
+        held.device_mesh,
+        held.placements,
+        run_check=False,
+        shape=held.shape,
+        stride=held.stride(),
+    )
+    return made
 
 
 @torch.no_grad()
