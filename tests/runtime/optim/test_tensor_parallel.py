@@ -11,6 +11,8 @@ from moments import uncertain_sums
 from pool import Pool
 from torch import Tensor, nn
 
+from zbpp.runtime.optim import stage_optimizer
+
 WIDTH, N_LAYERS, N_STEPS, CLIP = 16, 4, 4, 2.0
 
 
@@ -71,20 +73,24 @@ def train(model: list[nn.Module], kind: str, **more: Any) -> tuple[Any, ...]:
     return [r.grad_norm for r in results], [r.rollbacks for r in results], held
 
 
-def train_sharded(mode: str, kind: str, snapshots: bool, validated: bool) -> Any:
-    """Ranks 0 and 1 share the first stage, 2 and 3 the second one."""
-    from torch.distributed.device_mesh import init_device_mesh
+def shared_over(mesh: Any) -> list[nn.Module]:
+    """The layers, dealt out over a mesh."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    model = layers()
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for layer in model:
-        parallelize_module(layer, mesh["tp"], plan)
+    return [parallelize_module(layer, mesh, plan) for layer in layers()]
+
+
+def train_sharded(mode: str, kind: str, snapshots: bool, validated: bool) -> Any:
+    """Ranks 0 and 1 share the first stage, 2 and 3 the second one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model = shared_over(mesh["tp"])
     found = train(
         model, kind, schedule=mode, snapshots=snapshots, post_validation=validated,
         group=mesh["pp"].get_group(), timeout_s=100,
@@ -124,3 +130,43 @@ def test_sharded_stages(
         for (_, _, ours), (_, _, theirs) in zip(answers, barrier, strict=True):
             for name, value in ours.items():
                 assert torch.equal(value, theirs[name]), name
+
+
+def see_forwards(is_broken: bool) -> bool:
+    """True if neighbours along ``tp`` have seen the same in all their forwards.
+
+    Every step is clipped. One neighbour could tell by itself, as it counts the plain
+    gradients, and the other one has none to count.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model = shared_over(mesh["tp"])
+    seen = []
+
+    def look(_: nn.Module, __: tuple[Tensor], output: Tensor) -> None:
+        both = torch.zeros(2)
+        both[mesh["tp"].get_local_rank()] = output.detach().sum()
+        dist.all_reduce(both, group=mesh["tp"].get_group())
+        seen.append(bool(both[0] == both[1]))
+
+    for layer in model:
+        layer.norm.register_forward_hook(look)
+        for dealt in (layer.up, layer.down):
+            dealt.requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_broken:
+            patch.setattr(stage_optimizer, "_shares_layers", lambda *_: False)
+        _, rollbacks, _ = train(
+            model, "adamw", schedule="ZBH1", clip_grad_norm=1e-3,
+            post_validation=True, timeout_s=100, mesh=mesh,
+        )  # fmt: skip
+    assert rollbacks == [1] * N_STEPS
+    return all(seen)
+
+
+@pytest.mark.dist
+def test_neighbours_compute_the_same_before_a_rollback(pool: Pool) -> None:
+    """A layer may choose by it what it communicates, as a router does."""
+    assert all(pool.run(see_forwards, 4, False))
+    assert not all(pool.run(see_forwards, 4, True))
