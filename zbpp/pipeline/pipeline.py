@@ -46,7 +46,12 @@ from zbpp.profiling.profile import Profile
 from zbpp.runtime.backward.self_check import check_split
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.driver.batches import Batches, StepPart
-from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
+from zbpp.runtime.driver.build import (
+    StageOptions,
+    build_executors,
+    make_transports,
+    share_first_bits,
+)
 from zbpp.runtime.driver.compile_chunks import check_compile
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
 from zbpp.runtime.executor import drive
@@ -232,6 +237,7 @@ class Pipeline:
             execution.overlap,  # else processes would communicate in other orders
         )
         check_agreement(executors, request, self._ties)
+        share_first_bits(executors, self._ties)
 
     # Training.
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from zbpp.runtime.optim.rollback import DeferredStep, _parts
 from zbpp.runtime.support import sharded
 
-SHAPES = ((64, 64), (7, 5), (200, 3), (1, 3), (130,), (96, 24))
-"""Even and uneven shards, one that rank 1 has nothing of, and one of many pieces."""
+SHAPES = ((64, 64), (7, 5), (200, 3), (1, 3), (1,), (2,), (130,), (96, 24))
+"""Even and uneven shards, two that rank 1 has nothing of, and one of many pieces. What
+rank 1 has of (2,) has the shape of the whole before it."""
 MAKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("AdamW", {"fused": True, "weight_decay": 0.1}),
     "AdamW": ("AdamW", {}),

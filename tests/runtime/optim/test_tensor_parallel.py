@@ -22,7 +22,10 @@ from mesh_runs import (
 )
 from moments import uncertain_sums
 from pool import Pool
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+
+from zbpp.runtime.optim import stage_optimizer
 
 N_STEPS, CLIP = 6, 0.9  # as those of `train_plainly`
 
@@ -78,3 +81,50 @@ def test_sharded_stages(pool: Pool, mode: str, snapshots: bool) -> None:
         for name, value in ours.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
             assert torch.equal(value, theirs[name]), name
+
+
+def see_forwards(is_broken: bool) -> bool:
+    """True if neighbours along ``tp`` have seen the same in all their forwards.
+
+    Every step is clipped. One neighbour could tell by itself, as it counts the plain
+    gradients, and the other one has none to count.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    seen = []
+
+    def look(_: nn.Module, __: tuple[Tensor], output: Tensor) -> None:
+        both = torch.zeros(2)
+        both[mesh["tp"].get_local_rank()] = output.detach().sum()
+        dist.all_reduce(both, group=mesh["tp"].get_group())
+        seen.append(bool(both[0] == both[1]))
+
+    *blocks, last = cut_over(layers(), mesh["tp"])
+    for block in blocks:
+        block.norm.register_forward_hook(look)
+        for dealt in (block.up, block.down):
+            dealt.requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch, uncertain_sums(0, share=0):
+        if is_broken:
+            patch.setattr(stage_optimizer, "_shares_layers", lambda *_: False)
+        with flat_pipeline(
+            [*blocks, last],
+            loss_fn=loss_fn,
+            optimizer=adamw,
+            schedule="ZBH1",
+            n_microbatches=N_MICROBATCHES,
+            clip_grad_norm=1e-3,
+            patience=ALWAYS,
+            post_validation=True,
+            mesh=mesh,
+            timeout_s=100,
+        ) as pipeline:
+            results = [pipeline.step(*batch(step)) for step in range(4)]
+            assert [x.rollbacks for x in results] == [1] * 4
+    return all(seen)
+
+
+@pytest.mark.dist
+def test_neighbours_compute_the_same_before_a_rollback(pool: Pool) -> None:
+    """A layer may choose by it what it communicates, as a router does."""
+    assert all(pool.run(see_forwards, 4, False))
+    assert not all(pool.run(see_forwards, 4, True))

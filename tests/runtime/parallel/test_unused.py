@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zbpp
 from zbpp.checkpoint.tensors import whole
+from zbpp.runtime.parallel import buckets
 
 pytestmark = pytest.mark.dist
 
@@ -204,3 +205,59 @@ def test_in_other_ways(pool: Pool) -> None:
             ("ZBH2", "parameters", "other experts", {}),
         ],
     )
+
+
+class Tables(nn.Module):
+    """A table of vectors for each replica's words; a bigger word is of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(6, WIDTH) for _ in range(2))
+
+    def forward(self, words: Tensor) -> Tensor:
+        number = int(words.max() >= 6)
+        made: Tensor = self.tables[number](words - 6 * number)
+        return made
+
+
+def read_tables(is_broken: bool) -> list[bool]:
+    """Gradients of tables that two processes hold in parts, and one replica reads.
+
+    Each is whole where it was read, and in parts, of zeros, where it was not.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    words = torch.tensor([[0, 1, 5, 5], [6, 9, 7, 7]])
+    target = torch.randn(2, 4, WIDTH)
+    plain, layer = Tables(), Tables()
+    layer.load_state_dict(plain.state_dict())
+    nn.functional.mse_loss(
+        torch.cat([plain(words[:1]), plain(words[1:])]), target
+    ).backward()
+    mesh = zbpp.mesh(stages=1, data_parallel=2, tensor_parallel=2)
+    how = {f"tables.{i}": RowwiseParallel(input_layouts=Replicate()) for i in range(2)}
+    parallelize_module(layer, mesh["tp"], how)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        zbpp.Pipeline(
+            [layer],
+            loss_fn=nn.functional.mse_loss,
+            optimizer=None,
+            schedule="1F1B",
+            n_microbatches=1,
+            mesh=mesh,
+        ) as pipeline,
+    ):
+        if is_broken:
+            patch.setattr(buckets, "place_gradients", lambda _: None)
+        own = slice(pipeline.place.replica, pipeline.place.replica + 1)
+        pipeline.step(words[own], target[own])
+        pairs = zip(layer.parameters(), plain.parameters(), strict=True)
+        return [torch.equal(whole(p.grad), other.grad) for p, other in pairs]
+
+
+def test_replicas_sum_gradients_that_are_dealt_out_alike(pool: Pool) -> None:
+    assert pool.run(read_tables, 4, False) == [[True, True]] * 4
+    assert pool.run(read_tables, 4, True) != [[True, True]] * 4

@@ -26,7 +26,7 @@ from zbpp.runtime.parallel.experts import sharded_dims
 from zbpp.runtime.parallel.wrap import Unsharded
 from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.pytree import tensors_in
-from zbpp.runtime.support.sharded import is_sharded
+from zbpp.runtime.support.sharded import is_sharded, layout_of
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan
 
 __all__ = [
@@ -98,6 +98,9 @@ def _describe_tied(executors: Mapping[int, Executor]) -> TiedTexts:
 def _describe_copy(executor: Executor, parameter: Tensor) -> str:
     frozen = "" if parameter.requires_grad else "frozen, "
     text = f"{frozen}{tuple(parameter.shape)} {parameter.dtype}"
+    if layout := layout_of(parameter):
+        _, placements = layout
+        text += f" in parts {placements}"
     for optimizer in executor.optimizer.optimizers.all:
         groups = zip(optimizer.param_groups, copy_groups(optimizer), strict=True)
         for group, options in groups:
@@ -123,8 +126,8 @@ def _check_tied(plan: TiePlan, descriptions: Sequence[TiedTexts]) -> None:
             texts = "; ".join(f"stage {s}: {by_stage[s]}" for s in sorted(by_stage))
             raise RequestError(
                 f"the tied parameter {plan.name(tie)} must be stepped alike on all "
-                f"stages that hold it, but there is {texts}: let the optimizer's "
-                "builder give its copies equal options"
+                f"stages that hold it, but there is {texts}: deal it out alike in all "
+                "layers, and let the optimizer's builder give its copies equal options"
             )
 
 

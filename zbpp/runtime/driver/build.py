@@ -41,11 +41,12 @@ from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.fault_injection import fault_injector
+from zbpp.runtime.support.sharded import own_shard
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
 
-__all__ = ["StageOptions", "build_executors", "make_transports"]
+__all__ = ["StageOptions", "build_executors", "make_transports", "share_first_bits"]
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,6 @@ def build_executors(
             overlap=Overlap(options.device) if execution.overlaps else None,
             inject_fault=inject_fault,
         )
-    _share_first_bits(executors, plan)
     if place.n_expert > 1:
         _compare_experts(executors, place, options.replicas)
     return executors
@@ -254,23 +254,24 @@ def _compare_experts(
 
 
 @torch.no_grad()
-def _share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
+def share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
     """Give all stages the tied parameters of those that hold their first layers.
 
-    All processes that hold a tie must call.
+    All processes that hold a tie must call, when they know that it is alike in all.
     """
     for tie, chunks in enumerate(plan.chunks):
         first, *others = plan.stages(tie)
         value = TiedGradient(tie, chunks[0])
         if first in executors:
             # A copy: the first step, or a load, may write before it has left.
-            held = executors[first].stage.ties.held[tie].parameter.detach().clone()
+            parameter = executors[first].stage.ties.held[tie].parameter
+            held = own_shard(parameter).detach().clone()
             for peer in others:
                 executors[first].transport.send(value, (held,), peer)
         for stage in others:
             if stage in executors:
                 transport = executors[stage].transport
-                copy = executors[stage].stage.ties.held[tie].parameter
+                copy = own_shard(executors[stage].stage.ties.held[tie].parameter)
                 expected = transport.post(value, first, (copy.detach(),))
                 copy.copy_(expected.receive(Step(stage))[0])
 

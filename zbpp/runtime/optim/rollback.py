@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.support.sharded import is_sharded, own_shard
+from zbpp.runtime.support.sharded import is_sharded, layout_of, own_shard
 from zbpp.runtime.support.torch_internals import has_plain_step, is_fake, plain_step
 
 __all__ = [
@@ -377,7 +377,8 @@ class _Scratch:
         self._used = []
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        layout = tensor.shape, tensor.stride(), *layout_of(tensor)
+        key = (layout, tensor.dtype, tensor.device)
         free = self._free[key]
         copied = free.pop().copy_(tensor) if free else tensor.clone()
         self._used.append((key, copied))

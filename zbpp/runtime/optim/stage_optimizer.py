@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zbpp.core import Job, RequestError
 from zbpp.runtime.chunk import OwnName
+from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.decision import (
     Decision,
@@ -42,7 +43,7 @@ from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import NonFiniteError, torn_step
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.marks import Mark, mark
-from zbpp.runtime.support.sharded import is_sharded, sum_partial
+from zbpp.runtime.support.sharded import is_sharded, layout_of, place_gradients
 
 __all__ = ["MutationGuard", "StageOptimizer", "StepState"]
 
@@ -145,6 +146,9 @@ class _Pending:
         speculative: O does not wait for them.
         local_norm: norm of this stage's gradients, or 0: if they alone ask for a
             correction, there is no use in stepping before it.
+        in_step: O does as it does on processes that share the layers, whatever this one
+            knows already: their forwards communicate, and may do so by what they
+            compute, as a router's do.
         groups: values of the parameter groups that the step belongs to.
         has_stepped: the optimizers have stepped at O.
         gradients: of the step, taken from the parameters at O.
@@ -153,6 +157,7 @@ class _Pending:
     sums: StepSums
     speculative: bool
     local_norm: float
+    in_step: bool = False
     groups: Sequence[GroupValues] = ()
     has_stepped: bool = False
     gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
@@ -232,7 +237,7 @@ class StageOptimizer:
         optimizers.clear_unowned_grads()
         parameters = optimizers.parameters()
         if any(map(is_sharded, parameters)):
-            sum_partial(parameters)
+            place_gradients(parameters)
         multiply_gradients(parameters, stage.gradient_factor / stage.loss_scale)
         layout = StepVectorLayout(
             self._n_layers,
@@ -252,12 +257,13 @@ class StageOptimizer:
         )
         self._finder = None
         speculative = self.history.speculates
-        local_norm = 0.0
-        if speculative and not runs_ahead(vector.device):  # there it holds up the host
+        local_norm, in_step = 0.0, _shares_layers(parameters, peers)
+        # on a device it would hold up the host
+        if speculative and not (in_step or runs_ahead(vector.device)):
             local_norm = float(vector[: self._n_layers].sum().sqrt())
         sums = StepSums(transport.reduce(vector), layout, step=stage.step, peers=peers)
         self._sums = sums
-        self._pending = _Pending(sums, speculative, local_norm)
+        self._pending = _Pending(sums, speculative, local_norm, in_step)
         self._state = StepState.REDUCING
         self.result = StepResult(sums, self._clip, speculative=speculative)
 
@@ -289,7 +295,9 @@ class StageOptimizer:
         self.optimizers.mark_called()
         if not pending.speculative:
             self.settle(job)
-        elif self.optimizers.needs_barrier or pending.sums.done():
+        elif self.optimizers.needs_barrier or (
+            pending.sums.done() and not pending.in_step
+        ):
             self._decide(job)  # if it is invalid, V says so, where all stages are
         else:
             self._speculate(pending)
@@ -417,3 +425,12 @@ class StageOptimizer:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _shares_layers(parameters: Iterable[Tensor], peers: StageGroup) -> bool:
+    """True if other processes run the same passes, each with parts of the layers."""
+    return peers.n > len(peers.replicas) or any(
+        not peers.has_dims(layout_of(p)[0].mesh_dim_names or ("",))
+        for p in parameters
+        if is_sharded(p)
+    )

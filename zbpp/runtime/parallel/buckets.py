@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.support.collectives import noting_broken
-from zbpp.runtime.support.sharded import local_part, sum_partial
+from zbpp.runtime.support.sharded import local_part, place_gradients
 
 __all__ = ["Buckets"]
 
@@ -61,7 +61,7 @@ class Buckets:
         Returns:
             The parameters that have none here, and got zeros.
         """
-        sum_partial(self._parameters)
+        place_gradients(self._parameters)
         unused = []
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in self._parameters:

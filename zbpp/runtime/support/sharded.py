@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 __all__ = [
     "Part",
+    "as_sharded",
     "is_sharded",
+    "layout_of",
     "local_part",
     "own_shard",
+    "place_gradients",
     "sum_over_meshes",
-    "sum_partial",
 ]
 
 
@@ -46,6 +48,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """The way in which a DTensor lies on its mesh; empty for a plain tensor."""
+    held: Any = tensor
+    return (held.device_mesh, held.placements) if is_sharded(tensor) else ()
+
+
 @torch.no_grad()
 def own_shard(value: Any) -> Any:
     """The tensor itself that holds this process's part of a DTensor; else the value.
@@ -57,21 +65,45 @@ def own_shard(value: Any) -> Any:
 
 
 @torch.no_grad()
-def sum_partial(tensors: Iterable[Tensor]) -> None:
-    """Sum gradients of which each process of a mesh has a summand.
+def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
+    """The DTensor of which this process has such a shard; the shard for a plain one.
 
-    So it is with a norm's, where tensor parallelism deals out the sequence. All
-    processes of the mesh must call.
+    Args:
+        shard: of a tensor that is dealt out as another one is.
+        like: the other one.
     """
-    from torch.distributed.tensor import Replicate
+    if not is_sharded(like):
+        return shard
+    from torch.distributed.tensor import DTensor
 
-    for p in tensors:
+    held: Any = like
+    made: Tensor = DTensor.from_local(
+        shard,
+        held.device_mesh,
+        held.placements,
+        run_check=False,
+        shape=held.shape,
+        stride=held.stride(),
+    )
+    return made
+
+
+@torch.no_grad()
+def place_gradients(parameters: Iterable[Tensor]) -> None:
+    """Deal gradients out over their mesh as their parameters are.
+
+    A gradient may be a summand of each process, as a norm's is where tensor parallelism
+    deals out the sequence, or whole where its parameter is in parts, as an embedding's.
+    Another replica may have the same one placed otherwise. All processes of the mesh
+    must call.
+    """
+    for p in parameters:
         held: Any = p.grad
         if held is None or not is_sharded(held):
             continue
-        if any(placement.is_partial() for placement in held.placements):
-            kept = [Replicate() if x.is_partial() else x for x in held.placements]
-            p.grad = held.redistribute(placements=kept)
+        placements = cast(Any, p).placements
+        if held.placements != placements:
+            p.grad = held.redistribute(placements=placements)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import nn
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.support.marks import mark
+from zbpp.runtime.support.sharded import layout_of
 from zbpp.runtime.ties.plan import TiePlan
 from zbpp.runtime.ties.stage import HeldTie, Source, StageTies
 
@@ -39,7 +40,7 @@ def bind_ties(
 
     Raises:
         RequestError: a layer has no such parameter, or parameters of a tie differ in
-            shape or dtype.
+            shape, dtype or layout.
     """
     layers = {
         index: layer
@@ -52,6 +53,7 @@ def bind_ties(
     held: dict[int, list[HeldTie]] = {stage: [] for stage in stages}
     for number, tie in enumerate(plan.ties):
         sources: dict[nn.Parameter, Source] = {}
+        kinds = set()
         for stage in plan.stages(number):
             names = {
                 layer: name
@@ -59,13 +61,16 @@ def bind_ties(
                 if plan.placement.stage_of[plan.chunk_of(layer)] == stage
             }
             if stage in stages:
+                given = [_parameter(layers[at], at, name) for at, name in names.items()]
+                kinds |= {(p.shape, p.dtype, *layout_of(p)) for p in given}
                 tied = _hold(number, names, layers, sources, leaves)
                 owners.update(dict.fromkeys(tied.leaves.values(), tied.parameter))
                 held[stage].append(tied)
-        if len({(p.shape, p.dtype) for p in sources}) > 1:
+        if len(kinds) > 1:
             raise RequestError(
-                f"the parameters of the tie {plan.name(number)} differ in shape or "
-                "dtype; a tied parameter is the same in all layers"
+                f"the parameters of the tie {plan.name(number)} differ in shape, dtype "
+                "or the parts of their processes; a tied parameter is the same in all "
+                "layers, so deal it out alike in all layers"
             )
     return {
         stage: (

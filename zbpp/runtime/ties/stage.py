@@ -19,6 +19,7 @@ from zbpp.core import Job, RequestError, TiedGradient
 from zbpp.runtime.comm.transport import Expected, Transport
 from zbpp.runtime.support.fingerprint import bits
 from zbpp.runtime.support.marks import Mark, mark
+from zbpp.runtime.support.sharded import as_sharded, own_shard, place_gradients
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan
 from zbpp.runtime.values import Tensors
 
@@ -151,7 +152,7 @@ class StageTies:
         """Announce gradients of another stage; they look like the parameter here."""
         parameter = self.held[message.tie].parameter
         n_tensors = len(self._layers(message)) if parameter.requires_grad else 0
-        like = (parameter.detach(),) * n_tensors
+        like = (own_shard(parameter.detach()),) * n_tensors
         self._expected[message] = transport.post(message, peer, like)
 
     def ready(self) -> bool:
@@ -180,6 +181,7 @@ class StageTies:
                 total = first.clone() if len(self.plan.stages(number)) > 1 else first
                 for summand in others:
                     total.add_(summand)
+                total = as_sharded(total, tie.parameter)
                 if tie.kept_grad is not None:
                     total = tie.kept_grad.add_(total)
                 tie.parameter.grad = total
@@ -196,7 +198,10 @@ class StageTies:
             yield from received.get(message) or self._gradients(message)
 
     def _gradients(self, message: TiedGradient) -> tuple[Tensor, ...]:
-        """The gradients of one chunk's layers, in layer order."""
+        """The gradients of one chunk's layers, in layer order; of DTensors the parts.
+
+        Neighbours along ``tp`` on other stages have the same parts.
+        """
         tie = self.held[message.tie]
         if not tie.parameter.requires_grad:
             return ()
@@ -208,9 +213,10 @@ class StageTies:
         return [layer for layer, _ in self.plan.ties[message.tie] if layer in layers]
 
     def _gradient(self, number: int, leaf: nn.Parameter) -> Tensor:
-        gradient = leaf.grad
+        place_gradients([leaf])
+        gradient: Tensor | None = own_shard(leaf.grad)
         if gradient is None:
-            return torch.zeros_like(leaf, requires_grad=False)
+            return torch.zeros_like(own_shard(leaf), requires_grad=False)
         if gradient.layout is not torch.strided:
             raise RequestError(
                 f"the tied parameter {self.plan.name(number)} has a sparse gradient, "
@@ -221,6 +227,6 @@ class StageTies:
 
 
 def _fingerprint(parameter: Tensor) -> Tensor:
-    """The sum of a tensor's bits as integers, exact in float64, on its device."""
-    total = bits(parameter).sum(dtype=torch.int64)
+    """The sum of a tensor's bits here, as integers, exact in float64, on its device."""
+    total = bits(own_shard(parameter)).sum(dtype=torch.int64)
     return torch.remainder(total, _MODULUS).double()
