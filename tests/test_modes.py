@@ -15,10 +15,9 @@ from zbpp.core import (
     peaks,
     write_schedule,
 )
-from zbpp.planning import MODES, canonical, plan
+from zbpp.planning import MODES, PlanRequest, canonical, plan
 from zbpp.planning.make import fitting_modes
 from zbpp.planning.pipelines import choose_validation
-from zbpp.planning.request import PlanRequest
 from zbpp.simulator import simulate, span
 
 SPELLINGS = {

@@ -8,7 +8,7 @@ import pytest
 from zbpp.bench.names import contenders_of, peer_placement
 from zbpp.bench.request import BenchRequest, planned
 from zbpp.bench.results import Outcome
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import Placement, RequestError
 
 

@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 from commands import SIZES, ZBH1, shown
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import Costs, read_schedule
 from zbpp.planning import MODES, plan
 from zbpp.schedules import to_torch_csv

@@ -6,7 +6,7 @@ import pytest
 from commands import SIZES, shown
 from timeline_page import page_data
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import read_schedule
 from zbpp.planning import plan
 from zbpp.schedules import add_collectives, read_torch_csv

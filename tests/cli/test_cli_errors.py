@@ -10,8 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 from commands import SIZES, ZBH1, run
 
-from zbpp.cli import doctor
-from zbpp.cli.commands import main
+from zbpp.cli import doctor, main
 
 
 def test_doctor_tells_what_is_installed(capsys):

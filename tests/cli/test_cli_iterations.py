@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 from commands import SIZES, ZBH1, shown
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.cli.parser import application, parse
 from zbpp.core import read_schedule
 from zbpp.planning import plan

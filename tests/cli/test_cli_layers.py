@@ -6,7 +6,7 @@ import re
 import pytest
 from commands import shown
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import read_schedule
 
 SIZES = ["--stages", "2", "--microbatches", "4", "--effort", "fast"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from commands import TINY_LLAMA
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import Pass, read_costs
 from zbpp.planning import plan
 from zbpp.simulator import read_trace

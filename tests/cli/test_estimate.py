@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from schemas import mistakes
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import read_costs, read_layers
 
 pytestmark = pytest.mark.needs("torch")

@@ -9,7 +9,8 @@ import pytest
 from commands import SIZES, ZBH1, shown
 from timeline_page import boxes_in, boxes_of_timeline, page_data, same_boxes
 
-from zbpp.cli.commands import Compare, main
+from zbpp.cli import main
+from zbpp.cli.commands import Compare
 from zbpp.cli.several import command_text
 from zbpp.core import Costs, read_costs
 from zbpp.planning import MODES, plan

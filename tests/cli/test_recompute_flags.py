@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import read_schedule
 
 COSTS = {"f": 1, "b": 1, "w": 1, "m_b": 1, "m_w": 0.5, "m_r": 0.05}

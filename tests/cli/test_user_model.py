@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import RequestError
 from zbpp.training.user_model import load_model
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.cli.plan import gain_line, waiting_line
 from zbpp.schedules.planner.budget import Budget
 

@@ -8,7 +8,7 @@ from shlex import split
 
 import pytest
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.cli.parser import application, parse
 from zbpp.cli.train import TrainCommand
 from zbpp.core import RequestError, read_schedule

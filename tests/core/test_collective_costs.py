@@ -5,17 +5,16 @@ import random
 
 import pytest
 
-from zbpp.core import RequestError
-from zbpp.core.costs.collectives import (
+from zbpp.core import (
     CollectiveOperation,
     Link,
+    RequestError,
     collective_time,
     fit_link,
-    ring_time,
-    tree_time,
     zero_bytes,
     zero_volume,
 )
+from zbpp.core.costs.collectives import ring_time, tree_time
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = CollectiveOperation
 LINK = Link(alpha=10.0, bandwidth=2.0)

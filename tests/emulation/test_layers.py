@@ -27,8 +27,8 @@ from zbpp.emulation.network import DelayedTransport
 from zbpp.emulation.run import emulate
 from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
+from zbpp.runtime import WeightQueue
 from zbpp.runtime.backward import queue
-from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.comm.local import LocalHub
 
 F, B = PassKind.F, PassKind.B

@@ -16,8 +16,8 @@ from trained_modes import MODES
 from zbpp import diagnostics
 from zbpp.core import Pass, PassKind
 from zbpp.pipeline import Pipeline
+from zbpp.runtime import Patience
 from zbpp.runtime.microbatches import Uploads
-from zbpp.runtime.policies import Patience
 from zbpp.runtime.support.streams import HostCopy, SideStream
 from zbpp.runtime.values import mapped
 from zbpp.training.launch import launch

@@ -13,7 +13,7 @@ import torch
 from allocator import worst
 from torch import nn
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.memory import estimate
 from zbpp.memory.fake import building, fake_mode
 from zbpp.memory.layers import model_memory

@@ -10,8 +10,8 @@ from commands import PATIENCE_S
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.memory import estimate
-from zbpp.memory.estimate import StageEstimate, Steps, estimate_modes
+from zbpp.memory import StageEstimate, estimate
+from zbpp.memory.estimate import Steps, estimate_modes
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import default_optimizer
 from zbpp.memory.optimizer import part_shape

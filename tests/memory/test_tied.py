@@ -5,7 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from zbpp.memory.estimate import StageEstimate, Steps, estimate_modes, stage_costs
+from zbpp.memory import StageEstimate
+from zbpp.memory.estimate import Steps, estimate_modes, stage_costs
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import ModelMemory
 from zbpp.planning import plan

@@ -11,7 +11,7 @@ from tiny_hf import FAMILIES, batch_of, tiny, untied
 
 import zbpp
 from zbpp import RequestError
-from zbpp.runtime.policies import Patience
+from zbpp.runtime import Patience
 
 pytest.importorskip("transformers")
 

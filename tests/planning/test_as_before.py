@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 
 DATA = json.loads((Path(__file__).parents[1] / "data/as_before.json").read_text())
 FIXED, PLANNED, REFUSED = (DATA[kind] for kind in ("fixed", "planned", "refused"))

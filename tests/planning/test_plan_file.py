@@ -7,7 +7,7 @@ import pytest
 from small_model import batch, make_pipeline
 
 import zbpp
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import Costs, LayerCosts, LimitError, MemoryModel, RequestError
 from zbpp.planning import Plan, PlanRequest, make_plan, read_plan
 

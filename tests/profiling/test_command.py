@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import TINY_LLAMA, run
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import Placement, read_costs, read_layers
 
 SMALL = [*TINY_LLAMA, "--microbatches", "2", "--rounds", "2"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbpp
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import (
     Lane,
     Parts,

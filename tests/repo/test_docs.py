@@ -23,7 +23,7 @@ from pages import (
     unknown_names,
 )
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import Costs
 from zbpp.planning import MODES, plan
 from zbpp.simulator import bubble_rate, peak_memory, simulate

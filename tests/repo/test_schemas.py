@@ -12,7 +12,7 @@ from pages import ROOT, Page
 from schemas import SCHEMAS, mistakes
 
 import zbpp
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import Costs, LayerCosts, Parts, schedule_text, write_costs, write_layers
 from zbpp.planning import MODES
 from zbpp.schedules import add_collectives, post_validated

@@ -13,7 +13,7 @@ import pytest
 from chromium import Chromium, executable
 from pages import ROOT
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import zbpp
+from zbpp.runtime import PeerError, ShapeError, stage, values
 from zbpp.runtime import recompute as recomputing
-from zbpp.runtime import stage, values
-from zbpp.runtime.support.errors import PeerError, ShapeError
 from zbpp.runtime.support.strides import strides_of, with_strides
 
 

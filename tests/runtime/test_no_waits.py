@@ -11,8 +11,8 @@ from fake_stream import FakeStream
 from small_model import batch, make_pipeline
 from torch import Tensor
 
+from zbpp.runtime import Patience
 from zbpp.runtime.comm import local
-from zbpp.runtime.policies import Patience
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.streams import HostCopy
 

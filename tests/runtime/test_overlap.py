@@ -32,9 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp.core import Lane, PassKind, Segment
-from zbpp.runtime import Patience
-from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.split import SplitGraph, split_forward
+from zbpp.runtime import Patience, SplitGraph, WeightQueue, split_forward
 from zbpp.runtime.overlap import OpenPass, Overlap
 from zbpp.runtime.support.thread_state import ThreadState
 from zbpp.schedules.passes.segments import in_segments

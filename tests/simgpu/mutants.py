@@ -36,7 +36,8 @@ from scenarios import ONE_PROCESS, TWO_PROCESSES, Outcome, Scenario, differences
 import simgpu
 import zbpp.runtime
 from simgpu.jobs import name_jobs
-from zbpp.runtime.comm.process_group import initialise, use_loopback
+from zbpp.runtime import use_loopback
+from zbpp.runtime.comm.process_group import initialise
 
 ROOT = Path(zbpp.runtime.__path__[0])
 POLICIES = (("lazy", 0), ("random", 1), ("eager", 0), ("random", 2), ("random", 3))

@@ -11,7 +11,7 @@ from torch import Tensor
 import simgpu
 from simgpu.processes import Found, watched
 from zbpp import Costs, plan
-from zbpp.runtime.policies import Patience
+from zbpp.runtime import Patience
 
 __all__ = ["Case", "all_of", "on_mesh", "small"]
 

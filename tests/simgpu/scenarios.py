@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import simgpu
 import zbpp
 from zbpp import diagnostics
-from zbpp.runtime.policies import Patience
+from zbpp.runtime import Patience
 
 __all__ = ["ONE_PROCESS", "TWO_PROCESSES", "Outcome", "Scenario", "differences"]
 

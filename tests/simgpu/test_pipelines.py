@@ -18,7 +18,7 @@ from zoo import Checkpointed
 import simgpu
 from simgpu.jobs import name_jobs
 from zbpp import plan
-from zbpp.runtime.policies import Patience
+from zbpp.runtime import Patience
 
 name_jobs()
 

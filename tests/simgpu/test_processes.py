@@ -20,7 +20,7 @@ from small_model import N_LAYERS, assert_same, batch, make_pipeline
 import simgpu
 from simgpu.process_runs import Case, Trained, all_of, small
 from simgpu.processes import Found, SimulatedPool, watched
-from zbpp.runtime.policies import Patience
+from zbpp.runtime import Patience
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
 TIED = {"ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]}

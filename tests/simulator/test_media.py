@@ -11,6 +11,7 @@ from zbpp.core import lanes_of as lanes_of_job
 from zbpp.planning import plan
 from zbpp.schedules import add_collectives, lay_out, post_validated
 from zbpp.simulator import (
+    PageEntry,
     join,
     plot,
     read_trace,
@@ -19,7 +20,6 @@ from zbpp.simulator import (
     trace_events,
     write_trace,
 )
-from zbpp.simulator.page import PageEntry
 
 
 def timeline_of(mode, costs, *, p=3, m=6, change=lambda schedule: schedule):

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 
 PATIENCE_S = 200
 """For a process that ends within seconds on an idle machine."""

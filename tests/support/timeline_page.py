@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 from zbpp.core import Pair
-from zbpp.simulator.page import write_page
+from zbpp.simulator import write_page
 
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.S)
 _COLUMNS = (

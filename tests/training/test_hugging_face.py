@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.core import RequestError, read_costs
 from zbpp.training.data import load_corpus
 from zbpp.training.options import Train

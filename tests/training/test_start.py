@@ -12,7 +12,7 @@ import pytest
 from fake_clock import FakeClock
 
 from zbpp.planning import Plan, PlanRequest, make_plan
-from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime import PeerError
 from zbpp.training import launch as launching
 from zbpp.training import start as starting
 from zbpp.training.launch import launch

@@ -17,7 +17,8 @@ from zbpp.core import Costs, Lane, Parts, PassKind, RequestError, Schedule
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span
-from zbpp.tuning.watch import Watch, Watcher, drift, replan
+from zbpp.tuning import Watch
+from zbpp.tuning.watch import Watcher, drift, replan
 
 EVEN = Costs(f=1e-3, b=1e-3, w=1e-3)
 SKEWED = Costs(f=(1e-3, 2e-3, 1e-3, 1e-3), b=1e-3, w=(2e-3, 0.3e-3, 1e-3, 1e-3))

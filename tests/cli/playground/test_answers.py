@@ -6,7 +6,7 @@ import re
 import pytest
 from playground_settings import command_line, random_settings
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.cli.playground.answers import MOST_JOBS, answer, overview
 
 EVEN = {

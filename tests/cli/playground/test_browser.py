@@ -14,7 +14,7 @@ import pytest
 from chromium import Chromium, executable
 from playground_settings import command_line, random_settings
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.cli.playground.server import make_server
 from zbpp.planning import MODES
 

@@ -11,7 +11,7 @@ from http.client import HTTPConnection
 import pytest
 from commands import heed_ctrl_c
 
-from zbpp.cli.commands import main
+from zbpp.cli import main
 from zbpp.cli.playground.server import make_server
 from zbpp.cli.playground.site import page_files
 

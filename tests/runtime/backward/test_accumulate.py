@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime import SplitGraph
 from zbpp.runtime.backward.accumulate import GradientOrder
-from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.parallel.progress import LayerSums
 
 N = 5

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from zbpp import Pipeline
-from zbpp.runtime.backward.split import split_forward
+from zbpp.runtime import split_forward
 
 
 class Product(torch.autograd.Function):

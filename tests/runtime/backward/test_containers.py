@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.split import split_forward
-from zbpp.runtime.backward.torch_stage import SplitModule
+from zbpp.runtime import SplitModule, split_forward
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "one two")

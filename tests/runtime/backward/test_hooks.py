@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from zbpp.runtime import SplitGraph, WeightQueue, split_forward
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.split import SplitGraph, split_forward
 
 Seen = list[Any]
 Hook = Callable[[nn.Module, Seen], Callable[[Tensor], Tensor]]

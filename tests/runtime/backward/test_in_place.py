@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime import SplitGraph
 
 
 class Calls(TorchDispatchMode):

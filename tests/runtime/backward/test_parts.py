@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 from zoo import Fn
 
+from zbpp.runtime import SplitGraph
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
-from zbpp.runtime.backward.split import SplitGraph
 
 ENDS = torch.tensor([3, 3, 7, 16], dtype=torch.int32)
 GROUPED: dict[str, Callable[[], nn.Module]] = {

@@ -11,10 +11,9 @@ from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from zbpp.runtime import SplitGraph, WeightQueue
 from zbpp.runtime.backward import plan_cache
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
-from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.support.autograd_internals import leaves_behind
 
 

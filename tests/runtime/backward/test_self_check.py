@@ -6,9 +6,8 @@ from torch import nn
 
 import zbpp
 from zbpp.core import RequestError
+from zbpp.runtime import SplitModule, WeightQueue
 from zbpp.runtime.backward import self_check
-from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.torch_stage import SplitModule
 
 
 @pytest.fixture(autouse=True)

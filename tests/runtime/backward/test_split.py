@@ -13,9 +13,9 @@ from matmuls import CountMatmuls
 from torch import Tensor, nn
 from zoo import Checkpointed, Fn, block, conv, mlp, offloaded
 
+from zbpp.runtime import SplitGraph, split_forward
 from zbpp.runtime.backward import graph as graph_module
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
-from zbpp.runtime.backward.split import SplitGraph, split_forward
 
 
 def counts(module: nn.Module, x: Tensor) -> tuple[int, int, int]:

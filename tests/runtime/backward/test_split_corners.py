@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
+from zbpp.runtime import SplitGraph, WeightQueue, split_forward
 from zbpp.runtime.backward.accumulate import GradientOrder
-from zbpp.runtime.backward.queue import WeightQueue, current_queue
-from zbpp.runtime.backward.split import SplitGraph, split_forward
+from zbpp.runtime.backward.queue import current_queue
 
 
 def both(graph: SplitGraph, dy: Tensor) -> None:

@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zoo import Checkpointed
 
 from zbpp.core import RequestError
+from zbpp.runtime import SplitGraph, SplitModule, split_forward
 from zbpp.runtime.backward.ends import end_of
-from zbpp.runtime.backward.split import SplitGraph, split_forward
-from zbpp.runtime.backward.torch_stage import SplitModule
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.parallel.mesh import Place

@@ -14,7 +14,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 from zbpp.planning import plan
-from zbpp.runtime.backward.torch_stage import SplitModule
+from zbpp.runtime import SplitModule
 from zbpp.schedules import to_torch_csv
 
 N_STAGES, N_MICROBATCHES, DIM = 2, 4, 6

@@ -16,7 +16,7 @@ from zoo_runs import (
     split,
 )
 
-from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime import SplitGraph
 
 
 @pytest.mark.parametrize("name", CASES)

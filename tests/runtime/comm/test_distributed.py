@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trained_modes import MODES
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.policies import Patience
+from zbpp.runtime import Patience
 
 pytestmark = pytest.mark.dist
 

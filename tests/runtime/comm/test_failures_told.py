@@ -13,10 +13,10 @@ import torch.distributed as dist
 from pool import PATIENCE_S, Pool
 from small_model import batch, make_pipeline
 
+from zbpp.runtime import PeerError
 from zbpp.runtime.comm import failures
 from zbpp.runtime.comm.failures import Failures, Note, root_cause
 from zbpp.runtime.comm.groups import Groups
-from zbpp.runtime.support.errors import PeerError
 
 pytestmark = pytest.mark.dist
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from pool import Pool
 from small_model import batch, make_pipeline, train
 
+from zbpp.runtime import PeerError
 from zbpp.runtime.comm import groups as comm_groups
-from zbpp.runtime.support.errors import PeerError
 
 pytestmark = pytest.mark.dist
 

@@ -13,6 +13,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 from zbpp.core import Job, Pass, PassKind, TiedGradient, Value, What
+from zbpp.runtime import PeerError, ShapeError
 from zbpp.runtime.comm import shapes
 from zbpp.runtime.comm.failures import Failures
 from zbpp.runtime.comm.groups import Channel, Groups
@@ -20,7 +21,6 @@ from zbpp.runtime.comm.links import HEADER, KINDS, HostWaits, P2PLink, tag
 from zbpp.runtime.comm.mailbox import Mailbox, StageLinks
 from zbpp.runtime.comm.shapes import MAX_TENSORS
 from zbpp.runtime.comm.transport import Opening
-from zbpp.runtime.support.errors import PeerError, ShapeError
 from zbpp.runtime.values import Tensors, as_tensors, as_value
 
 CPU = torch.device("cpu")

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import Job, Pass, PassKind, TiedGradient, Value, What
+from zbpp.runtime import PeerError
 from zbpp.runtime.comm.failures import Failures
 from zbpp.runtime.comm.groups import Channel, Groups
 from zbpp.runtime.comm.links import P2PLink, StreamWaits
 from zbpp.runtime.comm.mailbox import Mailbox, StageLinks
 from zbpp.runtime.comm.transport import Opening
-from zbpp.runtime.support.errors import PeerError
 
 CPU = torch.device("cpu")
 KINDS = [-1, 0, 0, 0]

@@ -11,9 +11,9 @@ from flat import flat_pipeline
 import zbpp
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
+from zbpp.runtime import PeerError
 from zbpp.runtime.comm.process_group import backend_for, call_roll
 from zbpp.runtime.support.devices import own_device
-from zbpp.runtime.support.errors import PeerError
 
 
 def play_gpus(monkeypatch: pytest.MonkeyPatch, module: Any, n: int) -> None:

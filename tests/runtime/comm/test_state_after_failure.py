@@ -11,9 +11,9 @@ from small_model import batch, make_pipeline
 from torch import Tensor
 
 from zbpp.pipeline import Pipeline
+from zbpp.runtime import PeerError
 from zbpp.runtime.comm.mailbox import Mailbox
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.fault_injection import Fault
 from zbpp.training.launch import error_that_came_first
 

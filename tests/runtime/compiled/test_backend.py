@@ -10,7 +10,7 @@ from zoo import Case
 from zoo_cases import CASES
 from zoo_runs import ORDERS, Gradients, differences, plainly, split
 
-from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime import SplitGraph
 from zbpp.runtime.compiled import backend
 
 pytestmark = pytest.mark.filterwarnings(

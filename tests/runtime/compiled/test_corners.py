@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime import SplitGraph
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
-from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.compiled import backend, region
 from zbpp.runtime.support import compile_internals
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from zbpp import diagnostics
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
+from zbpp.runtime import Patience
 from zbpp.runtime.graphed.slot import Totals
 from zbpp.runtime.graphed.stage import GraphedStage
-from zbpp.runtime.policies import Patience
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from pool import Pool
 from small_model import batch as tokens
 from small_model import make_pipeline
 
+from zbpp.runtime import PeerError
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
-from zbpp.runtime.support.errors import PeerError
 
 
 def run_rank(history: History, post_validation: bool) -> Outcome:

@@ -13,8 +13,8 @@ from small_model import make_pipeline, refusal
 import zbpp
 from zbpp import diagnostics
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
+from zbpp.runtime import LossScaler, Patience
 from zbpp.runtime.optim.rollback import DeferredStep
-from zbpp.runtime.policies import LossScaler, Patience
 from zbpp.simulator import bubble_rate
 
 

@@ -16,10 +16,9 @@ from small_model import assert_same, make_pipeline
 from small_model import batch as tokens
 from torch import Tensor
 
+from zbpp.runtime import LossScaler, NonFiniteError, Patience
 from zbpp.runtime.optim import optimizers
 from zbpp.runtime.optim.step_state import SpeculationGate
-from zbpp.runtime.policies import LossScaler, Patience
-from zbpp.runtime.support.errors import NonFiniteError
 
 
 def outcomes(gate: SpeculationGate, invalid: str) -> str:

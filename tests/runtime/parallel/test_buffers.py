@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard, share_comm_ctx
 import zbpp
 from zbpp import RequestError
 from zbpp.checkpoint.tensors import whole as gathered
-from zbpp.memory.api import estimate
+from zbpp.memory import estimate
 from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.parallel.buffers import (
     AlternatingBuffers,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zbpp
-from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime import SplitGraph
 from zbpp.runtime.compiled import backend
 
 STEPS = 2

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import zbpp
-from zbpp.runtime.backward.queue import WeightQueue
+from zbpp.runtime import WeightQueue
 
 N_LAYERS, N_MICROBATCHES, WIDTH = 5, 2, 8
 SHARDS = [("optimizer", False), ("parameters", False), ("parameters", True)]

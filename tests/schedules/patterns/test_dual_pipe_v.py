@@ -24,8 +24,7 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.planning import PlanRequest, make_plan
-from zbpp.schedules import from_torch_csv, to_torch_csv
-from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
+from zbpp.schedules import from_torch_csv, plan_dual_pipe_v, to_torch_csv
 from zbpp.simulator import idle, simulate, span
 
 F, B, W, BW = PassKind

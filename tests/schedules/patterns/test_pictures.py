@@ -7,6 +7,8 @@ import pytest
 
 from zbpp.core import Costs, draw
 from zbpp.schedules import (
+    plan_combined_1f1b,
+    plan_dual_pipe_v,
     plan_fthenb,
     plan_one_f_one_b,
     plan_vpp,
@@ -14,8 +16,6 @@ from zbpp.schedules import (
     plan_zb_h2,
     plan_zb_v,
 )
-from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
-from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.simulator import simulate
 

@@ -9,8 +9,8 @@ import pytest
 
 from zbpp.core import Costs, Placement, Schedule, lower_bound
 from zbpp.planning import plan
+from zbpp.schedules import plan_zb_v
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
-from zbpp.schedules.patterns.zb_v import plan_zb_v
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.search.compiled import list_schedule
 from zbpp.schedules.planner.search.problem import PlacementProblem

@@ -17,8 +17,13 @@ from zbpp.core import (
     Step,
     lower_bounds,
 )
-from zbpp.schedules import plan_one_f_one_b, plan_placement, plan_zb_h1, plan_zb_v
-from zbpp.schedules.planner.solver import certify
+from zbpp.schedules import (
+    certify,
+    plan_one_f_one_b,
+    plan_placement,
+    plan_zb_h1,
+    plan_zb_v,
+)
 from zbpp.simulator import lower_bound, simulate, span
 
 pytest.importorskip("ortools")

@@ -9,10 +9,16 @@ from chromium import Chromium, executable
 from zbpp.core import Costs, Pass, Slot
 from zbpp.planning import plan
 from zbpp.schedules import add_collectives
-from zbpp.simulator import makespan, messages, simulate, step_time
+from zbpp.simulator import (
+    PageEntry,
+    makespan,
+    messages,
+    simulate,
+    step_time,
+    write_page,
+)
 from zbpp.simulator.boxes import Style
 from zbpp.simulator.metrics import memory_by_job
-from zbpp.simulator.page import PageEntry, write_page
 
 pytestmark = [
     pytest.mark.browser,

@@ -25,14 +25,15 @@ from timeline_page import (
 from zbpp.core import Costs, RequestError, Slot
 from zbpp.planning import plan
 from zbpp.simulator import (
+    PageEntry,
     critical_path,
     messages,
     peak_memory,
     simulate,
     step_time,
+    write_page,
 )
 from zbpp.simulator.metrics import memory_by_job
-from zbpp.simulator.page import PageEntry, write_page
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
 

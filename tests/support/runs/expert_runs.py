@@ -20,11 +20,11 @@ from torch.nn import functional
 
 import zbpp
 from zbpp.checkpoint.tensors import whole
+from zbpp.runtime import Patience
 from zbpp.runtime.optim import norms
 from zbpp.runtime.optim.decision import clip_factor
 from zbpp.runtime.parallel import bind
 from zbpp.runtime.parallel.mesh import Place
-from zbpp.runtime.policies import Patience
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_moe_experts.py"
 WIDTH, TOKENS, WORDS, N_LAYERS, N_EXPERTS = 8, 8, 16, 8, 4

@@ -18,7 +18,7 @@ from stock_optimizers import OF_ALL_PARAMETERS, OPTIMIZERS
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.policies import LossScaler, Patience
+from zbpp.runtime import LossScaler, Patience
 
 N_LAYERS = 8
 WIDTH = 8

@@ -25,12 +25,12 @@ from torch.utils.checkpoint import checkpoint
 import zbpp
 from zbpp import Costs, diagnostics
 from zbpp.checkpoint.tensors import whole as gathered
+from zbpp.runtime import Patience
 from zbpp.runtime.optim.decision import clip_factor
 from zbpp.runtime.parallel import buffers
 from zbpp.runtime.parallel.buffers import GradientTurn, Turn
 from zbpp.runtime.parallel.mesh import shard_mesh
 from zbpp.runtime.parallel.progress import LayerSums
-from zbpp.runtime.policies import Patience
 from zbpp.runtime.support import fsdp
 
 WIDTH, N_LAYERS, SAMPLES, N_MICROBATCHES = 8, 8, 16, 8

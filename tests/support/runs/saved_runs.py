@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zbpp.checkpoint import load
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.policies import Patience
+from zbpp.runtime import Patience
 
 SEED, CLIP, STEPS, SAVED_AFTER = 7, 0.9, 6, 3
 ALWAYS = Patience(failures=11)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime import SplitGraph
 
 
 class Block(nn.Module):

@@ -11,8 +11,8 @@ import pytest
 from zbpp.core import Costs, LayerCosts, Placement, RequestError, Schedule
 from zbpp.planning import MODES
 from zbpp.planning.search import Problem
-from zbpp.schedules import LayerPlan, plan_recompute, plan_split
-from zbpp.schedules.planner.budget import LONG, check_effort
+from zbpp.schedules import LayerPlan, check_effort, plan_recompute, plan_split
+from zbpp.schedules.planner.budget import LONG
 
 F, B, W, M_W, M_R = 10.419, 10.207, 7.715, 32 / 74, 2 / 74
 """28.3B of arXiv 2401.10241; M_R: the inputs, 2 sbh of 74 sbh a layer."""
