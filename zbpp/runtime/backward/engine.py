@@ -126,6 +126,9 @@ def run_full(
         wanted: where it ends; empty: at all leaves.
         layouts: of graphs like this one.
     """
+    if not inputs:
+        run_backward(*ends, wanted, accumulates=True)
+        return ()
     before = set_gradients_aside(inputs)
     try:
         with layouts.kept(inputs) as kept:
