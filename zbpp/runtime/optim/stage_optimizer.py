@@ -236,8 +236,8 @@ class StageOptimizer:
         stage, optimizers = self._stage, self.optimizers
         optimizers.clear_unowned_grads()
         parameters = optimizers.parameters()
-        if any(map(is_sharded, parameters)):
-            place_gradients(parameters)
+        sharded = [p for p in parameters if is_sharded(p)]
+        place_gradients(sharded)
         multiply_gradients(parameters, stage.gradient_factor / stage.loss_scale)
         layout = StepVectorLayout(
             self._n_layers,
@@ -257,7 +257,7 @@ class StageOptimizer:
         )
         self._finder = None
         speculative = self.history.speculates
-        local_norm, in_step = 0.0, _shares_layers(parameters, peers)
+        local_norm, in_step = 0.0, _shares_layers(sharded, peers)
         # on a device it would hold up the host
         if speculative and not (in_step or runs_ahead(vector.device)):
             local_norm = float(vector[: self._n_layers].sum().sqrt())
@@ -427,10 +427,13 @@ class StageOptimizer:
             raise error
 
 
-def _shares_layers(parameters: Iterable[Tensor], peers: StageGroup) -> bool:
-    """True if other processes run the same passes, each with parts of the layers."""
+def _shares_layers(sharded: Iterable[Tensor], peers: StageGroup) -> bool:
+    """True if other processes run the same passes, each with parts of the layers.
+
+    Args:
+        sharded: the parameters here that are DTensors.
+        peers: the processes of the stage.
+    """
     return peers.n > len(peers.replicas) or any(
-        not peers.has_dims(layout_of(p)[0].mesh_dim_names or ("",))
-        for p in parameters
-        if is_sharded(p)
+        not peers.has_dims(layout_of(p)[0].mesh_dim_names or ("",)) for p in sharded
     )
