@@ -65,12 +65,14 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)
-    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
-        if name in sys.modules:  # not loaded here: most tests need neither
-            function = sys.modules[name]
-            for part in seed.split("."):
-                function = getattr(function, part)
-            function(0)
+    if "numpy" in sys.modules:  # not loaded here: most tests need neither
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        if torch.cuda.is_available():
+            torch.manual_seed(0)
+        else:  # manual_seed takes milliseconds to note that other devices are absent
+            torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

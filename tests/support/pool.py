@@ -169,16 +169,18 @@ def _forget_meshes(caches: list[Any]) -> None:
     their group, wakes a hundred times a second.
 
     Args:
-        caches: those that were there when objects were frozen.
+        caches: those that were there when objects were frozen; new ones are added.
     """
     if _DTENSORS in sys.modules:
         from torch.distributed.tensor import _redistribute, debug
 
         _redistribute.clear_redistribute_planner_cache()
         debug._clear_sharding_prop_cache()
-        for cache in (*caches, *_caches()):
+        caches += _caches()
+        for cache in caches:
             cache.cache_clear()
     gc.collect()
+    gc.freeze()  # what has been imported meanwhile
 
 
 def _load(file: str) -> Any:

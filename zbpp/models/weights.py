@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.models.converted import Read
 from zbpp.runtime.support.collectives import groups_kept
-from zbpp.runtime.support.random_state import random_state, set_random_state
+from zbpp.runtime.support.random_state import random_state, seed_torch, set_random_state
 from zbpp.runtime.support.torch_internals import is_fake
 
 __all__ = ["Source", "Weights", "is_on_meta", "reset"]
@@ -151,7 +151,7 @@ class Weights:
         device = torch.device("cpu")
         before = random_state(device)
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        seed_torch(int.from_bytes(digest[:7], "big"), device)
         try:
             self._init(name, part)
         finally:

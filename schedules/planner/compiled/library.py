@@ -5,6 +5,7 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,10 +70,8 @@ class Structure:
 
     def __init__(self, **fields: "float | array[Any] | None") -> None:
         self._arrays = fields
-        values = {name: pointer(value) for name, value in fields.items()}
-        types = [(name, _type(value)) for name, value in fields.items()]
-        structure = type("_C", (ctypes.Structure,), {"_fields_": types})(**values)
-        self.address = ctypes.byref(structure)
+        layout = _layout(tuple(fields), tuple(map(type, fields.values())))
+        self.address = ctypes.byref(layout(*map(pointer, fields.values())))
 
 
 def kept(problem: T, make: Callable[[T], Structure]) -> Structure:
@@ -84,10 +83,16 @@ def kept(problem: T, make: Callable[[T], Structure]) -> Structure:
     return flat
 
 
-def _type(value: Any) -> Any:
-    """The field of C for a number or an array; None is a null pointer."""
-    numbers = {int: ctypes.c_int64, float: ctypes.c_double}
-    return numbers.get(type(value), ctypes.c_void_p)
+@lru_cache
+def _layout(names: tuple[str, ...], types: tuple[type, ...]) -> type[ctypes.Structure]:
+    """The class of a structure: making one takes longer than scheduling few passes.
+
+    An array's field is an address, and None is a null pointer.
+    """
+    numbers: dict[type, Any] = {int: ctypes.c_int64, float: ctypes.c_double}
+    of_c = [numbers.get(python, ctypes.c_void_p) for python in types]
+    fields = list(zip(names, of_c, strict=True))
+    return type("_C", (ctypes.Structure,), {"_fields_": fields})
 
 
 def pointer(value: Any) -> Any:

@@ -29,7 +29,7 @@ def build(layers: range, *, dropout: float = 0.0) -> list[nn.Module]:
     """Layers of an embedding model over 11 tokens, seeded one by one."""
     built: list[nn.Module] = []
     for index in layers:
-        torch.manual_seed(index)
+        torch.default_generator.manual_seed(index)
         if index == 0:
             built.append(nn.Embedding(11, 16))
         elif index == N_LAYERS - 1:

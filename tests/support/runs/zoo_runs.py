@@ -49,7 +49,7 @@ def plainly(case: Case, module: nn.Module, n: int, dtype: torch.dtype) -> Gradie
     """One ``backward()`` for each micro-batch, in order."""
     found = {}
     for i in range(n):
-        torch.manual_seed(i)
+        torch.default_generator.manual_seed(i)
         inputs = inputs_of(case, i, dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
             outputs = [y for y in call(module, inputs) if y.requires_grad]
@@ -89,7 +89,7 @@ def split(
     found = {}
     for kind, i in passes:
         if kind == "F":
-            torch.manual_seed(i)
+            torch.default_generator.manual_seed(i)
             outputs[i] = stage.forward(1, i, inputs_of(case, i, dtype))
         elif kind == "B":
             dy = gradients_for(outputs.pop(i), i)
