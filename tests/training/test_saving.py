@@ -291,7 +291,7 @@ def test_a_killed_run_ends_like_an_undisturbed_one(
     [
         (signal.SIGTERM, 143, False),
         pytest.param(signal.SIGTERM, 143, True, marks=pytest.mark.nightly),
-        (signal.SIGINT, 0, False),
+        pytest.param(signal.SIGINT, 0, False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_saves_and_leaves_no_process(

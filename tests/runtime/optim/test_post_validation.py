@@ -22,6 +22,7 @@ def test_random_histories() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_more_random_histories() -> None:
     assert check(range(10, 60)) > 50
 

@@ -79,7 +79,9 @@ def test_experts_as_dtensors(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [NIGHTLY("optimizer"), "gradients", "parameters"])
+@pytest.mark.parametrize(
+    "shard", [NIGHTLY("optimizer"), NIGHTLY("gradients"), "parameters"]
+)
 @pytest.mark.parametrize("sizes", [DP_EP, NIGHTLY({**CP, **EP})])
 def test_shards_of_experts_and_of_the_rest(
     sizes: dict[str, int], shard: str, pool: Pool
