@@ -192,6 +192,7 @@ def test_a_wheel_without_a_compiler_is_of_any_platform(wheel, wheel_without_comp
     assert missing == {"zbpp/schedules/planner/compiled/loops.shared"}
 
 
+@pytest.mark.nightly
 def test_plans_are_the_same_without_a_compiler(
     python, wheel_without_compiler, tmp_path
 ):
@@ -210,6 +211,7 @@ def test_plans_are_the_same_without_a_compiler(
 
 
 @pytest.mark.skipif(not shutil.which("ldd"), reason="manylinux is a name of Linux")
+@pytest.mark.nightly
 def test_an_index_takes_the_wheel_and_the_sdist(sdist, wheel, tmp_path):
     scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with pytest.MonkeyPatch.context() as patch:

@@ -148,10 +148,11 @@ def max_posted(programs: tuple[Program, ...], schedule: Schedule) -> int:
 
 @pytest.mark.parametrize("mode", ALL)
 def test_no_stage_waits_for_itself(mode: str) -> None:
-    """The `slow` test below goes through more sizes."""
+    """The `nightly` test below goes through more sizes."""
     assert sum(check(mode, p, m) for p, m in ((2, 3), (3, 7), (4, 8))) >= 8
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 def test_no_stage_waits_for_itself_at_any_size(mode: str) -> None:

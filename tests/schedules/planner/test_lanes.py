@@ -170,6 +170,7 @@ def test_auto_takes_more_chunks_where_layers_exchange():
     assert found.placement.n_chunks == 8
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("limit, goal", [(8.0, 1.34), (12.0, 1.17), (16.0, 1.13)])
 def test_eight_stages_reach_the_goals(limit, goal):
