@@ -23,7 +23,7 @@ test-slow: $(READY)
 	$(BIN)/pytest -m "slow and not nightly" --durations 20 $(SPREAD) $(ARGS)
 
 # What takes long and repeats, with more cases, what the others have shown.
-test-nightly: $(READY)
+test-nightly: $(READY) $(VENV)/.playground
 	$(BIN)/pytest -m nightly --durations 20 $(SPREAD) $(ARGS)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
 
@@ -83,7 +83,7 @@ dist: $(READY)
 	$(BIN)/check-wheel-contents build/dist/*.whl
 
 # A folder that any web server serves, with the planner for browsers; needs npm.
-playground: $(READY)
+playground: $(VENV)/.playground
 	$(BIN)/python docs/hooks/make_playground.py docs/playground
 
 # The documentation site, build/site/index.html; a warning is an error.
@@ -103,13 +103,17 @@ gpu-simulated: $(READY)
 	$(SIMULATED) $(BIN)/python benchmarks/gpu --out build/gpu-simulated $(ARGS)
 
 # The virtual environment; on a CPU machine the constraint keeps the CUDA build away.
-# All cores compile what is installed: pip takes one, and three times as long. What
-# only a newer Python can compile is left as it is.
+# All cores compile torch, as all processes import it; the rest is compiled when it is
+# imported first. What only a newer Python can compile is left as it is.
 $(READY): pyproject.toml setup.py constraints/cpu.txt $(wildcard schedules/planner/compiled/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile -c constraints/cpu.txt -e ".[dev]"
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python*/site-packages/torch || true
 	touch $(READY)
+
+$(VENV)/.playground: $(READY)
+	$(BIN)/pip install --quiet -e ".[playground]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
