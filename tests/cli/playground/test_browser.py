@@ -149,6 +149,7 @@ def test_nothing_is_wider_than_the_screen(browser, local, width):
     assert browser.run("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # Pyodide takes 6 s of CPU to load
 def test_plans_in_the_browser_are_those_of_the_command_line(browser, site, tmp_path):
