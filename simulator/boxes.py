@@ -9,7 +9,7 @@ What a box is called, its colour and its lane are decided here, for all media.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -36,12 +36,14 @@ __all__ = [
     "DARK",
     "IDLE",
     "LOOKS",
+    "PALETTE",
     "SEND",
     "Box",
     "Drawing",
     "Mark",
     "Style",
     "by_style",
+    "ink_on",
     "legend_of",
     "origin_of",
     "shade",
@@ -57,6 +59,9 @@ LOOKS = {row.text: row for row in KINDS.values() if row.colour} | {
     SEND: JobKind(SEND, Scope.MICROBATCH, "only sends", colour="#8A8A8A")
 }
 """Looks by the text of the kind, in the order of legends."""
+
+PALETTE = {role: look.colour or DARK for role, look in LOOKS.items()} | {"idle": IDLE}
+"""Colours by role, and that of idle time."""
 
 _LANES = list(Lane)
 _NUMBERS = {
@@ -80,7 +85,11 @@ class Style(NamedTuple):
     @property
     def colour(self) -> str:
         """As ``#rrggbb``."""
-        return shade(LOOKS[self.role].colour or DARK, self.leg)
+        return self.colour_in(PALETTE)
+
+    def colour_in(self, palette: Mapping[str, str]) -> str:
+        """As ``#rrggbb``, with the colours of another palette."""
+        return shade(palette[self.role], self.leg)
 
     @property
     def at_once(self) -> bool:
@@ -90,8 +99,7 @@ class Style(NamedTuple):
     @property
     def ink(self) -> str:
         """Dark or white letters, whichever stand out from the colour."""
-        red, green, blue = _rgb(self.colour)
-        return DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+        return ink_on(self.colour)
 
     @property
     def order(self) -> tuple[int, int, bool]:
@@ -235,20 +243,23 @@ class Mark(NamedTuple):
     pattern: str = ""
 
 
-def legend_of(boxes: Iterable[Box]) -> list[Mark]:
+def legend_of(boxes: Iterable[Box], palette: Mapping[str, str] = PALETTE) -> list[Mark]:
     """Explain what can be seen of boxes, and the ground that idle time leaves."""
     styles = {box.style for box in boxes if box.end > box.start or box.style.at_once}
     roles = {style.role for style in styles}
     marks = [
-        Mark(f"{role}  {look.summary}", Style(role).colour)
+        Mark(f"{role}  {look.summary}", Style(role).colour_in(palette))
         for role, look in LOOKS.items()
         if role in roles
     ]
-    marks.append(Mark("idle", IDLE, "idle"))
+    marks.append(Mark("idle", palette["idle"], "idle"))
     if any(style.is_hatched for style in styles):
-        marks.append(Mark("hatched: recomputes", Style("B").colour, "hatched"))
+        marks.append(
+            Mark("hatched: recomputes", Style("B").colour_in(palette), "hatched")
+        )
     if any(style.leg for style in styles):
-        marks.append(Mark("lighter: later chunk of a stage", Style("F", 1).colour))
+        later = Style("F", 1).colour_in(palette)
+        marks.append(Mark("lighter: later chunk of a stage", later))
     return marks
 
 
@@ -257,6 +268,12 @@ def shade(colour: str, leg: int) -> str:
     white = (0.0, 0.5, 0.7, 0.8)[min(leg, 3)]
     mixed = (round(255 * (part + (1 - part) * white)) for part in _rgb(colour))
     return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def ink_on(colour: str) -> str:
+    """Dark or white letters, whichever stand out from a colour."""
+    red, green, blue = _rgb(colour)
+    return DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 
 
 def _rgb(colour: str) -> tuple[float, float, float]:
