@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import PATIENCE_S
@@ -314,6 +315,27 @@ def test_the_users_script_prints_the_same_whatever_the_flag(tmp_path, capsys):
     assert len(set(printed)) == 1
     first, *_, last = printed[0].splitlines()
     assert float(last.split()[3]) < 0.97 * float(first.split()[3])
+
+
+def test_the_steps_that_are_logged_are_the_pipelines(monkeypatch):
+    """With a writer in the place of TensorBoard's, which need not be installed."""
+    logged = []
+    writer = SimpleNamespace(add_scalar=lambda *scalar: logged.append(scalar))
+    board = SimpleNamespace(SummaryWriter=lambda folder: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    names: dict = {}
+    exec(page_with("log_steps.py").files()["log_steps.py"], names)
+    results = [SimpleNamespace(loss=float(i), grad_norm=-1.0) for i in range(11)]
+    pipeline = SimpleNamespace(rank=0, step=lambda inputs, targets: results[inputs])
+    names["train"](pipeline, [(i, None) for i in range(11)], "runs")
+    assert logged == [
+        (name, value, step)
+        for step in (0, 10)
+        for name, value in (("loss", float(step)), ("grad_norm", -1.0))
+    ]
+    pipeline.rank = 1
+    names["train"](pipeline, [(0, None)], "runs")
+    assert len(logged) == 4
 
 
 @pytest.mark.slow

@@ -175,7 +175,8 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     own = {name for name in names if ".dist-info/" not in name}
     loops = {"zbpp/schedules/planner/compiled/loops.shared"}
     assert own == {"zbpp/py.typed", *modules(), *beside_modules(), *loops}
-    assert [name for name in names if name.endswith("licenses/LICENSE")]
+    assert "License-Expression: Apache-2.0\n" in about(wheel, "METADATA")
+    assert "Copyright 2026 the zbpp authors" in about(wheel, "licenses/LICENSE")
 
 
 def test_the_wheel_is_of_this_platform_and_any_python(wheel):
