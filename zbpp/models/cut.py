@@ -103,11 +103,19 @@ class CutModel:
             for full in (join(prefix, key),)
         )
 
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules that lie in one layer each, by name; tied ones in two."""
+        children = children_on_path(self.model, self.at.blocks)
+        parts = {n: m for n, m in children if n in self.at.before | self.at.after}
+        blocks = ((f"{self.at.blocks}.{key}", block) for key, block in self._blocks)
+        return parts | dict(blocks)
+
     def layered(self, **more: Any) -> Layered:
         """As a pipeline takes it."""
         return Layered(
             self._n,
             self.build,
+            parts=self.parts(),
             own_name=self.own_name,
             ties=self.ties(),
             buffers=self.buffers(),

@@ -57,9 +57,11 @@ def layered_of(model: Given, n_layers: int | None = None) -> Layered:
         layers = list(model)
         check_layers(enumerate(layers))
         keys = list(model._modules) if isinstance(model, nn.Module) else None
+        names = keys or [f"layers.{index}" for index in range(n)]
         return Layered(
             n,
             lambda indices: [layers[i] for i in indices],
+            parts=dict(zip(names, layers, strict=True)),
             own_name=layer_name if keys is None else _named_by(keys),
             ties=find_ties(layers),
         )

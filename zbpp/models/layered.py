@@ -1,6 +1,6 @@
 """A model as layers, with all that a pipeline has to know of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -21,6 +21,8 @@ class Layered:
         n_layers: their number.
         build: makes the layers of a range of indices, and holds the weights of no
             other; the same weights for any range.
+        parts: modules of the user's model that the layers consist of, by name; None:
+            ``build`` is the user's function.
         own_name: from a layer's index and a name in it to the model's own name.
         ties: parameters that are one in the model.
         buffers: those that are one in the model and lie in several layers, each of
@@ -34,6 +36,7 @@ class Layered:
 
     n_layers: int
     build: Callable[[range], Sequence[nn.Module]]
+    parts: Mapping[str, nn.Module] | None = None
     own_name: OwnName = layer_name
     ties: tuple[Tie, ...] = ()
     buffers: tuple[Tie, ...] = ()

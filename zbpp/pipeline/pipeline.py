@@ -53,6 +53,7 @@ from zbpp.runtime.driver.build import (
     share_first_bits,
 )
 from zbpp.runtime.driver.compile_chunks import check_compile
+from zbpp.runtime.driver.release import release
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
 from zbpp.runtime.executor import drive
 from zbpp.runtime.microbatches import Batch, check_samples
@@ -85,7 +86,8 @@ class Pipeline:
 
     Args:
         model: an `nn.Sequential`, a list of layers, a model of transformers, or what
-            `zbpp.cut` or `zbpp.layers_from` returns.
+            `zbpp.cut` or `zbpp.layers_from` returns. Layers that other processes train
+            lose their weights here: they would be stale after a step.
         schedule: a mode such as ``"ZBH1"``, a schedule or plan file, a `Schedule`, or a
             `Plan`, which `zbpp.plan_model` makes.
         optimizer: called with each stage's parameters, also frozen ones, or with pairs
@@ -238,6 +240,8 @@ class Pipeline:
         )
         check_agreement(executors, request, self._ties)
         share_first_bits(executors, self._ties)
+        if self.layered.parts is not None:
+            release(self.layered.parts, (layer for _, layer in self.stages.layers()))
 
     # Training.
 
@@ -725,8 +729,8 @@ class Pipeline:
         """The validated state of this process's stages, by the model's own names.
 
         Parameters, persistent buffers, optimizers, attached schedulers, loss scale,
-        number of steps, and the state of post-validation. Tensors are not copied. In
-        one process it is the state of the whole model.
+        number of steps, and the state of post-validation. Tensors are not copied. With
+        one stage per process it is a part of the model's state: `save` writes all.
         """
         return self._checkpoints.state_dict(self._n_steps)
 

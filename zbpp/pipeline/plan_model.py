@@ -104,6 +104,7 @@ def plan_model(
         loss_fn = loss_of(layered, loss_fn)
         build = partial(
             Pipeline,
+            replace(layered, parts={}),  # nothing is trained: all keep their weights
             optimizer=optimizer,
             loss_fn=loss_fn,
             n_stages=n_stages,

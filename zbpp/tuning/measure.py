@@ -37,7 +37,7 @@ def measure_layers(
     """Profile the layers, and estimate their memory (every rank must call).
 
     Args:
-        build: makes a `zbpp.Pipeline` of a model and a ``schedule``.
+        build: makes a `zbpp.Pipeline` of the model with a ``schedule``.
         model: as `zbpp.Pipeline` takes it; given layers end where they were.
         example: inputs and targets of one step, on every rank.
         device: of the pipeline.
@@ -59,7 +59,7 @@ def measure_layers(
         )
     homes = _homes(model)
     before = random_state(device)
-    pipeline = build(model, schedule=SAFE_MODE)
+    pipeline = build(schedule=SAFE_MODE)
     m = pipeline.n_microbatches
     inputs, targets = split_inputs(example[0], m)[0], split_targets(example[1], m)[0]
     memory: LayerCosts | None = None

@@ -289,5 +289,6 @@ def _refuse_meta(layer: nn.Module, index: int, device: torch.device) -> None:
             raise RequestError(
                 f"layers.{index}.{name} is on the meta device, which holds no numbers; "
                 "give a builder that makes a range of layers with their weights, or "
-                "zbpp.cut(model, blocks, weights=...)"
+                "zbpp.cut(model, blocks, weights=...); if another zbpp.Pipeline has "
+                "released it, give a new model"
             )
