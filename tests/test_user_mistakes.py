@@ -269,9 +269,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     # the batch
     "no targets": (lambda: step(targets=None), "needs the targets of the batch"),
     "no inputs": (lambda: step(inputs=None), "needs the inputs of the batch"),
-    "too few samples": (
-        lambda: step(X[:3], Y[:3]),
-        "3 samples, which 4 micro-batches cannot share; change the batch size",
+    "no samples": (lambda: step(X[:0], Y[:0]), "no samples, and each.*drop_last=True"),
+    "a list beside few samples": (
+        lambda: step([*X[:4, None]], Y[:3]),
+        "samples for 4 micro-batches and targets for 3",
     ),
     "other samples": (lambda: step(X, Y[:4]), "inputs has 8 samples and targets 4"),
     "a list of samples": (

@@ -50,6 +50,7 @@ from zbpp.core import (
     TiedGradient,
     Value,
     input_of,
+    of_first_microbatches,
     output_of,
     passes_in,
 )
@@ -96,15 +97,25 @@ class BoundProgram:
     Args:
         executor: runs the program.
         program: of the executor's stage.
+        n: the first micro-batches, which alone run; None: all.
         training: False runs the forwards without keeping anything for a backward.
     """
 
-    def __init__(self, executor: "Executor", program: Program, *, training: bool):
+    def __init__(
+        self,
+        executor: "Executor",
+        program: Program,
+        n: int | None,
+        *,
+        training: bool,
+    ) -> None:
         self.executor = executor
         self.training = training
+        self._made_for = program, executor.transport
+        if n is not None:
+            program = of_first_microbatches(program, n)
         self.received = {x.value for x in program if isinstance(x, Receive)}
         self._slots: dict[Value, ValueSlot] = {}
-        self._made_for = program, executor.transport
         self.sent_early: dict[Value, list[SendValue]] = {}
         """Values that a handler sends itself, and where it finds how."""
         self.before: list[Handler] = []
@@ -613,7 +624,10 @@ class Executor:
         self.opening: Opening | None = Opening(1)
         """Begins the messages of the next step; None: its shapes are known."""
         self._is_part = False
-        self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
+        self.n_filled: int | None = None
+        """Micro-batches that have samples in the batch that was last; None: all."""
+        self._bound: dict[tuple[bool, int | None], BoundProgram] = {}
+        """By whether it trains, and by micro-batches if it leaves some out."""
         self._progress = self.collectives.progress(stage.chunks.values())
 
     def use_network(self, transport: Transport, collectives: Collectives) -> None:
@@ -627,6 +641,8 @@ class Executor:
         n_microbatches: int,
         n_inputs: int | None = None,
         n_targets: int | None = None,
+        n_filled: int | None = None,
+        training: bool = True,
         is_part: bool = False,
         **step: Any,
     ) -> None:
@@ -636,12 +652,21 @@ class Executor:
             n_microbatches: of the step.
             n_inputs: samples of the inputs, where they were cut here.
             n_targets: samples of the targets, where they were cut here.
+            n_filled: micro-batches that have samples, where the batch is read.
+            training: it is a step.
             is_part: it is one of several parts of a step, which leaves no times.
             step: see `Stage.begin`.
         """
         self._is_part = is_part
         self.stage.begin(n_microbatches=n_microbatches, **step)
-        self.opening = Opening(n_microbatches, self.stage.inputs, n_inputs, n_targets)
+        self.opening = Opening(
+            n_microbatches,
+            self.stage.inputs,
+            n_inputs,
+            n_targets,
+            n_filled,
+            training,
+        )
 
     def begin_end(self, gradient_factor: float) -> None:
         """Begin what a step of several parts does behind them all.
@@ -663,8 +688,11 @@ class Executor:
             PeerError, ShapeError: from the transport.
             Exception: whatever the model raises, with a note that names the job.
         """
-        bound = self._bind(program, training=training)
-        self.times.begin(training=training and not self._is_part)
+        n, is_whole = self.n_filled, True
+        if n is not None and self.transport.peers.n == 1:
+            is_whole = n == self.stage.n_microbatches
+        bound = self._bind(program, None if is_whole else n, training=training)
+        self.times.begin(training=training and is_whole and not self._is_part)
         inject_fault = self.inject_fault
         try:
             for handlers in self._in_order(bound) if training else [bound.rest]:
@@ -688,12 +716,18 @@ class Executor:
         self.stage.assert_empty()
         self.transport.end()
 
-    def _bind(self, program: Program, *, training: bool) -> BoundProgram:
-        """Bind a program, or return it as it was bound before."""
-        bound = self._bound.get(training)
+    def _bind(self, program: Program, n: int | None, *, training: bool) -> BoundProgram:
+        """Bind a program, or return it as it was bound before.
+
+        Args:
+            program: of this stage.
+            n: the first micro-batches, which alone have samples; None: all have.
+            training: it is that of a step.
+        """
+        bound = self._bound.get((training, n))
         if bound is None or not bound.fits(program, self.transport):
-            bound = BoundProgram(self, program, training=training)
-            self._bound[training] = bound
+            bound = BoundProgram(self, program, n, training=training)
+            self._bound[training, n] = bound
         return bound
 
     def _in_order(self, bound: BoundProgram) -> Iterator[Sequence[Handler]]:
@@ -786,7 +820,7 @@ def drive(
     """
     running: dict[Iterator[None], StageStream | None] = {}
     for stage, executor in executors.items():
-        executor.transport.begin(executor.opening if training else None)
+        executor.n_filled = executor.transport.begin(executor.opening)
         running[executor.run(programs[stage], training=training)] = executor.stream
     streams = [stream for stream in running.values() if stream is not None]
     for stream in streams:

@@ -175,7 +175,8 @@ class Loss:
         n, size = len(self._all_weights), 2 + len(self.names)
         if not self.values:
             return torch.zeros(size, n, dtype=torch.float64, device=self._device)
-        losses = torch.stack([self.values[i] for i in range(n)]).double()
+        nothing = torch.zeros((), device=self._device)
+        losses = torch.stack([self.values.get(i, nothing) for i in range(n)]).double()
         weights = torch.tensor(self._all_weights, dtype=torch.float64)
         rows = [losses.to(self._device), sent_ahead(weights, self._device)]
         return torch.stack([*rows, *map(self._row, self.names)])

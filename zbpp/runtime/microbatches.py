@@ -20,10 +20,12 @@ __all__ = [
     "Uploads",
     "Weigh",
     "WeighName",
+    "check_filled",
     "check_samples",
     "count_samples",
     "find_weigh",
     "merge",
+    "repeat_first",
     "samples_to_cut",
     "shares",
     "split_inputs",
@@ -57,12 +59,14 @@ Move = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 def split_inputs(batch: Batch, n: int) -> list[Tensors]:
     """Cut inputs into micro-batches of one or several tensors.
 
+    The first ones get one sample more than the last if they cannot share evenly. Fewer
+    samples than n make as many micro-batches of one sample.
+
     Args:
         batch: tensors of shape (samples, ...), in containers too, or a list of ``n``
             micro-batches. Tensors without dimensions, and what is no tensor, go to
             every micro-batch.
-        n: number of micro-batches; the first ones get one sample more than the last if
-            they cannot share evenly.
+        n: number of micro-batches.
 
     Raises:
         RequestError: the batch cannot be cut so.
@@ -146,7 +150,7 @@ def _split_container(name: str, batch: Any, n: int) -> list[Any]:
     def cut(i: int) -> Any:
         return map_tensors(batch, lambda x: pieces[id(x)][i] if x.dim() else x)
 
-    return [cut(i) for i in range(n)]
+    return [cut(i) for i in range(min(n, sizes[0]))]
 
 
 def _plain(piece: Any) -> Any:
@@ -156,17 +160,35 @@ def _plain(piece: Any) -> Any:
 
 def _cut(name: str, tensor: Tensor, n: int) -> Sequence[Tensor]:
     samples = len(tensor) if tensor.dim() else 0
-    if samples < n:
+    if not samples:
         raise RequestError(
-            f"{name} has {samples} samples, which {n} micro-batches cannot share; "
-            "change the batch size or n_microbatches"
+            f"{name} has no samples, and each process that reads the batch needs one; "
+            "give its data loader drop_last=True, or all replicas as many samples"
         )
-    pieces = tensor.tensor_split(n)
+    pieces = tensor.tensor_split(min(n, samples))
     if tensor.requires_grad:
         return pieces
     # A version counter for each: a layer may change its micro-batch in place although
     # the graphs of others, cut from the same tensor, are alive.
     return [piece.data for piece in pieces]
+
+
+def check_filled(n_inputs: int | None, n_targets: int | None) -> None:
+    """Compare how many micro-batches have inputs and targets, where both are known.
+
+    Raises:
+        RequestError: they differ.
+    """
+    if None not in (n_inputs, n_targets) and n_inputs != n_targets:
+        raise RequestError(
+            f"inputs has samples for {n_inputs} micro-batches and targets for "
+            f"{n_targets}; both must have the same number of samples"
+        )
+
+
+def repeat_first(pieces: Sequence[Any], n: int, move: Move) -> list[Any]:
+    """Fill up to n micro-batches with copies of the first one."""
+    return [*pieces, *(move(pieces[0], torch.clone) for _ in range(n - len(pieces)))]
 
 
 def find_weigh(weigh: WeighName | Weigh) -> Weigh:

@@ -200,8 +200,8 @@ def test_an_evaluation_tells_all_shapes() -> None:
 
 def test_a_shape_that_the_inputs_do_not_tell_is_refused() -> None:
     (first, second), _ = make_mailboxes([0, 1])
-    first.begin(Opening(2, [(torch.ones(2, 3),)] * 2))
-    second.begin(Opening(2))
+    assert first.begin(Opening(2, [(torch.ones(2, 3),)] * 2)) == 2
+    assert second.begin(Opening(2)) == 2
     move(first, second, 0, (torch.ones(2, 3),))
     with pytest.raises(ShapeError, match="inputs of the same shapes it was float32"):
         first.send(activation(0, 1), (torch.ones(2, 4),), 1)

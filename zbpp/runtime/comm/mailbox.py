@@ -31,12 +31,10 @@ from zbpp.runtime.comm.groups import open_groups
 from zbpp.runtime.comm.links import (
     HEADER,
     KINDS,
-    HostMessage,
     HostWaits,
     P2PLink,
     PendingSum,
     StreamWaits,
-    WaitContext,
     sum_on_hosts,
 )
 from zbpp.runtime.comm.passthrough import PassthroughCache, omitted
@@ -44,7 +42,7 @@ from zbpp.runtime.comm.ping import Ping, ping
 from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Expected, Opening, Transport
-from zbpp.runtime.microbatches import check_samples
+from zbpp.runtime.microbatches import check_filled, check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 from zbpp.runtime.support.streams import SideStream
 from zbpp.runtime.support.strides import with_strides
@@ -146,8 +144,7 @@ class Mailbox(Transport):
         self._steady_timeout_s = timeout_s
         self._shapes = Shapes(tells_gradients=not link.on_device)
         self._passthrough = PassthroughCache(self.stage, stages.stage_of)
-        self._opening: Opening | None = None
-        self._kinds: HostMessage | None = None
+        self._is_step = False
         self._posted: dict[_PostedReceive, None] = {}
         """Announced values that are not received yet, in order."""
         self._waiting: Mapping[int, deque[_PostedReceive]] = {
@@ -168,43 +165,41 @@ class Mailbox(Transport):
 
     # Steps.
 
-    def begin(self, opening: Opening | None = None) -> None:
-        """Start a step, or an evaluation: headers tell the shapes of all its values."""
-        self._failures.withdraw()
-        self._link.begin(training=opening is not None)
-        self._passthrough.kept.clear()
-        self._shapes.begin()
-        self._opening = opening
-        if opening is None:
-            return
-        if self._parent is None:
-            assert opening.inputs is not None, "this stage reads the inputs"
-            n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
-            self._tell_kinds([n_inputs, *self._shapes.number(opening.inputs)])
-        else:
-            like = torch.empty(opening.n_microbatches + 2, dtype=torch.int64)
-            self._kinds = self._link.receive_numbers(_FIRST, KINDS, like, self._parent)
-
-    def _tell_kinds(self, numbers: list[int]) -> None:
-        """Take the number of samples and the kinds of a step, and hand them on."""
-        for peer in self._children:
-            self._link.send_numbers(_FIRST, KINDS, torch.tensor(numbers), peer)
-        self._shapes.take(numbers[1:])
-
-    def _read_kinds(self, kinds: HostMessage, context: WaitContext) -> None:
-        """Wait for the kinds of a step, and start what was waiting for them.
+    def begin(self, opening: Opening | None = None) -> int | None:
+        """Start a step, or an evaluation: headers tell the shapes of all its values.
 
         Raises:
             RequestError: inputs and targets do not belong together.
         """
-        assert self._opening is not None
-        self._kinds = None
-        numbers = self._link.read(kinds, context).tolist()
-        self._tell_kinds(numbers)
-        n_inputs = None if numbers[0] < 0 else numbers[0]
-        check_samples(n_inputs, self._opening.n_targets)
-        for peer in self._waiting:
-            self._start_known(peer)
+        self._failures.withdraw()
+        self._is_step = opening is not None and opening.training
+        self._link.begin(training=self._is_step)
+        self._passthrough.kept.clear()
+        self._shapes.begin()
+        if opening is None:
+            return None
+        size = opening.n_microbatches + 3
+        if self._parent is None:
+            assert opening.inputs is not None, "this stage reads the inputs"
+            n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
+            n_filled = opening.n_filled or opening.n_microbatches
+            numbers = [n_inputs, n_filled]
+            if self._is_step:
+                numbers += self._shapes.number(opening.inputs)
+            numbers += [0] * (size - len(numbers))
+        else:
+            like = torch.empty(size, dtype=torch.int64)
+            message = self._link.receive_numbers(_FIRST, KINDS, like, self._parent)
+            context = ("the start", "for the size of the batch from")
+            numbers = self._link.read(message, context).tolist()
+            n_inputs, n_filled = numbers[:2]
+        for peer in self._children:
+            self._link.send_numbers(_FIRST, KINDS, torch.tensor(numbers), peer)
+        if self._is_step:
+            self._shapes.take(numbers[2:])
+            check_samples(None if n_inputs < 0 else n_inputs, opening.n_targets)
+        check_filled(n_filled, opening.n_filled)
+        return n_filled
 
     def end(self) -> None:
         """End the step; sends may still be under way, so no stage waits for another.
@@ -213,10 +208,9 @@ class Mailbox(Transport):
         They are let go then, or here.
         """
         is_first = self._failures.timeout_s != self._steady_timeout_s
-        if self._opening is not None and is_first:
+        if self._is_step and is_first:
             self._failures.limit_waits(self._steady_timeout_s)
         assert not self._posted, f"never received: {[x.value for x in self._posted]}"
-        assert self._kinds is None, "the kinds of the micro-batches were never read"
         assert not self._passthrough.kept, "constants were left over"
         self._link.end()
 
@@ -285,8 +279,6 @@ class Mailbox(Transport):
         """Wait for a value, and for the headers of those before it in the channel."""
         del self._posted[posted]
         context = (job, "for", posted.value, "from")
-        if self._kinds is not None:
-            self._read_kinds(self._kinds, context)
         waiting = self._waiting[posted.peer]
         while posted.spec is None:
             first = waiting.popleft()

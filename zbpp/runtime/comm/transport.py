@@ -25,11 +25,13 @@ __all__ = ["Expected", "Opening", "Reduction", "Transport"]
 
 @dataclass(frozen=True)
 class Opening:
-    """A step's batch, as far as its messages are concerned.
+    """A batch, as far as its messages are concerned.
 
     Args:
         n_microbatches: of the step.
         inputs: of its micro-batches, on the stage that reads them.
+        n_filled: micro-batches that have samples, where inputs or targets are read;
+            None: not known here.
         n_inputs: samples of the inputs, where they were cut here.
         n_targets: samples of the targets, where they were cut here.
     """
@@ -38,6 +40,8 @@ class Opening:
     inputs: Sequence[Tensors] | None = None
     n_inputs: int | None = None
     n_targets: int | None = None
+    n_filled: int | None = None
+    training: bool = True
 
 
 class Reduction(Protocol):
@@ -80,8 +84,13 @@ class Transport:
     on_device: bool = False
     """A receive occupies the device until its value comes."""
 
-    def begin(self, opening: Opening | None = None) -> None:
-        """Start a step, or an evaluation if there is no opening."""
+    def begin(self, opening: Opening | None = None) -> int | None:
+        """Start a step or an evaluation; without an opening it has no batch.
+
+        Returns:
+            Micro-batches that have samples; None: all of them.
+        """
+        return None if opening is None else opening.n_filled
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Hand over a value and go on at once."""

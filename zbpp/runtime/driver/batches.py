@@ -27,12 +27,16 @@ from zbpp.runtime.microbatches import (
     CutBatch,
     Weigh,
     WeighName,
+    check_filled,
     check_samples,
     find_weigh,
+    repeat_first,
     samples_to_cut,
     split_inputs,
     split_targets,
 )
+from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.values import mapped
 
 __all__ = ["Batches", "StepPart"]
 
@@ -154,21 +158,32 @@ class Batches:
         self._transport.doing = f"step {step}" if training else call
         cut_inputs: Any = None
         cut_targets: Any = None
-        weights = None
+        weights = n_filled = None
         try:
             for late in self._late if training else ():
                 late.check()
             if self._first in self._executors:
                 cut_inputs = split_inputs(inputs, m)
+                n_filled = len(cut_inputs)
             if self._last in self._executors and not predicts:
                 cut_targets = split_targets(targets, m)
                 weights = [self._weigh(target) for target in cut_targets]
+                weights += [0.0] * (m - len(weights))
             if not predicts:
                 self._compare(inputs, targets, training=training)
+                check_filled(n_filled, cut_targets and len(cut_targets))
         except RequestError as error:
             self._transport.report(error, ends=False)
             raise
         n_inputs, n_targets = self.samples(inputs, targets)
+        if cut_targets is not None:
+            n_filled = len(cut_targets)
+        if self._transport.peers.n > 1:
+            # Replicas run the same passes: layers may communicate within them.
+            if cut_inputs is not None:
+                cut_inputs = repeat_first(cut_inputs, m, mapped)
+            if cut_targets is not None:
+                cut_targets = repeat_first(cut_targets, m, map_tensors)
         total = None
         if training and weights is not None:
             weight = torch.tensor([sum(weights)], dtype=torch.float64)
@@ -184,6 +199,8 @@ class Batches:
                 n_microbatches=m,
                 n_inputs=n_inputs,
                 n_targets=n_targets,
+                n_filled=n_filled,
+                training=training,
                 weights=weights if stage == self._last else None,
                 total=whole,
                 is_part=part is not None,

@@ -191,7 +191,8 @@ class LocalStages:
 
     def losses(self) -> torch.Tensor:
         """Losses of the micro-batches that have run; the last stage is here."""
-        losses: torch.Tensor = self.executors[self._last].stage.loss.table()[0]
+        last = self.executors[self._last]
+        losses: torch.Tensor = last.stage.loss.table()[0, : last.n_filled]
         return losses
 
     def learn_metrics(self) -> StepSums | None:
@@ -239,10 +240,11 @@ class LocalStages:
         """
         outputs: Any = None
         if self._last in self.executors:
-            stage = self.executors[self._last].stage
-            by_number, stage.outputs = stage.outputs, None
+            last = self.executors[self._last]
+            by_number, last.stage.outputs = last.stage.outputs, None
             if by_number is not None:
-                outputs = merge([by_number[i] for i in sorted(by_number)])
+                numbers = sorted(by_number)[: last.n_filled]
+                outputs = merge([by_number[i] for i in numbers])
         if not everywhere:
             return outputs
         on_host = map_tensors(outputs, lambda x: x.cpu())
