@@ -154,5 +154,76 @@ def test_arguments_with_and_without_names_are_refused() -> None:
     schedule, *_ = of_ours("ZBV", N_STAGES)
     with pytest.raises(RequestError, match="by name, or none: 1 came without one, and"):
         schedule.step(torch.ones(8, DIM), mask=torch.ones(8), target=torch.ones(8, DIM))
-    with pytest.raises(RequestError, match="arg_mbs, target_mbs of torch's schedules"):
-        schedule.step(arg_mbs=[], target_mbs=[])
+    with pytest.raises(RequestError, match="give either the arguments of the batch"):
+        schedule.step(torch.ones(8, DIM), arg_mbs=[()], target=torch.ones(8, DIM))
+    with pytest.raises(RequestError, match="give either target or target_mbs"):
+        schedule.step(torch.ones(8, DIM), target=torch.ones(8, DIM), target_mbs=[])
+
+
+def scaled_loss(outputs: Tensor, targets: Tensor, *, scale: float = 1.0) -> Tensor:
+    return scale * nn.functional.mse_loss(outputs, targets)
+
+
+class Shifted(nn.Module):
+    """A first layer with a second argument."""
+
+    def forward(self, inputs: dict[str, Tensor] | tuple[Tensor, Tensor]) -> Tensor:
+        x, shift = inputs.values() if isinstance(inputs, dict) else inputs
+        return x + shift
+
+
+Calls = dict[str, tuple[dict[str, Any], float]]
+"""What is passed in place of a whole batch, and what that scales the loss by."""
+
+
+def cut_calls() -> tuple[tuple[Tensor, Tensor, Tensor], Calls]:
+    """A batch, and the same one in parts."""
+    x, shift, y = torch.randn((3, 8, DIM), generator=torch.Generator().manual_seed(2))
+    xs, shifts, ys = (part.split(2) for part in (x, shift, y))
+    named = [{"x": a, "shift": b} for a, b in zip(xs, shifts, strict=True)]
+    parts = {"arg_mbs": [*zip(xs, shifts, strict=True)], "target_mbs": [*ys]}
+    return (x, shift, y), {
+        "arguments": (parts, 1.0),
+        "names": ({"kwarg_mbs": named, "target_mbs": [*ys]}, 1.0),
+        "both": (parts | {"kwarg_mbs": [{}] * N_MICROBATCHES}, 1.0),
+        "loss": (parts | {"loss_kwargs": {"scale": 2.0}}, 2.0),
+    }
+
+
+def run_cut(how: str, n_stages: int | None = None) -> list[Any]:
+    """Losses, outputs and gradients of a batch that was cut before, or of a whole."""
+    pipeline = zbpp.Pipeline(
+        [Shifted(), *chunks()],
+        "1F1B",
+        loss_fn=scaled_loss,
+        optimizer=None,
+        n_stages=n_stages,
+        n_microbatches=N_MICROBATCHES,
+    )
+    schedule, (whole, calls) = zbpp.TorchSchedule(pipeline), cut_calls()
+    args, more = whole[:2], {"target": whole[2]}
+    if how != "whole":
+        args, (more, _) = (), calls[how]
+    losses: list[Tensor] = []
+    outputs = schedule.step(*args, **more, losses=losses)
+    gradients = [p.grad.clone() for _, p in pipeline.named_parameters()]
+    again: list[Tensor] = []
+    assert (schedule.eval(*args, **more, losses=again) is None) == (outputs is None)
+    torch.testing.assert_close(again, losses, check_dtype=False)
+    pipeline.close()
+    return [losses, outputs, gradients]
+
+
+@pytest.mark.parametrize("how", ["arguments", "names", "both", "loss"])
+def test_micro_batches_and_loss_arguments_as_torch_takes_them(how: str) -> None:
+    losses, outputs, gradients = run_cut("whole", N_STAGES)
+    scale = cut_calls()[1][how][1]
+    found = run_cut(how, N_STAGES)
+    expected = [[scale * x for x in losses], outputs, [scale * g for g in gradients]]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.dist
+def test_micro_batches_between_processes(pool: Pool) -> None:
+    expected = pool.run(run_cut, N_STAGES, "whole")
+    torch.testing.assert_close(pool.run(run_cut, N_STAGES, "arguments"), expected)

@@ -7,6 +7,7 @@ schedule.step(target=targets, losses=losses) # on that with the last one
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,10 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
+from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import Batch
 
 __all__ = ["TorchSchedule"]
-
-_NOT_TAKEN = {"arg_mbs", "kwarg_mbs", "target_mbs", "loss_kwargs"}
-"""Keywords of torch's schedules that are no arguments of a model."""
 
 
 class TorchSchedule:
@@ -46,6 +45,10 @@ class TorchSchedule:
         target: Batch = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        arg_mbs: Sequence[Sequence[Any]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Train on a batch (every rank must call).
@@ -56,6 +59,11 @@ class TorchSchedule:
             target: for the loss; read where the last chunk is.
             losses: filled with the loss of each micro-batch where the last chunk is.
             return_outputs: return the last layer's outputs.
+            arg_mbs: ``args`` of each micro-batch, in place of those of the batch.
+            kwarg_mbs: ``kwargs`` of each micro-batch, likewise.
+            target_mbs: ``target`` of each micro-batch, likewise.
+            loss_kwargs: keyword arguments of the loss function, beside outputs and
+                targets.
             kwargs: of a model of transformers or ``zbpp.cut``, labels among them; the
                 first layer of a list gets a dict.
 
@@ -67,7 +75,10 @@ class TorchSchedule:
             PeerError: another stage died or did not answer.
         """
         result = self.pipeline.step(
-            self._inputs(args, kwargs), target, return_outputs=return_outputs
+            _inputs(args, kwargs, arg_mbs, kwarg_mbs),
+            _targets(target, target_mbs),
+            return_outputs=return_outputs,
+            loss_fn=self._loss_fn(loss_kwargs),
         )
         if losses is not None and self.pipeline.needs_targets:
             numbers = torch.tensor(result.losses, device=self.pipeline.device)
@@ -79,6 +90,10 @@ class TorchSchedule:
         *args: Any,
         target: Batch = None,
         losses: list[Tensor] | None = None,
+        arg_mbs: Sequence[Sequence[Any]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run a batch forward only, in eval mode (every rank must call).
@@ -87,6 +102,10 @@ class TorchSchedule:
             args: as for `step`.
             target: as for `step`.
             losses: as for `step`; None: losses are not computed, and no target is read.
+            arg_mbs: as for `step`.
+            kwarg_mbs: as for `step`.
+            target_mbs: as for `step`.
+            loss_kwargs: as for `step`.
             kwargs: as for `step`.
 
         Returns:
@@ -97,31 +116,70 @@ class TorchSchedule:
             PeerError: another stage died or did not answer.
         """
         pipeline = self.pipeline
-        inputs, targets = pipeline._batches.pair(self._inputs(args, kwargs), target)
+        inputs, targets = pipeline._batches.pair(
+            _inputs(args, kwargs, arg_mbs, kwarg_mbs), _targets(target, target_mbs)
+        )
         with pipeline._forwards(
-            inputs, targets, None, predicts=losses is None, keeps_outputs=True
+            inputs,
+            targets,
+            None,
+            predicts=losses is None,
+            keeps_outputs=True,
+            loss_fn=self._loss_fn(loss_kwargs),
         ):
             outputs = pipeline.stages.last_outputs()
             if losses is not None and pipeline.needs_targets:
                 losses[:] = pipeline.stages.losses().unbind()
         return outputs
 
-    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        """Return what `Pipeline.step` takes for the arguments of a model.
+    def _loss_fn(self, loss_kwargs: Mapping[str, Any] | None) -> LossFn | None:
+        """The pipeline's loss function with keyword arguments; None: as it is."""
+        if not loss_kwargs:
+            return None
+        return partial(self.pipeline._options.loss_fn, **loss_kwargs)
 
-        Raises:
-            RequestError: some have a name and some none, or one is torch's own.
-        """
-        if refused := sorted(_NOT_TAKEN & kwargs.keys()):
-            raise RequestError(
-                f"{', '.join(refused)} of torch's schedules is not taken: give the "
-                "whole batch, and loss_fn where the pipeline is made"
-            )
-        if args and kwargs:
-            raise RequestError(
-                f"give all arguments of the model by name, or none: {len(args)} came "
-                f"without one, and {', '.join(kwargs)}"
-            )
-        if kwargs:
-            return dict(kwargs)
-        return args[0] if len(args) == 1 else tuple(args) or None
+
+def _inputs(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    arg_mbs: Sequence[Sequence[Any]] | None,
+    kwarg_mbs: Sequence[Mapping[str, Any]] | None,
+) -> Batch:
+    """Return what `Pipeline.step` takes for the arguments of a model.
+
+    Raises:
+        RequestError: they are given in two ways.
+    """
+    if arg_mbs is None and kwarg_mbs is None:
+        return _model_inputs(args, kwargs)
+    arg_mbs = arg_mbs or [()] * len(kwarg_mbs or ())
+    kwarg_mbs = kwarg_mbs or [{}] * len(arg_mbs)
+    if args or kwargs or len(arg_mbs) != len(kwarg_mbs):
+        raise RequestError(
+            "give either the arguments of the batch, or arg_mbs and kwarg_mbs with one "
+            f"entry for each micro-batch; they have {len(arg_mbs)} and {len(kwarg_mbs)}"
+        )
+    parts = [_model_inputs(*part) for part in zip(arg_mbs, kwarg_mbs, strict=True)]
+    return None if all(part is None for part in parts) else parts
+
+
+def _targets(target: Batch, target_mbs: Sequence[Any] | None) -> Batch:
+    if target is not None and target_mbs is not None:
+        raise RequestError("give either target or target_mbs")
+    return target if target_mbs is None else list(target_mbs)
+
+
+def _model_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return inputs of the first layer, or of a model, for a call's arguments.
+
+    Raises:
+        RequestError: some have a name and some none.
+    """
+    if args and kwargs:
+        raise RequestError(
+            f"give all arguments of the model by name, or none: {len(args)} came "
+            f"without one, and {', '.join(kwargs)}"
+        )
+    if kwargs:
+        return dict(kwargs)
+    return args[0] if len(args) == 1 else tuple(args) or None

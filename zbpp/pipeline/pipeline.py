@@ -251,6 +251,7 @@ class Pipeline:
         targets: Batch = None,
         *,
         return_outputs: bool = False,
+        loss_fn: LossFn | None = None,
     ) -> StepResult:
         """Train on one batch: all micro-batches, then the optimizer.
 
@@ -264,6 +265,7 @@ class Pipeline:
             targets: for the loss; read only where `needs_targets`.
             return_outputs: keep the last layer's outputs, for ``result.outputs`` on
                 the last stage; asked for there, or on every rank.
+            loss_fn: of this step, in place of the pipeline's.
 
         Raises:
             RequestError: the batch does not fit.
@@ -274,7 +276,7 @@ class Pipeline:
                 "step() is forward_backward() and optim_step() in one; after "
                 "forward_backward() call optim_step()"
             )
-        self._begin(inputs, targets, keeps_outputs=return_outputs)
+        self._begin(inputs, targets, keeps_outputs=return_outputs, loss_fn=loss_fn)
         with self._step_under_way():
             drive(self.stages.executors, self._programs)
         result = self._end_step(return_outputs=return_outputs)
@@ -320,8 +322,7 @@ class Pipeline:
         else:
             part = self._part
         assert self._parts is not None
-        part.loss_fn = loss_fn
-        self._begin(inputs, targets, part=part)
+        self._begin(inputs, targets, part=part, loss_fn=loss_fn)
         with self._step_under_way():
             drive(self.stages.executors, self._parts[0])
         part.n_calls += 1
@@ -359,6 +360,7 @@ class Pipeline:
         *,
         keeps_outputs: bool = False,
         part: StepPart | None = None,
+        loss_fn: LossFn | None = None,
     ) -> None:
         """Give the stages the batch of a step, or of a part of one."""
         inputs, targets = self._batches.pair(inputs, targets)
@@ -370,6 +372,7 @@ class Pipeline:
             training=True,
             keeps_outputs=keeps_outputs,
             part=part,
+            loss_fn=loss_fn,
         )
 
     @contextmanager
@@ -566,6 +569,7 @@ class Pipeline:
         *,
         predicts: bool,
         keeps_outputs: bool = False,
+        loss_fn: LossFn | None = None,
     ) -> Iterator[None]:
         """Run the forwards of a batch; within this their losses or outputs are read."""
         self._refuse_between_parts()
@@ -583,6 +587,7 @@ class Pipeline:
             training=False,
             predicts=predicts,
             keeps_outputs=keeps_outputs,
+            loss_fn=loss_fn,
         )
         layers = (layer for _, layer in self.stages.layers())
         with self.stages.running(), eval_mode(layers):

@@ -55,12 +55,10 @@ class StepPart:
     Args:
         n_microbatches: of each call.
         n_expected: calls that the script has promised.
-        loss_fn: of this call; None: the usual one.
     """
 
     n_microbatches: int
     n_expected: int
-    loss_fn: LossFn | None = None
     n_calls: int = 0
     divisor: float = 0.0
     weight: float = 0.0
@@ -136,6 +134,7 @@ class Batches:
         predicts: bool = False,
         keeps_outputs: bool = False,
         part: StepPart | None = None,
+        loss_fn: LossFn | None = None,
     ) -> None:
         """Begin a step or an evaluation: give the stages the micro-batches they read.
 
@@ -148,6 +147,7 @@ class Batches:
             predicts: leave targets and loss out, and keep the outputs.
             keeps_outputs: keep them beside the loss.
             part: of a step that is taken behind several calls; None: it is whole.
+            loss_fn: of this call; None: the usual one.
 
         Raises:
             RequestError: a batch is missing, or cannot be cut so; or a parameter came
@@ -205,7 +205,7 @@ class Batches:
                 total=whole,
                 is_part=part is not None,
                 first=0 if part is None else part.first,
-                loss_fn=None if part is None else part.loss_fn,
+                loss_fn=loss_fn,
                 keeps_outputs=predicts or keeps_outputs,
             )
 
