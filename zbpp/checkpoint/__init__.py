@@ -17,6 +17,7 @@ from zbpp.checkpoint.export import (
     export_adapter,
     export_safetensors,
     load,
+    plain_state,
     read_model,
 )
 from zbpp.checkpoint.folder import last_step, locked, newest
@@ -30,5 +31,6 @@ __all__ = [
     "load",
     "locked",
     "newest",
+    "plain_state",
     "read_model",
 ]

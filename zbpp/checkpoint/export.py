@@ -1,4 +1,4 @@
-"""Checkpoints without a pipeline: into a plain model, and as files for other programs.
+"""Checkpoints without a pipeline: of and into plain models, and for other programs.
 
     model.safetensors                        one file, or several and an index:
     model-00001-of-00003.safetensors, ..., model.safetensors.index.json
@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from zbpp.checkpoint.folder import alone, open_newest
 from zbpp.checkpoint.manifest import CheckpointError, write_durably
 from zbpp.checkpoint.model import LocalModel
-from zbpp.checkpoint.state import check_state, load_state, read_state, refuse_misfits
+from zbpp.checkpoint.state import (
+    State,
+    check_state,
+    load_state,
+    read_state,
+    refuse_misfits,
+    state_of,
+)
 from zbpp.checkpoint.tensors import write_tensors
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "export_adapter",
     "export_safetensors",
     "load",
+    "plain_state",
     "read_model",
 ]
 
@@ -60,12 +68,7 @@ def load(
         RequestError: it does not fit; then nothing is changed.
     """
     folder, manifest, _ = open_newest(path)
-    local = LocalModel(
-        [(0, model)],
-        lambda _, name: own_name(name) if own_name is not None else name,
-        optimizers=optimizers,
-        schedulers=schedulers,
-    )
+    local = _local_model(model, optimizers, schedulers, own_name)
     model_only = not optimizers
     state = read_state(folder, manifest, None, model_only=model_only)
     checked = check_state(local, state, model_only=model_only)
@@ -73,6 +76,46 @@ def load(
     load_state(checked)
     rest = {name: state.get(name) or {} for name in ("extra", "run")}
     return {"step": state["step"], **rest}
+
+
+def plain_state(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    schedulers: Sequence[Any] = (),
+    step: int = 0,
+    own_name: Callable[[str], str] | None = None,
+) -> State:
+    """Give the state of a plain training, for `zbpp.Pipeline.load_state_dict`.
+
+    Call it before the model becomes a pipeline. Tensors are not copied.
+
+    Args:
+        model: as a whole.
+        optimizers: of the model; their state goes by the names of the parameters.
+        schedulers: of the optimizers.
+        step: number of steps done.
+        own_name: from a name in ``model`` to one in the pipeline, if they differ.
+
+    Raises:
+        RequestError: an optimizer steps a parameter that is not in the model.
+    """
+    local = _local_model(model, optimizers, schedulers, own_name)
+    return {**state_of(local, step=step, run={}), "run": None}
+
+
+def _local_model(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    own_name: Callable[[str], str] | None,
+) -> LocalModel:
+    return LocalModel(
+        [(0, model)],
+        lambda _, name: own_name(name) if own_name is not None else name,
+        optimizers=optimizers,
+        schedulers=schedulers,
+    )
 
 
 def read_model(path: str | Path) -> dict[str, Tensor]:

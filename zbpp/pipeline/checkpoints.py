@@ -193,9 +193,10 @@ class Checkpoints:
         model_only: bool,
     ) -> int | None:
         """Load on all ranks, or on none."""
-        if not model_only and "run" in state:
-            checked.wrong += self._run_misfits(state["run"])
-        elif not model_only and not checked.wrong:
+        run = state.get("run")
+        if not model_only and run is not None:
+            checked.wrong += self._run_misfits(run)
+        elif not model_only and "run" not in state and not checked.wrong:
             checked.wrong.append("the state of the run (run) is missing")
         refuse_misfits(
             checked, names, state.get("aliases", {}), self._stages.transport.gather
@@ -203,8 +204,9 @@ class Checkpoints:
         load_state(checked)
         if model_only:
             return None
-        for executor in self._stages.executors.values():
-            executor.optimizer.history.load_state_dict(state["run"])
+        if run is not None:
+            for executor in self._stages.executors.values():
+                executor.optimizer.history.load_state_dict(run)
         return int(state["step"])
 
     def _local_model(self) -> LocalModel:
