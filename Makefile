@@ -11,7 +11,10 @@ SPREAD := -n 3 --dist worksteal
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 
-.PHONY: train test test-slow test-nightly test-simgpu test-pythons test-newest test-lowest mutants check format docs dist playground gpu gpu-simulated clean
+# The instructions of an older processor.
+OLDER := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
+
+.PHONY: train test test-slow test-nightly test-simgpu test-other-kernels test-pythons test-newest test-lowest mutants check format docs dist playground gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -26,11 +29,20 @@ test-slow: $(READY)
 test-nightly: $(READY) $(VENV)/.playground
 	$(BIN)/pytest -m nightly --durations 20 $(SPREAD) $(ARGS)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
+	$(OLDER) $(BIN)/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
 
 # Built by g++ for the installed torch, once.
 test-simgpu: $(READY)
 	@$(SIMULATED) $(BIN)/python -c "" # one builds it, not two at once
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
+
+# Results must not depend on the kernels that a processor chooses for a shape.
+KERNEL_ROOMS := tests/integrations tests/models tests/runtime/backward \
+	tests/runtime/driver tests/trials
+
+test-other-kernels: $(READY)
+	$(OLDER) PYTHONPATH=$(CURDIR)/tests/other_kernels $(BIN)/pytest \
+	  -m "not slow and not gpu" $(SPREAD) $(KERNEL_ROOMS) $(ARGS)
 
 # Planning, simulating and the commands, without torch, under every other Python found.
 PYTHONS := 3.12 3.13
