@@ -66,7 +66,7 @@ def rehearsed(shape: tuple[int, int]) -> tuple[Profile, list[float], bool]:
     """A profile with a batch of its own, then a step; the parameters before it."""
     torch.manual_seed(1)
     pipeline = flat_pipeline(
-        lambda indices: [nn.Linear(8, 8) for _ in indices], n_layers=4,
+        [nn.Linear(8, 8) for _ in range(4)],
         loss_fn=nn.functional.mse_loss, optimizer=torch.optim.Adam,
         schedule="ZBV", n_microbatches=2, device="cpu",
     )  # fmt: skip

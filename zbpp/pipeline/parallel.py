@@ -1,6 +1,5 @@
 """Programs of a pipeline's stages: with the collectives of replicas, and in parts."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -54,10 +53,6 @@ def with_collectives(
         overlaps: passes stop at their points; False: they run whole, in the order of
             their starts.
         costs: what the schedule was planned for; None: not known.
-
-    Raises:
-        RequestError: all streams of the GPU share one queue, and with this schedule a
-            stage may wait for itself there.
     """
     transport, adds_up = stages.transport, False
     if not overlaps:
@@ -77,8 +72,6 @@ def with_collectives(
                 shards=kept,
                 reduces="every" if reduces_every(shard) else "last",
             )
-    if transport.on_device:
-        check_one_queue(os.environ)
     programs = lower(
         schedule,
         ties=ties,

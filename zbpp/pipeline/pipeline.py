@@ -8,6 +8,7 @@
 This file wires the layers together: plan -> programs -> executors.
 """
 
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ from zbpp.pipeline.arguments import (
 )
 from zbpp.pipeline.checkpoints import Checkpoints
 from zbpp.pipeline.keywords import accepts_old_keywords, missing_attribute
-from zbpp.pipeline.parallel import parts_of_step, with_collectives
+from zbpp.pipeline.parallel import check_one_queue, parts_of_step, with_collectives
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.pipelines import choose_validation, plan_pipeline
@@ -44,15 +45,18 @@ from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import is_out_of_memory
 from zbpp.profiling.profile import Profile
 from zbpp.runtime.backward.self_check import check_split
-from zbpp.runtime.driver.agreement import check_agreement
+from zbpp.runtime.driver.agreement import check_agreement, refuse_together
 from zbpp.runtime.driver.batches import Batches, StepPart
 from zbpp.runtime.driver.build import (
     StageOptions,
     build_executors,
+    build_layers,
+    compare_experts,
     make_transports,
     share_first_bits,
 )
 from zbpp.runtime.driver.compile_chunks import check_compile
+from zbpp.runtime.driver.first_weights import FirstWeights, describe_first_weights
 from zbpp.runtime.driver.release import release
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
 from zbpp.runtime.executor import drive
@@ -130,62 +134,66 @@ class Pipeline:
         step: StepPolicy = StepPolicy(),
         execution: Execution = Execution(),
     ) -> None:
-        check_optimizer(optimizer)
-        check_arguments(
-            loss_fn=loss_fn,
-            schedule=schedule,
-            n_stages=n_stages,
-            n_microbatches=n_microbatches,
-            clip_grad_norm=clip_grad_norm,
-            numerics=numerics,
-            step=step,
-            execution=execution,
-        )
-        check_compile(execution.compile)
         self.device = device_of(device)
+        waits = execution if isinstance(execution, Execution) else Execution()
         self.place, replicas = join(
             mesh,
             device=self.device,
             n_stages=n_stages,
-            timeout_s=execution.start_timeout_s,
+            timeout_s=waits.start_timeout_s,
         )
         self.rank, self.n_ranks = self.place.rank, self.place.n_ranks
-        check_shard(
-            replicas.shard, self.place, alternating=replicas.alternating_buffers
-        )
-        self.layered = layered_of(model)
-        self.n_layers = self.layered.n_layers
-        loss_fn = loss_of(self.layered, loss_fn)
-        check_split()
-        self.plan = plan_pipeline(
-            PlanRequest(
-                schedule=schedule, n_stages=n_stages, n_microbatches=n_microbatches
-            ),
-            n_layers=self.n_layers,
-            n_ranks=self.place.n_stages,
-        )
-        self.schedule = choose_validation(
-            self.plan.schedule, step.post_validation, steps=optimizer is not None
-        )
+        with refuse_together(self.place.gather):
+            check_optimizer(optimizer)
+            check_arguments(
+                loss_fn=loss_fn,
+                schedule=schedule,
+                n_stages=n_stages,
+                n_microbatches=n_microbatches,
+                clip_grad_norm=clip_grad_norm,
+                numerics=numerics,
+                step=step,
+                execution=execution,
+            )
+            check_compile(execution.compile)
+            check_shard(
+                replicas.shard, self.place, alternating=replicas.alternating_buffers
+            )
+            self.layered = layered_of(model)
+            self.n_layers = self.layered.n_layers
+            loss_fn = loss_of(self.layered, loss_fn)
+            check_split()
+            self.plan = plan_pipeline(
+                PlanRequest(
+                    schedule=schedule, n_stages=n_stages, n_microbatches=n_microbatches
+                ),
+                n_layers=self.n_layers,
+                n_ranks=self.place.n_stages,
+            )
+            self.schedule = choose_validation(
+                self.plan.schedule, step.post_validation, steps=optimizer is not None
+            )
+            rules = StepRules.of(
+                step if optimizer else replace(step, max_consecutive_skips=None),
+                clip_grad_norm=clip_grad_norm,
+                post_validation=self.schedule.is_post_validated,
+            )
+            placement = self.schedule.placement
+            self.split = partition_layers(
+                self.n_layers, placement.n_chunks, self.plan.split
+            )
+            shared = check_ties(set(self.layered.ties), self.n_layers)
+            self._ties = TiePlan(shared, self.split, placement, self.layered.own_name)
+            programs = lower(self.schedule, ties=self._ties.chunks)
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
-        rules = StepRules.of(
-            step if optimizer else replace(step, max_consecutive_skips=None),
-            clip_grad_norm=clip_grad_norm,
-            post_validation=self.schedule.is_post_validated,
-        )
-        placement = self.schedule.placement
-        self.split = partition_layers(
-            self.n_layers, placement.n_chunks, self.plan.split
-        )
-        shared = check_ties(set(self.layered.ties), self.n_layers)
-        self._ties = TiePlan(shared, self.split, placement, self.layered.own_name)
         transports = make_transports(
-            lower(self.schedule, ties=self._ties.chunks),
+            programs,
             self.place,
             self.device,
             execution=execution,
             shards=replicas.shard != "none",
         )
+        transport = next(iter(transports.values()))
         self._options = StageOptions(
             loss_fn=loss_fn,
             optimizer=optimizer,
@@ -197,9 +205,26 @@ class Pipeline:
             replicas=replicas,
             recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
         )
-        executors = build_executors(
-            self.layered.build, self._ties, transports, self._options, self.place
-        )
+        is_builder = self.layered.parts is None
+        weights: FirstWeights = {}
+        with refuse_together(transport.gather):
+            if transport.on_device:
+                check_one_queue(os.environ)
+            layers = build_layers(
+                self.layered.build,
+                self._ties,
+                transports,
+                self.device,
+                at_once=is_builder,
+            )
+            if is_builder:
+                chunks = (chunk for chunks, _ in layers.values() for chunk in chunks)
+                weights = describe_first_weights(chunks, shared)
+        with refuse_together(transport.gather):
+            executors = build_executors(
+                layers, self._ties, transports, self._options, self.place
+            )
+        compare_experts(executors, self.place, replicas)
         self.stages = LocalStages(executors, placement)
         self._parts: tuple[tuple[Program, ...], tuple[Program, ...]] | None = None
         self._use(self.schedule)
@@ -238,7 +263,7 @@ class Pipeline:
             execution.compile,
             execution.overlap,  # else processes would communicate in other orders
         )
-        check_agreement(executors, request, self._ties)
+        check_agreement(executors, request, self._ties, weights)
         share_first_bits(executors, self._ties)
         if self.layered.parts is not None:
             release(self.layered.parts, (layer for _, layer in self.stages.layers()))

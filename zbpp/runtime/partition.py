@@ -81,6 +81,7 @@ def build_chunks(
     held: Sequence[int],
     *,
     may_share: bool = False,
+    at_once: bool = False,
     own_name: OwnName = layer_name,
 ) -> list[Chunk]:
     """Make the chunks of one process.
@@ -90,13 +91,21 @@ def build_chunks(
         ranges: layers of each chunk.
         held: the chunks of this process.
         may_share: the parameters that layers share are known.
+        at_once: call ``build`` once if all chunks are here, so that a builder that
+            draws weights draws those of the plain model.
         own_name: gives the model's own names of parameters.
 
     Raises:
         RequestError: the builder returns a wrong number of layers, or layers of
             different chunks share a parameter that nobody has named.
     """
-    chunks = [_chunk(i, ranges[i], build(ranges[i]), own_name) for i in held]
+    if at_once and len(held) == len(ranges):
+        everything = range(ranges[-1].stop)
+        layers = _checked(everything, build(everything))
+        built = {i: layers[ranges[i].start : ranges[i].stop] for i in held}
+    else:
+        built = {i: _checked(ranges[i], build(ranges[i])) for i in held}
+    chunks = [Chunk(i, ranges[i].start, built[i], own_name=own_name) for i in held]
     if not may_share:
         refuse_sharing((c.index, *layer) for c in chunks for layer in c.numbered())
     return chunks
@@ -135,12 +144,10 @@ def check_layers(layers: Iterable[tuple[int, object]]) -> None:
             )
 
 
-def _chunk(
-    index: int, layers: range, built: Sequence[nn.Module], own_name: OwnName
-) -> Chunk:
+def _checked(layers: range, built: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     if len(built) != len(layers):
         raise RequestError(
             f"the builder made {len(built)} layers for {layers}, not {len(layers)}"
         )
     check_layers(enumerate(built, start=layers.start))
-    return Chunk(index, layers.start, tuple(built), own_name=own_name)
+    return tuple(built)

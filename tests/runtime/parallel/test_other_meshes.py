@@ -104,9 +104,6 @@ def requests() -> dict[str, str]:
     ddp = [
         DistributedDataParallel(x, process_group=mesh.get_group("dp")) for x in layers()
     ]
-    said["tied"] = refusal(
-        zbpp.Pipeline, layers(tied=True), mesh=mesh, shard="optimizer", **how
-    )
     said["ddp"] = refusal(zbpp.Pipeline, ddp, mesh=mesh, **how)
     for name, wrap in {"fully_shard": fully_shard, "replicate": replicate}.items():
         made = [wrap(x, mesh=mesh["dp"]) for x in layers()]
@@ -123,7 +120,6 @@ def test_requests_are_refused_with_a_way_out(pool: Pool) -> None:
         "stages": "give it a dimension 'pp' of 4",
         "group": "give mesh or group, not both",
         "shard": "choose one of 'none', 'optimizer'",
-        "tied": "can only be replicated",
         "ddp": "wrap them by `replicate`",
         "fully_shard": "mesh=mesh",
         "replicate": "mesh=mesh",

@@ -184,5 +184,5 @@ def test_a_shared_parameter_that_nobody_has_named_is_refused() -> None:
 def test_a_model_that_is_untied_again_is_welcome() -> None:
     tied, head = tied_layers(), nn.Linear(16, 11, bias=False)
     head.weight = nn.Parameter(tied[0].weight.detach().clone())
-    untied = slices([*tied[:-1], head])  # the model's own head is tied still
+    untied = [*tied[:-1], head]  # the model's own head is tied still
     make_pipeline("1F1B", 2, model=untied, n_layers=N_LAYERS).step(*batch(0))

@@ -1,6 +1,8 @@
 """Compare what processes begin with, where a difference would train on wrong sums.
 
+    refusals      of all processes, raised on all           at the start
     settings      of all processes                          before the first step
+    weights       of chunks that a function builds          before the first step
     ties          of the stages that hold one               before the first step
     parameters    of the replicas, and plain ones over tp       in the first step
     batches       of the first and the last stage, and over tp  in the first steps
@@ -10,7 +12,8 @@ are added up as well.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +21,14 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 from zbpp.runtime.comm.stage_group import EXPERT_DIM, StageGroup, single_dims
+from zbpp.runtime.driver.first_weights import FirstWeights, check_first_weights
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.optim.norms import parameter_names
 from zbpp.runtime.optim.rollback import copy_groups
 from zbpp.runtime.parallel.experts import sharded_dims
 from zbpp.runtime.parallel.wrap import Unsharded
+from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded, layout_of
@@ -36,6 +41,7 @@ __all__ = [
     "describe_batch",
     "describe_parameters",
     "has_plain",
+    "refuse_together",
 ]
 
 _TENSOR = "tp"
@@ -48,8 +54,41 @@ Look = Sequence[tuple[str, tuple[int, ...], int]]
 """Of each tensor of a batch: dtype, shape, fingerprint."""
 
 
+@contextmanager
+def refuse_together(gather: Callable[[Any], list[Any]]) -> Iterator[None]:
+    """Let the first error of any process within this block end it on all.
+
+    Args:
+        gather: gives every process the things of all, by rank.
+
+    Raises:
+        RequestError: a process has refused the request: the same on all.
+        PeerError: another process has failed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    told = None
+    if error is not None:
+        told = isinstance(error, RequestError), type(error).__name__, str(error)
+    for rank, first in enumerate(gather(told)):
+        if error is not None and first == told:
+            raise error
+        if first is not None:
+            is_request, kind, text = first
+            if is_request:
+                raise RequestError(text) from error
+            text = f"rank {rank} failed at the start: {kind}: {text}"
+            raise PeerError(text) from error
+
+
 def check_agreement(
-    executors: Mapping[int, Executor], request: object, ties: TiePlan = NO_TIES
+    executors: Mapping[int, Executor],
+    request: object,
+    ties: TiePlan = NO_TIES,
+    weights: FirstWeights | None = None,
 ) -> None:
     """Compare what the ranks were asked for, and exchange the parameters' names.
 
@@ -57,10 +96,11 @@ def check_agreement(
         executors: of this process, by stage.
         request: its ``repr`` must be the same in all processes.
         ties: whose parameters must be stepped alike.
+        weights: of this process at the start; None: not to be compared.
 
     Raises:
-        RequestError: the ranks were asked for different things, or are about to step a
-            tied parameter differently.
+        RequestError: the ranks were asked for different things, are about to step a
+            tied parameter differently, or begin with weights of other layers.
     """
     names = {
         layer: (stage, names)
@@ -69,7 +109,7 @@ def check_agreement(
     }
     transport = next(iter(executors.values())).transport
     digest = hashlib.sha256(repr((request, ties.ties)).encode()).hexdigest()
-    answers = transport.gather((digest, names, _describe_tied(executors)))
+    answers = transport.gather((digest, names, _describe_tied(executors), weights))
     ranks = [
         rank
         for rank, (rank_digest, *_) in enumerate(answers)
@@ -80,9 +120,10 @@ def check_agreement(
             f"rank(s) {ranks} and rank 0 were started with different schedules, "
             "splits or settings; start all ranks with the same arguments"
         )
-    _check_tied(ties, [tied for *_, tied in answers])
+    _check_tied(ties, [tied for _, _, tied, _ in answers])
+    check_first_weights(weights or {} for *_, weights in answers)
     for executor in executors.values():
-        for _, rank_names, _ in answers:
+        for _, rank_names, *_ in answers:
             executor.optimizer.history.names.update(rank_names)
 
 

@@ -1,6 +1,6 @@
 """Build transports, layers, optimizers and executors of one process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,7 +20,7 @@ from zbpp.core import (
     Value,
     What,
 )
-from zbpp.runtime.chunk import OwnName
+from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.comm.local import LocalHub
 from zbpp.runtime.comm.mailbox import StageLinks, connect
 from zbpp.runtime.comm.transport import Transport
@@ -45,8 +45,20 @@ from zbpp.runtime.support.sharded import own_shard
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
+from zbpp.runtime.ties.stage import StageTies
 
-__all__ = ["StageOptions", "build_executors", "make_transports", "share_first_bits"]
+__all__ = [
+    "StageLayers",
+    "StageOptions",
+    "build_executors",
+    "build_layers",
+    "compare_experts",
+    "make_transports",
+    "share_first_bits",
+]
+
+StageLayers = Mapping[int, tuple[Sequence[Chunk], StageTies]]
+"""Chunks and ties of each stage of this process."""
 
 
 @dataclass(frozen=True)
@@ -129,45 +141,66 @@ def _first_source(program: Program) -> int | None:
     return None if reads_inputs or not first else min(first)[1]
 
 
-def build_executors(
+def build_layers(
     build: Callable[[range], Sequence[nn.Module]],
+    plan: TiePlan,
+    stages: Iterable[int],
+    device: torch.device,
+    *,
+    at_once: bool,
+) -> StageLayers:
+    """Build the layers of this process's stages, on its device.
+
+    Args:
+        build: makes the layers of a range of global indices.
+        plan: chunks, their placement, and the parameters that layers share.
+        stages: of this process.
+        device: of this process.
+        at_once: see `build_chunks`.
+
+    Raises:
+        RequestError: the builder or the sharing of parameters is wrong.
+    """
+    chunks_of = {stage: plan.placement.chunks_of[stage] for stage in stages}
+    built = build_chunks(
+        build,
+        plan.ranges,
+        list(chain.from_iterable(chunks_of.values())),
+        may_share=bool(plan.ties),
+        at_once=at_once,
+        own_name=plan.own_name,
+    )
+    chunks = {chunk.index: chunk for chunk in built}
+    for chunk in built:
+        for index, layer in chunk.numbered():
+            _refuse_meta(layer, index, device)
+            layer.to(device)
+    return bind_ties(
+        plan, {stage: [chunks[i] for i in chunks_of[stage]] for stage in stages}
+    )
+
+
+def build_executors(
+    layers: StageLayers,
     plan: TiePlan,
     transports: dict[int, Transport],
     options: StageOptions,
     place: Place,
 ) -> dict[int, Executor]:
-    """Build the layers, the optimizer and the executor of each local stage.
+    """Build the optimizer and the executor of each local stage.
 
     Args:
-        build: makes the layers of a range of global indices.
-        plan: chunks, their placement, and the parameters that layers share.
+        layers: of these stages.
+        plan: chunks, and their placement.
         transports: of the stages of this process.
         options: of every stage.
         place: of this process.
 
     Raises:
-        RequestError: the builder or the sharing of parameters is wrong.
+        RequestError: layers cannot be shared by replicas as the options ask.
     """
-    placement, ranges = plan.placement, plan.ranges
-    held = [chunk for stage in transports for chunk in placement.chunks_of[stage]]
-    built = build_chunks(
-        build,
-        ranges,
-        held,
-        may_share=bool(plan.ties),
-        own_name=options.own_name,
-    )
-    chunks = {chunk.index: chunk for chunk in built}
-    for chunk in built:
-        for index, layer in chunk.numbered():
-            _refuse_meta(layer, index, options.device)
-            layer.to(options.device)
-    bound = bind_ties(
-        plan,
-        {s: [chunks[index] for index in placement.chunks_of[s]] for s in transports},
-    )
+    placement = plan.placement
     numerics, execution = options.numerics, options.execution
-    shard = options.replicas.shard
     if execution.cuda_graphs and place.n_ranks > 1:
         raise RequestError(
             "cuda_graphs is for a pipeline in one process: to record a graph waits for "
@@ -176,13 +209,8 @@ def build_executors(
         )
     executors = {}
     for stage, transport in transports.items():
-        stage_chunks, tied = bound[stage]
+        stage_chunks, tied = layers[stage]
         shared = [tie.parameter for tie in tied.held.values()]
-        if shared and shard != "none":
-            raise RequestError(
-                f"shard is {shard!r}, and layers share parameters, which can "
-                "only be replicated; give shard='none', or untie them"
-            )
         times = JobTimes(options.device)
         stage_chunks, collectives = bind_parallel(
             stage_chunks,
@@ -212,7 +240,7 @@ def build_executors(
         share = StageOptimizer(
             runner,
             make_optimizer=options.optimizer,
-            n_layers=ranges[-1].stop,
+            n_layers=plan.ranges[-1].stop,
             rules=options.rules,
             own_name=options.own_name,
             is_reporter=stage == 0,
@@ -229,19 +257,19 @@ def build_executors(
             overlap=Overlap(options.device) if execution.overlaps else None,
             inject_fault=inject_fault,
         )
-    if place.n_expert > 1:
-        _compare_experts(executors, place, options.replicas)
     return executors
 
 
-def _compare_experts(
+def compare_experts(
     executors: Mapping[int, Executor], place: Place, replicas: DataParallel
 ) -> None:
-    """Compare the names and shapes of experts; all processes must call.
+    """Compare the names and shapes of experts, if any; all processes must call.
 
     Raises:
         RequestError: they do not go together, or there are none.
     """
+    if place.n_expert == 1:
+        return
     ((stage, executor),) = executors.items()
     is_expert = replicas.expert_parameters
     shapes = {

@@ -70,7 +70,7 @@ def bind_parallel(
             "from the rest of theirs; leave alternating_buffers out"
         )
     every_layer = (layer for chunk in chunks for layer in chunk.layers)
-    unsharded = wrap(every_layer, place, shard, experts, plain)
+    unsharded = wrap(every_layer, place, shard, experts, plain, set(tied))
     plain, experts = names.find(chunks)
     wrapped = [
         module

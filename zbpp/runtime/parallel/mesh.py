@@ -34,6 +34,7 @@ from zbpp.runtime.comm.stage_group import (
     row_of,
 )
 from zbpp.runtime.support.devices import own_device
+from zbpp.runtime.support.errors import PeerError
 
 __all__ = [
     "DATA_DIMS",
@@ -115,6 +116,23 @@ class Place:
             return None
         assert self.mesh is not None
         return self.mesh[EXPERT_DIM]
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the picklable things of all, by rank.
+
+        Raises:
+            PeerError: a process has ended.
+        """
+        if self.n_ranks == 1:
+            return [thing]
+        things: list[Any] = [None] * self.n_ranks
+        try:
+            dist.all_gather_object(things, thing, group=self.everyone)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self.rank} does not reach the others at the start: {error}"
+            ) from error
+        return things
 
     def group(self, dim: str) -> dist.ProcessGroup:
         """Group of this process along a dimension of the mesh."""

@@ -100,6 +100,7 @@ def wrap(
     shard: str,
     experts: Set[nn.Parameter] = frozenset(),
     plain: Set[nn.Parameter] = frozenset(),
+    tied: Set[nn.Parameter] = frozenset(),
 ) -> dict[nn.Parameter, Unsharded]:
     """Shard the layers that have parameters and are not wrapped yet.
 
@@ -112,6 +113,7 @@ def wrap(
         shard: see above.
         experts: parameters of which each process along ``ep`` has its own.
         plain: those of them that are no DTensors.
+        tied: parameters of several layers, which stay whole.
 
     Returns:
         What the sharded parameters were before.
@@ -140,15 +142,16 @@ def wrap(
         _check_order(place.mesh)
     for layer in to_wrap:
         held = set(layer.parameters())
-        kept = held & experts
+        kept, whole_here = held & experts, held & tied
         for module in _modules_of(layer, kept) if is_apart else ():
             fully_shard(module, mesh=expert_mesh, reshard_after_forward=resharded)
-        if held > kept:
+        if held > kept | whole_here:
+            ignored = whole_here if is_apart else kept | whole_here
             fully_shard(
                 layer,
                 mesh=mesh,
                 reshard_after_forward=resharded,
-                ignored_params=kept if kept and not is_apart else None,
+                ignored_params=ignored or None,
             )
     parts = [p for layer in to_wrap for p in layer.parameters()]
     rows = zip(parts, numbers, dims, fingerprints(parts), strict=True)
