@@ -68,13 +68,12 @@ def open_newest(
     Raises:
         CheckpointError: there is none, or names all that is damaged.
     """
-    try:
-        folders: list[Path] | str = _candidates(Path(path))
-    except CheckpointError as error:
-        folders = str(error)
-    folders = gather(folders)[0]
-    if isinstance(folders, str):
-        raise CheckpointError(folders)
+    folders: list[Path] = gather(candidates(Path(path)))[0]
+    if not folders:
+        raise CheckpointError(
+            f"there is no checkpoint in {path}; give the folder that `save` was given, "
+            "or one of its step-... folders"
+        )
     passed_over: list[str] = []
     for folder in folders:
         manifest, problems = None, list[str]()
@@ -102,18 +101,14 @@ def newest(path: str | Path) -> Path | None:
 
 def last_step(path: str | Path) -> int | None:
     """Step of the newest checkpoint that has a manifest; its files are not read."""
-    try:
-        steps = [_step_of(folder) for folder in _candidates(Path(path))]
-    except CheckpointError:
-        return None
+    steps = [_step_of(folder) for folder in candidates(Path(path))]
     return max((step for step, has_manifest in steps if has_manifest), default=None)
 
 
-def _candidates(path: Path) -> list[Path]:
+def candidates(path: Path) -> list[Path]:
     """The checkpoint itself, or those in a folder, newest first, whatever their state.
 
-    Raises:
-        CheckpointError: there is none.
+    Empty if there is none.
     """
     is_checkpoint = (path / MANIFEST).exists() or path.name.startswith("step-")
     if path.is_dir() and is_checkpoint:
@@ -124,11 +119,6 @@ def _candidates(path: Path) -> list[Path]:
         if child.is_dir()
         and (child.name.startswith("step-") or _awaits_replacement(child))
     ]
-    if not folders:
-        raise CheckpointError(
-            f"there is no checkpoint in {path}; give the folder that `save` was given, "
-            "or one of its step-... folders"
-        )
     return [child for _, child in sorted(folders, reverse=True)]
 
 
@@ -185,7 +175,7 @@ def publish(partial: Path, *, step: int, keep: int | None) -> None:
     partial.rename(final)
     sync_folder(folder)
     if keep is not None:
-        others = [path for path in _candidates(folder) if path != final]
+        others = [path for path in candidates(folder) if path != final]
         whole = [path for path in others if _step_of(path)[1]]
         for path in whole[keep - 1 :]:
             path.rename(folder / f"{_GONE}{path.name}-{secrets.token_hex(4)}")

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.checkpoint.experts import ExpertParts
-from zbpp.checkpoint.folder import open_newest
+from zbpp.checkpoint.folder import candidates, open_newest
 from zbpp.checkpoint.manifest import CheckpointError, Manifest
 from zbpp.checkpoint.model import LocalModel
 from zbpp.checkpoint.saving import Put, Saver
@@ -157,17 +157,20 @@ class Checkpoints:
             self._warn(str(error), "the run ends")
 
     def load(
-        self, path: str | Path, *, model_only: bool
+        self, path: str | Path, *, model_only: bool, missing_ok: bool
     ) -> tuple[dict[str, Any], int | None]:
-        """Load a checkpoint.
+        """Load a checkpoint, if there must be one or is one.
 
         Returns:
             The ``extra`` of `save`, and the number of steps done, None if they stay.
         """
         self._stages.synchronize()
+        gather = self._stages.transport.gather
         with self._stages.failures_told("load", of_requests=False):
+            if missing_ok and not gather(candidates(Path(path)))[0]:
+                return {}, None
             folder, manifest, damaged = open_newest(
-                Path(path), rank=self._rank, gather=self._stages.transport.gather
+                Path(path), rank=self._rank, gather=gather
             )
             for text in damaged:
                 self._warn(text, "a damaged checkpoint is passed over")

@@ -835,23 +835,29 @@ class Pipeline:
         """
         self._checkpoints.finish_saving()
 
-    def load(self, path: str | Path, *, model_only: bool = False) -> dict[str, Any]:
+    def load(
+        self, path: str | Path, *, model_only: bool = False, missing_ok: bool = False
+    ) -> dict[str, Any]:
         """Go on from a checkpoint (every rank must call).
 
         Args:
             path: of a checkpoint, or the folder that `save` was given: then the newest
                 one that is not damaged, and a damaged one is logged.
             model_only: load parameters and buffers, and leave all else as it is.
+            missing_ok: change nothing if there is no checkpoint yet, as at the first
+                start of a job that resumes.
 
         Returns:
-            What `save` was given as ``extra``.
+            What `save` was given as ``extra``; an empty dict if nothing was loaded.
 
         Raises:
             CheckpointError: there is none; or names the damaged files.
             RequestError: it does not fit this model; nothing is changed.
         """
         self._refuse_between_parts()
-        extra, n_steps = self._checkpoints.load(path, model_only=model_only)
+        extra, n_steps = self._checkpoints.load(
+            path, model_only=model_only, missing_ok=missing_ok
+        )
         self._n_steps = self._n_steps if n_steps is None else n_steps
         return extra
 
@@ -859,6 +865,14 @@ class Pipeline:
         """Synchronize, finish the last save, and end; also at the end of a ``with``."""
         self._checkpoints.end()
         self.stages.close()
+
+    def __repr__(self) -> str:
+        stages = ", ".join(map(str, self.stages.executors))
+        return (
+            f"<zbpp.Pipeline: {self.schedule.name}, {self.n_layers} layers, "
+            f"{self.schedule.n_stages} stages (here {stages}), "
+            f"{self.n_microbatches} micro-batches, {self.n_steps} steps done>"
+        )
 
     def __enter__(self) -> Self:
         return self

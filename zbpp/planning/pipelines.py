@@ -118,9 +118,11 @@ def _count_stages(n_stages: int | None, n_ranks: int) -> int | None:
     if n_ranks == 1:
         return n_stages
     if n_stages not in (None, n_ranks):
+        n_replicas, n_left = divmod(n_ranks, n_stages or 1)
+        replicas = f"mesh=zbpp.mesh(stages={n_stages}, data_parallel={n_replicas})"
         raise RequestError(
             f"{n_ranks} processes cannot run {n_stages} stages; start one process a "
-            "stage"
+            f"stage{'' if n_left else f', or run replicas: {replicas}'}"
         )
     return n_ranks
 

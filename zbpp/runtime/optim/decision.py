@@ -202,7 +202,7 @@ class StepSums:
         return torch.split(self.read(job), self._layout.sizes, dim=1)[number]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepResult:
     """Loss and gradient norm of one step, the same on every rank.
 
@@ -225,6 +225,16 @@ class StepResult:
     speculative: bool
     first_metrics: StepSums | None = None
     outputs: Any = None
+
+    def __repr__(self) -> str:
+        """Show the numbers if they are there; unlike `str`, it never waits."""
+        return str(self) if self.sums.done() else "<StepResult: the step is under way>"
+
+    def __str__(self) -> str:
+        return (
+            f"StepResult(loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, "
+            f"skipped={self.skipped}, rollbacks={self.rollbacks})"
+        )
 
     @property
     def loss(self) -> float:
