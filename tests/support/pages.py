@@ -34,7 +34,9 @@ _FOLDERS = (
 )
 _NOT_OURS = {
     *("--help", "--nproc-per-node", "--parallelism", "--pid", "--room"),
-    *("--skip", "--training"),
+    *("--skip", "--training", "--nnodes", "--node-rank", "--master-addr"),
+    *("--master-port", "--max-restarts", "--log-dir", "--redirects"),
+    *("--local-ranks-filter",),
 }
 _BUILT = re.compile(
     r"docs/(reference/(commands|changelog|benchmarks|python/\w+)\.md|"
