@@ -618,6 +618,7 @@ class Pipeline:
         with self.stages.running(), eval_mode(layers):
             drive(self.stages.executors, self._forward_programs, training=False)
             yield
+            self.stages.flush()
 
     # Views, which differ between processes.
 

@@ -34,9 +34,10 @@ from zbpp.runtime.values import (
     GivenConstants,
     Tensors,
     as_value,
-    detached,
     gradients_in,
     gradients_of,
+    handed_over,
+    isolated,
     leaves,
     mapped,
     ready,
@@ -216,7 +217,7 @@ class Stage:
         held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         with torch.no_grad(), self._computes:
             value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
-            outputs = self._finish(chunk, microbatch, value, passed)
+            outputs = mapped(self._finish(chunk, microbatch, value, passed), isolated)
         has_loss = self.loss.targets is not None  # then it has kept what came before it
         if chunk == self._last and self.outputs is not None and not has_loss:
             self.outputs[microbatch] = as_value(outputs)
@@ -250,7 +251,7 @@ class Stage:
             self._refuse_without_graph(chunk, read)
         plans, exact = self._orders[chunk].plans, self._exact_sums
         graph = SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
-        cut_off = detached(outputs)
+        cut_off = mapped(outputs, handed_over)
         ends = cut_off if chunk == self._last else ()
         self._saved[chunk, microbatch] = Saved(graph, ends)
         return cut_off
@@ -343,7 +344,7 @@ class Stage:
         """Return what a chunk puts out: a value as it travels, or the loss."""
         if chunk == self._last and self.loss.targets is not None:
             if self.outputs is not None:
-                self.outputs[microbatch] = map_tensors(value, Tensor.detach)
+                self.outputs[microbatch] = map_tensors(value, isolated)
             value = self.loss(value, microbatch)
         if isinstance(value, Tensor):
             return ready((value,))

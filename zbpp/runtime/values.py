@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zbpp.core import RequestError
@@ -36,6 +37,7 @@ from zbpp.runtime.support.pytree import (
     load_tree,
     unflatten_tree,
 )
+from zbpp.runtime.support.strides import copy_of
 from zbpp.runtime.support.torch_internals import arrived
 
 __all__ = [
@@ -51,6 +53,8 @@ __all__ = [
     "detached",
     "gradients_in",
     "gradients_of",
+    "handed_over",
+    "isolated",
     "leaves",
     "mapped",
     "nested",
@@ -227,6 +231,8 @@ def with_tensors(tensors: Tensors, others: Iterable[Tensor]) -> Tensors:
 
 def mapped(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     """Return the same value with a function of each of its tensors."""
+    if type(tensors) is tuple and len(tensors) == 1:  # the common case, for speed
+        return (function(tensors[0]),)
     return with_tensors(tensors, map(function, tensors))
 
 
@@ -271,12 +277,26 @@ def ready(tensors: Tensors) -> Tensors:
 
 def detached(tensors: Tensors) -> Tensors:
     """Cut them off their graph; they still say whether they need a gradient."""
-    if type(tensors) is tuple and len(tensors) == 1:  # the common case, for speed
-        (y,) = tensors
-        return (y.detach().requires_grad_(y.requires_grad),)
-    return with_tensors(
-        tensors, (y.detach().requires_grad_(y.requires_grad) for y in tensors)
-    )
+    return mapped(tensors, lambda y: y.detach().requires_grad_(y.requires_grad))
+
+
+def isolated(y: Tensor) -> Tensor:
+    """Cut an output off its graph; copy it unless the forward has just computed it.
+
+    Others may write to the rest while it waits to be read: the caller to the batch,
+    and a layer to a buffer that it returns for every micro-batch. A tensor without a
+    graph may be any of these, and so may one that was written to in place.
+    """
+    cut_off = y.detach()
+    if y.is_leaf or y._version:
+        is_strided = y.layout is torch.strided
+        cut_off = copy_of(cut_off) if is_strided else cut_off.clone()
+    return cut_off
+
+
+def handed_over(y: Tensor) -> Tensor:
+    """Return an output for the next chunk; it says whether it needs a gradient."""
+    return isolated(y).requires_grad_(y.requires_grad)
 
 
 def leaves(tensors: Tensors) -> Tensors:

@@ -145,9 +145,14 @@ class LocalStages:
         self.synchronize()
         self._hooks.remove()
         self._ended = "the pipeline is closed"
+        self.flush()
+        for executor in self.executors.values():
+            executor.transport.close()
+
+    def flush(self) -> None:
+        """Wait until all sends have left, and free what they hold."""
         for executor in self.executors.values():
             executor.transport.flush()
-            executor.transport.close()
 
     def let_go(self) -> None:
         """End without waiting for anyone: the pipeline was dropped without `close`.
