@@ -92,12 +92,6 @@ class Chunk:
     def _gathered(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return {shard: leaf for leaf, shard in self.shards.items()}
 
-    @property
-    def may_change_inputs(self) -> bool:
-        """True if a module of the first layer says that it works in place."""
-        modules = self.layers[0].modules()
-        return any(getattr(module, "inplace", False) for module in modules)
-
     def call(self, index: int) -> Callable[[object], object]:
         """Return what runs a layer's forward."""
         return self.calls.get(index, self.layers[index - self.first])

@@ -69,6 +69,11 @@ def note_layer(
             "what a layer puts out arrives at the next one as one argument, a tuple "
             "too: let the layer take one argument, and unpack it there"
         )
+    if isinstance(error, RuntimeError) and "leaf Variable" in str(error):
+        error.add_note(
+            "the first layer of a chunk may write in place to what it is called with "
+            "only if it did in the chunk's first forward: let it write to x.clone()"
+        )
 
 
 def _module_in(

@@ -111,7 +111,8 @@ class Stage:
             i: GradientOrder(c.leaves_once(), c.widen, is_released=not exact_sums)
             for i, c in self.chunks.items()
         }
-        self._changes_inputs = {c.index for c in chunks if c.may_change_inputs}
+        self._only_reads: set[int] = set()
+        """Chunks whose first forward has not written to its inputs."""
         self.loss_scale = 1.0
         """Factor of the loss in the next backwards."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
@@ -236,17 +237,20 @@ class Stage:
             The outputs, detached; those that need a gradient say so.
         """
         taken = self._uploads.take(microbatch) if inputs is None else leaves(inputs)
-        asked = taken if chunk else ()
-        read = taken
-        if self._autocasts or chunk in self._changes_inputs:
-            # autocast casts a leaf once for all its uses, whose gradients would then
-            # be added in 16 bits; in the whole model it is no leaf
-            read = mapped(taken, alias_of)
+        # before the layers run: one may add what needs a gradient to another input
+        asked = [x for x in taken if x.requires_grad] if chunk else []
+        read, versions = taken, None
+        if self._autocasts or chunk not in self._only_reads:
+            # No layer may write in place to a leaf. And autocast casts a leaf once for
+            # all its uses, whose gradients would then be added in 16 bits.
+            read, versions = mapped(taken, alias_of), [x._version for x in asked]
         held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         queue = WeightQueue(self._lent.get(chunk, ()))
         with queue, self._computes:
             value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
             outputs = self._finish(chunk, microbatch, value, passed)
+        if versions is not None and versions == [x._version for x in asked]:
+            self._only_reads.add(chunk)
         if chunk == self._last and not outputs[0].requires_grad:
             self._refuse_without_graph(chunk, read)
         plans, exact = self._orders[chunk].plans, self._exact_sums
