@@ -539,6 +539,7 @@ class Pipeline:
         targets: Batch = None,
         *,
         n_microbatches: int | None = None,
+        metrics: dict[str, float] | None = None,
     ) -> float:
         """Mean loss over a batch, without gradients, in eval mode.
 
@@ -546,6 +547,8 @@ class Pipeline:
             inputs: as for `step`.
             targets: as for `step`.
             n_microbatches: any number, the same on every rank; None: as in `step`.
+            metrics: filled with the means of the metrics that ``loss_fn`` returns;
+                given on every rank, or on none.
 
         Raises:
             RequestError: the batch does not fit.
@@ -555,6 +558,9 @@ class Pipeline:
         with self._forwards(inputs, targets, n_microbatches, predicts=False):
             counts = self._batches.samples(inputs, targets)
             loss, samples = self.stages.mean_loss(counts)
+            if metrics is not None:
+                sums = self.stages.learn_metrics()
+                metrics.update({} if sums is None else sums.metrics())
         check_samples(*samples)
         return loss
 
