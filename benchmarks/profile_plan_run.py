@@ -105,7 +105,11 @@ class Block(nn.Module):
 
 def build(width: int, layers: range) -> list[nn.Module]:
     """Layers by index; the last two are heavier by a head."""
-    return [Block(width) for _ in layers]
+    blocks = []
+    for index in layers:
+        torch.manual_seed(index)
+        blocks.append(Block(width))
+    return blocks
 
 
 def prepare(options: Emulated | Real, mode: str) -> tuple[Pipeline, Tensor]:

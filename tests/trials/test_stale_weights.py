@@ -176,3 +176,35 @@ def plan_and_train() -> float:
 def test_measuring_a_model_releases_nothing(pool: Pool) -> None:
     one = pipeline_of(made("sequential")[0], n_stages=2).step(*batch()).loss
     assert pool.run(plan_and_train, 2) == [one, one]
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("sequential", ""), ("cut", ""), ("list", "layers.")]
+)
+def test_parameters_have_the_names_that_the_model_gives_them(
+    name: str, prefix: str
+) -> None:
+    given, model = made(name)
+    seen: list[str] = []
+
+    def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> Any:
+        seen.extend(name for name, _ in named_parameters)
+        return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+
+    pipeline = zbpp.Pipeline(
+        given,
+        "ZBV",
+        optimizer=optimizer,
+        loss_fn=mse_loss,
+        n_stages=2,
+        n_microbatches=4,
+    )
+    parameters, buffers = pipeline.named_parameters(), pipeline.named_buffers()
+    expected = {prefix + name: p for name, p in model.named_parameters()}
+    assert {name: id(p) for name, p in parameters} == {
+        n: id(p) for n, p in expected.items()
+    }
+    assert set(seen) == expected.keys()
+    expected |= {prefix + name: x for name, x in model.named_buffers()}
+    assert {name for name, _ in buffers} | set(seen) == expected.keys()
+    assert pipeline.state_dict()["model"].keys() == expected.keys()

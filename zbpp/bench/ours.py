@@ -74,8 +74,12 @@ class Ours:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this process's parameters."""
-        named = self.pipeline.named_parameters()
-        return {name: p.grad for name, p in named if p.grad is not None}
+        return {
+            name: p.grad
+            for prefix, layer in self.pipeline.named_layers()
+            for name, p in layer.named_parameters(prefix=prefix)
+            if p.grad is not None
+        }
 
     def measured(self, n_steps: int) -> Measured:
         """Read the times of the last steps' jobs (every rank must call)."""

@@ -671,14 +671,18 @@ class Pipeline:
             yield f"layers.{index}", layer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under their global names, validated."""
-        for name, layer in self.named_layers():
-            yield from layer.named_parameters(prefix=name)
+        """This process's parameters by the model's own names, validated."""
+        self.synchronize()
+        for index, layer in self.stages.layers():
+            for name, parameter in layer.named_parameters():
+                yield self.layered.own_name(index, name), parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This process's buffers under their global names, validated."""
-        for name, layer in self.named_layers():
-            yield from layer.named_buffers(prefix=name)
+        """This process's buffers by the model's own names, validated."""
+        self.synchronize()
+        for index, layer in self.stages.layers():
+            for name, buffer in layer.named_buffers():
+                yield self.layered.own_name(index, name), buffer
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""

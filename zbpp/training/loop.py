@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp import diagnostics
 from zbpp.core import RequestError, WorkerError, write_costs
-from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
 from zbpp.planning import Plan
 from zbpp.planning.answer import recomputed_layers
@@ -163,7 +162,13 @@ class _Training:
                         )
             prediction = self._predict().as_dict()
         val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
-        parts = pipeline.gather(fingerprints(pipeline.named_parameters()))
+        parts = pipeline.gather(
+            fingerprints(
+                pair
+                for name, layer in pipeline.named_layers()
+                for pair in layer.named_parameters(prefix=name)
+            )
+        )
         params_sha256 = combine(parts)
         recorder.say(
             f"validation loss: {val_loss:.4f}  training time: {recorder.seconds:.1f} s"
@@ -234,7 +239,8 @@ def _warm_up(steps: int, step: int) -> float:
 
 def _describe_model(pipeline: Pipeline, options: Train) -> str:
     """One line about the model and how it is run (every rank must call)."""
-    copies = {layer_name(*place) for tie in pipeline.layered.ties for place in tie[1:]}
+    own_name, ties = pipeline.layered.own_name, pipeline.layered.ties
+    copies = {own_name(*place) for tie in ties for place in tie[1:]}
     parameters = [p for name, p in pipeline.named_parameters() if name not in copies]
     every = pipeline.gather(sum(p.numel() for p in parameters))
     n_parameters = sum(every[rank] for rank in pipeline.place.pipeline)
