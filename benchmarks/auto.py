@@ -58,7 +58,7 @@ class Emulated:
         layers = LayerCosts(
             n, f=ms, b=ms, w=tuple(0.6 * one for one in ms),
             m_b=tuple(work), m_w=tuple(one / 2 for one in work), m_fixed=0.1,
-            comm=self.layer_ms / 10, limit=1.1 * sum(work) * 0.75,
+            comm=self.layer_ms / 10, memory_limit=1.1 * sum(work) * 0.75,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "layers.json"

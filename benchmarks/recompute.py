@@ -44,7 +44,7 @@ def paper(limit: float, *, whole: bool, chunks: int) -> LayerCosts:
         m_r=M_R / n,
         message=1.0,
         delay=MESSAGE,
-        limit=limit,
+        memory_limit=limit,
     )
 
 

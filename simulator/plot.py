@@ -475,8 +475,8 @@ def _draw_memory(axes: "Axes", timeline: Timeline, costs: Costs) -> None:
             axes.axhline(fixed[stage], color=color, linewidth=0.8, linestyle=":")
     if any(fixed):
         axes.axhspan(0, min(fixed), color="#dddddd", linewidth=0, label="fixed")
-    if isinstance(costs.limit, int | float):
-        axes.axhline(costs.limit / unit, color=DARK, linewidth=1, linestyle="--")
+    if isinstance(costs.memory_limit, int | float):
+        axes.axhline(costs.memory_limit / unit, color=DARK, linewidth=1, linestyle="--")
     axes.margins(x=0)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"memory ({name.replace('M_B', 'M$_B$')})" if name else "memory")

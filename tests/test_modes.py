@@ -8,7 +8,6 @@ import zbpp.planning.search
 from zbpp.core import (
     Costs,
     LimitError,
-    MemoryModel,
     Placement,
     RequestError,
     passes_in,
@@ -33,10 +32,6 @@ SPELLINGS = {
     "VMin": ["vmin", "V-Min", "v_min"],
     "auto": ["AUTO", "Auto"],
 }
-
-
-def limited(limit: float | tuple[float, ...]) -> MemoryModel:
-    return MemoryModel(limit=limit)
 
 
 def test_the_table_names_every_mode_with_one_line():
@@ -93,13 +88,13 @@ def test_sizes_begin_at_one(mode):
 
 def test_a_limit_that_is_kept_stays_with_the_schedule():
     assert plan("ZBH2", n_stages=4, n_microbatches=8).costs is None
-    schedule = plan("ZBH2", n_stages=4, n_microbatches=8, memory=limited(7))
-    assert schedule.costs == Costs(limit=7)
+    schedule = plan("ZBH2", n_stages=4, n_microbatches=8, memory_limit=7)
+    assert schedule.costs == Costs(memory_limit=7)
 
 
 def test_a_limit_that_is_broken_says_what_is_needed_and_what_would_fit():
     with pytest.raises(RequestError) as error:
-        plan("FThenB", n_stages=4, n_microbatches=8, memory=limited(4))
+        plan("FThenB", n_stages=4, n_microbatches=8, memory_limit=4)
     message = str(error.value)
     assert message.startswith(
         "FThenB with 4 stages and 8 micro-batches needs memory 8 on stage 0, over the "
@@ -109,21 +104,21 @@ def test_a_limit_that_is_broken_says_what_is_needed_and_what_would_fit():
     assert {"1F1B", "ZBH1", "ZBH2", "ZB", "ZBV"} <= set(would_fit)
     assert not {"FThenB", "VPP"} & set(would_fit)
     for name in would_fit:
-        schedule = plan(name, n_stages=4, n_microbatches=8, memory=limited(4))
-        held = peaks(schedule.orders, Costs(limit=4).on(schedule.placement))
+        schedule = plan(name, n_stages=4, n_microbatches=8, memory_limit=4)
+        held = peaks(schedule.orders, Costs(memory_limit=4).on(schedule.placement))
         assert max(held) <= 4
 
 
 def test_a_limit_per_stage_names_the_stage_that_exceeds_it_most():
     with pytest.raises(RequestError, match="needs memory 2 on stage 1, over the lim"):
-        plan("FThenB", n_stages=2, n_microbatches=2, memory=limited((2, 1.5)))
+        plan("FThenB", n_stages=2, n_microbatches=2, memory_limit=(2, 1.5))
     with pytest.raises(RequestError, match="memory_limit has 1 entries for 2 stages"):
-        plan("FThenB", n_stages=2, n_microbatches=2, memory=limited((2,)))
+        plan("FThenB", n_stages=2, n_microbatches=2, memory_limit=(2,))
 
 
 def test_a_limit_below_one_microbatch_fits_no_mode():
     with pytest.raises(RequestError, match="no mode fits: take smaller micro-batches"):
-        plan("ZBH1", n_stages=4, n_microbatches=8, memory=limited(0.9))
+        plan("ZBH1", n_stages=4, n_microbatches=8, memory_limit=0.9)
 
 
 def test_what_would_fit_is_told_without_plans_of_the_full_size(monkeypatch):
@@ -140,7 +135,7 @@ def test_what_would_fit_is_told_without_plans_of_the_full_size(monkeypatch):
     told = []
     for m in (40, 2000):
         with pytest.raises(RequestError) as error:
-            plan("VPP", n_stages=4, n_microbatches=m, memory=limited(4))
+            plan("VPP", n_stages=4, n_microbatches=m, memory_limit=4)
         told.append(str(error.value).partition("; ")[2])
     assert told[0] == told[1] and "1F1B, ZBH1" in told[0]
     sizes.remove(2000)  # the request itself
@@ -150,9 +145,9 @@ def test_what_would_fit_is_told_without_plans_of_the_full_size(monkeypatch):
 @pytest.mark.parametrize("n_microbatches", [1, 2, 3, 4, 5, 40])
 @pytest.mark.parametrize("peak_o", [0.0, 3.0, 3.5])
 def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o):
-    memory = MemoryModel(m_fixed=0.25, peak_o=peak_o, limit=3.5, m_b=(1.0, 0.5))
+    memory = Costs(m_fixed=0.25, peak_o=peak_o, memory_limit=3.5, m_b=(1.0, 0.5))
     request = PlanRequest(
-        schedule="FThenB", n_stages=2, n_microbatches=n_microbatches, memory=memory
+        schedule="FThenB", n_stages=2, n_microbatches=n_microbatches, costs=memory
     )
     schedule = plan("FThenB", n_stages=2, n_microbatches=n_microbatches)
     held = max(peaks(schedule.orders, request.chunk_costs.on(schedule.placement)))
@@ -160,40 +155,38 @@ def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o):
 
 
 def test_lists_of_one_entry_a_stage_do_not_decide_the_number_of_chunks():
-    held = MemoryModel(m_fixed=(14.0, 10.0, 10.0, 14.0), limit=20.0)
+    held = Costs(m_fixed=(14.0, 10.0, 10.0, 14.0), memory_limit=20.0)
     shape = {"n_stages": 4, "n_microbatches": 12}
     longest = {}
     for mode in ("ZBV", "ZBVPP"):
-        schedule = plan(mode, **shape, memory=held)
+        schedule = plan(mode, **shape, costs=held)
         assert schedule.placement == Placement.wave(4, 2)
         longest[mode] = span(simulate(schedule))
     assert longest["ZBVPP"] <= longest["ZBV"]
-    assert plan("VPP", **shape, memory=held).placement.n_chunks == 8
-    one = plan("ZBVPP", **shape, memory=held, chunks_per_stage=1)
+    assert plan("VPP", **shape, costs=held).placement.n_chunks == 8
+    one = plan("ZBVPP", **shape, costs=held, chunks_per_stage=1)
     assert one.placement.n_chunks == 4, "the control"
 
 
 def test_a_limit_that_is_too_low_names_the_smallest_that_works():
     for mode, smallest in (("FThenB", 8), ("1F1B", 4), ("VPP", 5.5)):
         with pytest.raises(RequestError, match=f"limit that works is {smallest:g}$"):
-            plan(mode, n_stages=4, n_microbatches=8, memory=limited(1))
-        schedule = plan(mode, n_stages=4, n_microbatches=8, memory=limited(smallest))
-        assert schedule.costs == Costs(limit=smallest)
+            plan(mode, n_stages=4, n_microbatches=8, memory_limit=1)
+        schedule = plan(mode, n_stages=4, n_microbatches=8, memory_limit=smallest)
+        assert schedule.costs == Costs(memory_limit=smallest)
 
 
 def test_a_placement_that_holds_no_microbatch_names_the_mode_that_does():
     held = (2.0, 1.0, 1.0, 2.0)  # the V has both large chunks on stage 0
-    memory = MemoryModel(m_b=held, m_w=0.5, limit=3)
+    memory = Costs(m_b=held, m_w=0.5, memory_limit=3)
     with pytest.raises(RequestError) as error:
-        plan("ZBV", n_stages=2, n_microbatches=4, memory=memory)
+        plan("ZBV", n_stages=2, n_microbatches=4, costs=memory)
     assert str(error.value) == (
         "ZBV with 2 stages and 4 micro-batches needs memory 4 on stage 0, over the "
         "limit 3; auto would fit: choose one, or raise memory_limit: the smallest "
         "limit that works is 4"
     )
-    assert plan(
-        "auto", n_stages=2, n_microbatches=4, memory=memory
-    ).costs == Costs().with_memory(memory)
+    assert plan("auto", n_stages=2, n_microbatches=4, costs=memory).costs == memory
 
 
 CHUNKED = tuple(mode.name for mode in MODES.values() if mode.chunks is None)
@@ -208,8 +201,8 @@ def test_chunks_per_stage_are_given_or_follow_from_the_lists():
             assert plan(mode, **size, costs=costs).placement.n_chunks == 6
         for comm in ((0.1,), (0.1, 0.2)):  # links say nothing of the chunks
             assert plan(mode, **size, costs=Costs(comm=comm)).placement.n_chunks == 4
-        memory = MemoryModel(m_b=(1,) * 8)
-        assert plan(mode, **size, memory=memory).placement.n_chunks == 8
+        memory = Costs(m_b=(1,) * 8)
+        assert plan(mode, **size, costs=memory).placement.n_chunks == 8
         with pytest.raises(RequestError, match="f has 6 entries for 4 chunks"):
             plan(mode, **size, chunks_per_stage=2, costs=Costs(f=(1,) * 6))
         with pytest.raises(RequestError, match="f has 5 entries for 4 chunks"):
@@ -290,8 +283,8 @@ def test_a_schedule_file_must_agree_with_the_request(tmp_path):
     with pytest.raises(RequestError, match="chunks_per_stage is 1, but 2 is asked"):
         plan(path, chunks_per_stage=2)
     with pytest.raises(RequestError, match="1F1B with 2 stages and 3 micro-batches ne"):
-        plan(path, memory=limited(1))
-    assert plan(path, memory=limited(2)).costs == Costs(limit=2)
+        plan(path, memory_limit=1)
+    assert plan(path, memory_limit=2).costs == Costs(memory_limit=2)
 
 
 def test_a_file_that_is_absent_or_wrong_is_refused(tmp_path):
@@ -306,12 +299,12 @@ def test_a_file_that_is_absent_or_wrong_is_refused(tmp_path):
 
 def test_a_limit_may_be_a_number_or_a_text_and_is_put_into_the_costs():
     sizes = {"n_stages": 2, "n_microbatches": 4}
-    assert plan("ZB", **sizes, memory=2).costs == Costs(limit=2.0)
+    assert plan("ZB", **sizes, memory_limit=2).costs == Costs(memory_limit=2.0)
     costs = Costs(m_b=2.0**30, m_w=2.0**29, memory_unit="bytes")
-    limited = replace(costs, limit=2.0**31)
-    assert plan("ZB", **sizes, costs=costs, memory="2GiB").costs == limited
+    limited = replace(costs, memory_limit=2.0**31)
+    assert plan("ZB", **sizes, costs=costs, memory_limit="2GiB").costs == limited
     assert plan("ZB", **sizes, costs=limited).costs == limited
     with pytest.raises(LimitError, match=r"smallest limit that works is 1\.00 GiB"):
-        plan("ZB", **sizes, costs=costs, memory="1MiB")
+        plan("ZB", **sizes, costs=costs, memory_limit="1MiB")
     with pytest.raises(RequestError, match="nothing says that the memories"):
-        plan("ZB", **sizes, memory="2GiB")
+        plan("ZB", **sizes, memory_limit="2GiB")

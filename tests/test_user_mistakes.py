@@ -227,10 +227,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "no stages": (lambda: made(n_stages=0), "n_stages is 0; give a whole number"),
     "half a stage": (lambda: made(n_stages=1.5), "n_stages is 1.5; give a whole"),
     "a split of another model": (lambda: made(split=[1, 2]), r"split \[1, 2\] must"),
-    "a split's name": (lambda: made(split="equal"), "split is 'equal'; choose"),
+    "a split's name": (
+        lambda: made(split="equal"),
+        "split 'equal' is not known; choose",
+    ),
     "a split without costs": (lambda: made(split="balanced"), "give layer_costs="),
-    "bytes without costs": (lambda: made(memory="16GiB"), "or example= of zbpp"),
-    "a unit's typo": (lambda: made(memory="16 gigs"), "16 gigs"),
+    "bytes without costs": (lambda: made(memory_limit="16GiB"), "or example= of zbpp"),
+    "a unit's typo": (lambda: made(memory_limit="16 gigs"), "16 gigs"),
     # numbers
     "no time": (lambda: made(timeout_s=0), "timeout_s is 0; give seconds, above 0"),
     "less": (lambda: made(timeout_s=-1), "timeout_s is -1; give seconds, above 0"),

@@ -32,7 +32,7 @@ def llama(times: str, n_stages: int) -> LayerCosts:
         comm=message,
         m_b=1.0,
         m_w=share,
-        limit=32.0,
+        memory_limit=32.0,
     )
 
 

@@ -118,8 +118,7 @@ def spans(chosen: list[Case], effort: str) -> tuple[list[float], list[float], fl
             mode,
             n_stages=p,
             n_microbatches=m,
-            costs=costs,
-            memory=memory,
+            costs=costs.with_memory(memory),
             effort=effort,
         )
         times = costs.on(ours.placement)

@@ -32,7 +32,7 @@ def moe_costs(share: float, limit: float) -> Costs:
     compute, network = (Lane.COMPUTE, half), (Lane.NETWORK, exchange)
     f = (compute, network, compute, network)
     b = (network, compute, network, compute)
-    return Costs(parts=Parts(f, b, (compute, compute), LAYERS), limit=limit)
+    return Costs(parts=Parts(f, b, (compute, compute), LAYERS), memory_limit=limit)
 
 
 def ours(p: int, m: int, chunks: int, costs: Costs) -> tuple[float, float]:

@@ -86,7 +86,7 @@ def random_layers(rng: random.Random, n: int, p: int, limit: float) -> LayerCost
         m_b=p / n,
         m_w=share * p / n,
         m_r=0.03 * p / n,
-        limit=max(limit * p, 1.5),
+        memory_limit=max(limit * p, 1.5),
     )
 
 

@@ -54,7 +54,9 @@ def main() -> None:
     closed: list[float] = []
     left_open: list[float] = []
     for p, m, costs, memory in itertools.islice(cases(), chosen.cases):
-        ours = plan("ZBV", n_stages=p, n_microbatches=m, costs=costs, memory=memory)
+        ours = plan(
+            "ZBV", n_stages=p, n_microbatches=m, costs=costs.with_memory(memory)
+        )
         rows = replay(ours.orders, costs.on(ours.placement), n_microbatches=m)
         span = longest_span(rows)
         if span <= lower_bound(ours.placement, m, costs.with_memory(memory)) * (

@@ -67,7 +67,11 @@ def judged(mode: str, p: int, m: int, case: Case, effort: str) -> tuple[float, f
         case["m_b"], case["m_w"], tuple(limit) if isinstance(limit, list) else limit
     )
     schedule = plan(
-        mode, n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort=effort
+        mode,
+        n_stages=p,
+        n_microbatches=m,
+        costs=costs.with_memory(memory),
+        effort=effort,
     )
     verdict = judge(json.loads(schedule_text(schedule)), case)
     bound = lower_bound(schedule.placement, m, costs.with_memory(memory))

@@ -80,8 +80,7 @@ def speed(mode: str, effort: str, *, large: bool) -> None:
                 mode,
                 n_stages=p,
                 n_microbatches=m,
-                costs=costs,
-                memory=memory,
+                costs=costs.with_memory(memory),
                 effort=effort,
             )
             seconds = time.process_time() - start

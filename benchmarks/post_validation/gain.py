@@ -117,7 +117,7 @@ def published(_: Gain) -> Table:
         costs = Costs(row["tf"], row["tb"], row["tw"], row["tcomm"])
         memory = MemoryModel(1.0, row["m_w_over_m_b"])
         sizes = {"n_stages": row["p"], "n_microbatches": row["m"]}
-        schedule = plan("ZBH2", **sizes, costs=costs, memory=memory)
+        schedule = plan("ZBH2", **sizes, costs=costs.with_memory(memory))
         barrier = steady_step_time(schedule, costs)
         validated = steady_step_time(post_validated(schedule), costs)
         fast, slow = PUBLISHED[row["model"]]

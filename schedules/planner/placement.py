@@ -110,7 +110,7 @@ def plan_placement(
     plans = [_best(problem, next(efforts)) for problem in problems]
     rows = shortest([timed(problems[0], plan.rows).plan for plan in plans]).rows
     orders = problems[0].orders(rows)
-    limited = None if costs.limit is None else costs
+    limited = None if costs.memory_limit is None else costs
     if costs.parts is None:
         return Schedule(name, placement, n_microbatches, orders, limited)
     passes = Schedule(name, placement, n_microbatches, orders)

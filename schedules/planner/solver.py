@@ -113,8 +113,8 @@ def certify(
     if chunk_costs.parts:
         raise RequestError("the solver knows no parts; leave them out of the costs")
     schedule = replace(schedule, parts=None)
-    if costs.limit is None:
-        costs = replace(costs, limit=max(peaks(schedule.orders, chunk_costs)))
+    if costs.memory_limit is None:
+        costs = replace(costs, memory_limit=max(peaks(schedule.orders, chunk_costs)))
         chunk_costs = costs.on(schedule.placement)
     has_pairs = any(isinstance(job, Pair) for order in schedule.orders for job in order)
     if has_pairs and chunk_costs.fb:

@@ -111,9 +111,9 @@ class PageEntry:
     @property
     def limit(self) -> float | None:
         """Largest memory that a stage may hold; None: any."""
-        if self.costs is None or self.costs.limit is None:
+        if self.costs is None or self.costs.memory_limit is None:
             return None
-        limit = self.costs.limit
+        limit = self.costs.memory_limit
         return float(max(limit)) if isinstance(limit, tuple) else float(limit)
 
     def times_by_kind(self) -> dict[str, tuple[float, float]]:

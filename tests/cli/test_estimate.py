@@ -91,7 +91,7 @@ def test_what_fits_is_named_and_the_files_feed_the_planner(
     assert "1F1B, FThenB fit 1000 KiB" in out and "1F1B none" not in out
     memory = read_costs("costs.json")
     assert isinstance(memory.m_b, tuple) and len(memory.m_b) == 2
-    assert memory.limit == 150 * 1024
+    assert memory.memory_limit == 150 * 1024
     assert read_layers("layers.json").n_layers == 6
     assert main(["show", "1F1B", *SIZES, "--costs", "costs.json"]) == 2  # over it
 

@@ -206,7 +206,7 @@ def test_plot_takes_several_schedules(tmp_path, capsys):
     for panel in panels:
         one = simulate(schedule_of(panel["name"]), Costs())
         assert same_boxes(boxes_in(data, panel), boxes_of_timeline(one))
-        assert panel["limit"] is Costs().limit
+        assert panel["limit"] is Costs().memory_limit
     capsys.readouterr()
     assert main(["plot", "1F1B,ZZZ", *SIZES, "--out", str(page)]) == 2
     assert "unknown schedule mode 'ZZZ'" in capsys.readouterr().err

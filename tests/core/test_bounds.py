@@ -60,7 +60,7 @@ def cases(draw):
         )
     peaks = peak_memory(simulate(schedule, costs), costs)
     limit = draw(st.sampled_from([None, max(peaks), tuple(peaks)]))
-    return schedule, replace(costs, limit=limit)
+    return schedule, replace(costs, memory_limit=limit)
 
 
 @given(cases())
@@ -94,7 +94,7 @@ def planned_case(rng):
     least = [sum(held[c] for c in chunks) for chunks in Placement.wave(p, v).chunks_of]
     size = rng.choice((1.0, 1.2, 1.5, 2.0, 3.0, p))
     limit = tuple(size * one for one in least)
-    costs = replace(costs, m_b=held, m_w=kept, limit=limit)
+    costs = replace(costs, m_b=held, m_w=kept, memory_limit=limit)
     schedule = plan_placement(
         placement=Placement.wave(p, v),
         n_microbatches=m,
@@ -102,7 +102,7 @@ def planned_case(rng):
         effort="fast",
     )
     peaks = peak_memory(simulate(schedule, costs), costs)
-    return schedule, replace(costs, limit=tuple(peaks))
+    return schedule, replace(costs, memory_limit=tuple(peaks))
 
 
 def test_no_planned_wave_is_shorter_than_a_bound():
@@ -131,7 +131,7 @@ def optimum_bound(row):
             c["comm"],
             m_b=1.0,
             m_w=c["wfrac"],
-            limit=row["mem_limit"],
+            memory_limit=row["mem_limit"],
         ),
     )
 
@@ -151,7 +151,7 @@ def test_no_proved_optimum_is_below_the_bound_and_most_are_met():
 @pytest.mark.parametrize("m", [8, 24, 64])
 def test_v_schedules_below_p_have_a_constant_idle_time(p, limit, idle, m):
     """The published V-Min and V-Half meet it in part, so they are optimal there."""
-    bound = lower_bound(Placement.wave(p), m, Costs(limit=limit))
+    bound = lower_bound(Placement.wave(p), m, Costs(memory_limit=limit))
     assert bound == pytest.approx(3 * m + idle)
 
 
@@ -161,7 +161,7 @@ def test_published_v_schedules_are_proved_optimal():
         if "v" in row:
             c, m = row["costs"], row["m"]
             times = (float(c[name]) for name in ("F", "B", "W", "comm"))
-            costs = Costs(*times, m_w=c["wfrac"], limit=row["limit"])
+            costs = Costs(*times, m_w=c["wfrac"], memory_limit=row["limit"])
             work = m * float(c["F"] + c["B"] + c["W"])
             peer = work / (1 - row["v"]["bubble"])
             bound = lower_bound(Placement.wave(row["p"]), m, costs)
@@ -174,7 +174,7 @@ def test_published_v_schedules_are_proved_optimal():
 def test_less_memory_never_lowers_a_bound(case):
     schedule, costs = case
     sizes = schedule.placement, schedule.n_microbatches
-    free = lower_bounds(*sizes, replace(costs, limit=None))
+    free = lower_bounds(*sizes, replace(costs, memory_limit=None))
     limited = lower_bounds(*sizes, costs)
     for name, bound in free.items():
         assert limited[name] >= bound * (1 - 1e-9), name
@@ -193,16 +193,16 @@ def test_some_hand_made_schedules_are_proved_optimal(mode, p, m, costs):
     schedule = plan(mode, n_stages=p, n_microbatches=m)
     timeline = simulate(schedule, costs)
     limit = max(peak_memory(timeline, Costs()))
-    bound = lower_bound(schedule.placement, m, replace(costs, limit=limit))
+    bound = lower_bound(schedule.placement, m, replace(costs, memory_limit=limit))
     assert bound == pytest.approx(span(timeline))
 
 
 def test_a_bound_that_is_a_little_too_high_would_be_noticed():
     """Control of the tests above: the margin between true and false is small."""
     timeline = simulate(plan("ZBH1", n_stages=4, n_microbatches=8))
-    bound = lower_bound(Placement.single(4), 8, Costs(limit=4))
+    bound = lower_bound(Placement.single(4), 8, Costs(memory_limit=4))
     assert bound == 27 == span(timeline)
-    less = lower_bound(Placement.single(4), 8, Costs(limit=3))
+    less = lower_bound(Placement.single(4), 8, Costs(memory_limit=3))
     assert less > span(timeline)
 
 
@@ -217,45 +217,57 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         ("front and tail", (0, 1), 1, Costs(comm=1), 3 + 4),
         # Two F's fit: front idle 5 - 2. Tail: 4 until the last B, filled by one B
         # and W, or by two W's: idle 4 - 2.
-        ("front and tail", (0, 1), 4, Costs(comm=1, limit=2), 12 + 3 + 2),
+        ("front and tail", (0, 1), 4, Costs(comm=1, memory_limit=2), 12 + 3 + 2),
         # Two W's of 2 each fill all of the 4, so the tail is not idle.
-        ("front and tail", (0, 1), 4, Costs(w=2, comm=1, limit=2), 16 + 3),
+        ("front and tail", (0, 1), 4, Costs(w=2, comm=1, memory_limit=2), 16 + 3),
         # Two at a time, loop 6: F0 0, F2 6; 2 and 3 through stage 1 (2 + 4 + 2), a W.
-        ("cycle", (0, 1), 4, Costs(comm=1, limit=2.5), 6 + 8 + 1),
+        ("cycle", (0, 1), 4, Costs(comm=1, memory_limit=2.5), 6 + 8 + 1),
         # Two leave no room for a pending W: W0, or else F1 and B1, before F2.
-        ("cycle", (0, 1), 4, Costs(comm=1, limit=2), 6 + 1 + 8 + 1),
+        ("cycle", (0, 1), 4, Costs(comm=1, memory_limit=2), 6 + 1 + 8 + 1),
         # The same, but stage 0 is slower: it takes 2 (2 + 2) itself for the last two.
-        ("cycle", (0, 1), 4, Costs((2, 0.5), (2, 0.5), limit=2), 6 + 8 + 1),
+        ("cycle", (0, 1), 4, Costs((2, 0.5), (2, 0.5), memory_limit=2), 6 + 8 + 1),
         # A large W is not waited for: F1 (1) or B1 (2) is shorter.
-        ("cycle", (0,), 3, Costs(1, 2, 9, limit=2), (3 + 2) + 3 + 9),
+        ("cycle", (0,), 3, Costs(1, 2, 9, memory_limit=2), (3 + 2) + 3 + 9),
         # With one at a time it must be: every loop ends with its W.
-        ("cycle", (0, 1), 3, Costs(limit=1), 2 * (4 + 1) + 4 + 1),
+        ("cycle", (0, 1), 3, Costs(memory_limit=1), 2 * (4 + 1) + 4 + 1),
         # Each of 4 holds 1 for 6 and 0.5 for 1; the limit is 2.
-        ("area", (0, 1), 4, Costs(comm=1, limit=2), 4 * 6.5 / 2),
+        ("area", (0, 1), 4, Costs(comm=1, memory_limit=2), 4 * 6.5 / 2),
         # V: stage 0 holds .5 for the loop of 4 and for the inner one of 1, and W's.
-        ("area", (0, 1, 1, 0), 4, Costs(limit=1), 4 * (2 + 0.5 + 0.25)),
+        ("area", (0, 1, 1, 0), 4, Costs(memory_limit=1), 4 * (2 + 0.5 + 0.25)),
         # V, inner stage: B at 4, three F's fit, idle 1. After the last F: own 4 and 2
         # that fit beside it are left, but 4 to go: 24 + 1 - 6 + 4. Down, up, W: 3.
-        ("fill", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, limit=3), 23 + 3),
+        ("fill", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, memory_limit=3), 23 + 3),
         # Stage 0: only 4 F's until 7, when its second chunk can start: idle 3.
         ("fill", (0, 1, 2, 3, 3, 2, 1, 0), 4, Costs(2, 2, 2), 24 + 3),
         # Inner stage, one at a time: loop 4 and then W, B, W, F. Then 6 and 3.
-        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, limit=2), 3 * 8 + 9),
+        (
+            "turns",
+            (0, 1, 1, 0),
+            4,
+            Costs(2, 2, 2, m_b=2, m_w=1, memory_limit=2),
+            3 * 8 + 9,
+        ),
         # The same where there is memory for a third chunk: after the loop W or B.
-        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, limit=3), 3 * 5 + 9),
+        (
+            "turns",
+            (0, 1, 1, 0),
+            4,
+            Costs(2, 2, 2, m_b=2, m_w=1, memory_limit=3),
+            3 * 5 + 9,
+        ),
         # Inner stage, 4 chunks at a time, no W beside them: loops 8 and 6, W's 2; of
         # these 5 run after the length. Ends 0 + 1 + 2 + 3, way to and from stage 0: 5.
         (
             "slots",
             (0, 1, 1, 0),
             6,
-            Costs(2, 2, 2, 1, m_b=2, m_w=1, limit=4),
+            Costs(2, 2, 2, 1, m_b=2, m_w=1, memory_limit=4),
             (6 * (8 + 6 + 2) - 5 + 6 + 6) / 4 + 5,
         ),
         # One chunk, a W fits beside two: loop 6, F before the second, B after it, W.
-        ("slots", (0, 1), 4, Costs(comm=1, limit=2.5), (24 + 2) / 2 + 1),
+        ("slots", (0, 1), 4, Costs(comm=1, memory_limit=2.5), (24 + 2) / 2 + 1),
         # One chunk: as cycle above.
-        ("turns", (0, 1), 4, Costs(comm=1, limit=2), 6 + 1 + 8 + 1),
+        ("turns", (0, 1), 4, Costs(comm=1, memory_limit=2), 6 + 1 + 8 + 1),
         # Down 1 + 2, there 5 (3 + 3), back up 2 + 1, a W; the link to stage 2 is idle.
         ("bottleneck", (0, 1, 2), 5, Costs((1, 3, 0), (1, 3, 0), 1, (2, 9)), 37),
         # The loss is work of the last stage, and on the way of every loop.
@@ -267,7 +279,13 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         ("cycle", (0, 1), 1, Costs(splits=(True, False)), 1 + 1 + 2 + 1 + 1),
         ("cycle", (0, 1), 1, Costs(splits=(False, False)), 1 + 1 + 2 + 2),
         # Two in flight leave room for the next F, as nothing waits for W.
-        ("cycle", (0, 1), 4, Costs(comm=1, splits=(False, True), limit=2), 7 + 9),
+        (
+            "cycle",
+            (0, 1),
+            4,
+            Costs(comm=1, splits=(False, True), memory_limit=2),
+            7 + 9,
+        ),
     ],
 )
 def test_bounds_by_hand(proof, placement, m, costs, by_hand):

@@ -108,10 +108,10 @@ def test_schedule_file_has_the_fixed_format(tmp_path):
 
 def test_a_schedule_is_read_with_a_memory_limit():
     text = schedule_text(random_schedule(3))
-    costs = Costs(limit=100.0)
+    costs = Costs(memory_limit=100.0)
     assert parse_schedule(text, costs=costs).costs == costs
     with pytest.raises(ScheduleError, match="over the limit"):
-        parse_schedule(text, costs=Costs(limit=0.01))
+        parse_schedule(text, costs=Costs(memory_limit=0.01))
 
 
 BASE = json.loads(schedule_text(plan("FThenB", n_stages=4, n_microbatches=5)))
@@ -188,7 +188,7 @@ PER_CHUNK = ("f", "b", "w", "comm", "optimizer", "all_gather", "reduce_scatter")
     splits=st.none() | st.lists(st.booleans(), max_size=3).map(tuple),
     reduction=st.none() | values,
     validation=values,
-    limit=st.none() | per_chunk,
+    memory_limit=st.none() | per_chunk,
 )
 def test_costs_are_read_back_as_they_were(lists, tmp_path_factory, **others):
     path = tmp_path_factory.getbasetemp() / "costs.json"
@@ -201,7 +201,7 @@ def test_keys_left_out_take_their_defaults_and_those_are_left_out(tmp_path):
     """Files stay readable for those who know the first keys only."""
     assert parse_costs("{}") == Costs() == parse_costs('{"memory_limit": null}')
     costs = parse_costs('{"f": [1, 2.5], "memory_limit": 8, "m_w": 0.366}')
-    assert costs == Costs(f=(1, 2.5), m_w=0.366, limit=8)
+    assert costs == Costs(f=(1, 2.5), m_w=0.366, memory_limit=8)
     first = {"f", "b", "w", "comm", "optimizer", "m_b", "m_w"}
     for more in ({}, {"loss": 1, "splits": (True,)}, {"reduction": 0}):
         write_costs(Costs(**more), tmp_path / "costs.json")
@@ -214,7 +214,7 @@ def test_a_layers_file_comes_back_as_it_was(tmp_path):
     layers = LayerCosts(4, f=(1.0, 2.0, 3.0, 4.0), m_r=1.0, pass_f=0.5, all_gather=2.0)
     write_layers(layers, path)
     assert read_layers(path) == layers
-    assert parse_layers('{"f": [1, 2, 3], "memory_limit": "2KiB"}').limit == 2048
+    assert parse_layers('{"f": [1, 2, 3], "memory_limit": "2KiB"}').memory_limit == 2048
 
 
 NOT_READ = ("loss", "reduction", "validation")
@@ -295,7 +295,7 @@ def both(**data: object) -> tuple[Costs, LayerCosts]:
 )
 def test_memories_in_bytes_take_a_limit_in_bytes(said: dict[str, object]) -> None:
     for costs in both(**said):
-        assert with_limit(costs, LIMIT).limit == 2.0**34
+        assert with_limit(costs, LIMIT).memory_limit == 2.0**34
 
 
 @pytest.mark.parametrize(
@@ -306,17 +306,18 @@ def test_a_limit_in_bytes_is_refused_where_the_unit_is_not_known(said) -> None:
     for costs in both(**said):
         with pytest.raises(RequestError, match='add "memory_unit": "bytes" to the'):
             with_limit(costs, LIMIT)
-        assert with_limit(costs, 2.0**34).limit == 2.0**34, "a number has their unit"
+        limit = with_limit(costs, 2.0**34).memory_limit
+        assert limit == 2.0**34, "a number has their unit"
 
 
 def test_a_limit_of_the_costs_themselves_is_judged_by_its_unit() -> None:
     in_bytes, _ = both(**SMALL, memory_limit="16GiB")
     with pytest.raises(RequestError, match=r"memory_limit is 16\.0 GiB, but nothing"):
         with_limit(in_bytes, None)
-    assert with_limit(both(**SMALL, memory_limit=1e30)[0], None).limit == 1e30
+    assert with_limit(both(**SMALL, memory_limit=1e30)[0], None).memory_limit == 1e30
     with pytest.raises(RequestError, match="largest is 1;"):
-        check_unit(Costs(limit=2.0**34))  # beyond any use: taken for bytes
-    check_unit(Costs(limit=2.0**34, m_b=2.0**18))  # the control: kilobytes
+        check_unit(Costs(memory_limit=2.0**34))  # beyond any use: taken for bytes
+    check_unit(Costs(memory_limit=2.0**34, m_b=2.0**18))  # the control: kilobytes
 
 
 @pytest.mark.parametrize("memory_unit", [None, "bytes"])

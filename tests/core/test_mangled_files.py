@@ -111,7 +111,7 @@ EXTREMES = st.one_of(
 @given(f=EXTREMES, w=EXTREMES, m_b=EXTREMES, m_w=EXTREMES, limit=EXTREMES)
 def test_extreme_costs_are_planned_or_refused(f, w, m_b, m_w, limit):
     with suppress(RequestError):
-        costs = Costs(f=f, w=w, m_b=m_b, m_w=m_w, limit=limit)
+        costs = Costs(f=f, w=w, m_b=m_b, m_w=m_w, memory_limit=limit)
         for mode in ("ZB", "ZBV"):
             with suppress(RequestError):
                 plan = zbpp.plan(mode, n_stages=2, n_microbatches=4, costs=costs)

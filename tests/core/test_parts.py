@@ -169,9 +169,9 @@ def test_memory_follows_from_the_order_not_from_the_times():
         moved = moved.replace(f"0B{i}.0~", f"0B{i}.0").replace(f"0B{i}.1", f"0B{i}.1~")
     other = Schedule("three", placement, 3, order, parts=rows(moved))
     assert max(held_during(other.parts[0], late.on(placement), stage=0)) == 3
-    replace(schedule, costs=replace(LANES, limit=2.5))
+    replace(schedule, costs=replace(LANES, memory_limit=2.5))
     with pytest.raises(ScheduleError, match=r"0F2\.0 needs memory 3, over the limit"):
-        replace(other, costs=replace(late, limit=2.5))
+        replace(other, costs=replace(late, memory_limit=2.5))
 
 
 def test_files_keep_parts_and_say_their_versions(tmp_path):

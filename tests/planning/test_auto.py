@@ -77,7 +77,7 @@ def modes_better_than_auto(
 
     That is p M_B of a V, and 2p M_B of all others.
     """
-    best = auto(p, m, costs=costs, memory=memory)
+    best = auto(p, m, costs=costs.with_memory(memory))
     for mode in set(MODES) - {"auto"}:
         try:
             other = make_plan(
@@ -85,15 +85,14 @@ def modes_better_than_auto(
                     schedule=mode,
                     n_stages=p,
                     n_microbatches=m,
-                    costs=costs,
-                    memory=memory,
+                    costs=costs.with_memory(memory),
                     effort="fast",
                 )
             )
         except RequestError:  # it does not fit the limit
             continue
         most = p if other.schedule.placement == Placement.wave(p) else 2 * p
-        if memory.limit is None and other.peak > most:
+        if memory.memory_limit is None and other.peak > most:
             continue
         if other.is_better_than(best):
             yield mode
@@ -114,7 +113,7 @@ def test_an_order_of_less_memory_wins_among_equals():
     costs = Costs(f=1.0, b=1.0, w=0.9, comm=0.3)
     memory = MemoryModel(1.0, 0.3)
     assert not list(modes_better_than_auto(8, 16, costs, memory))
-    found = auto(8, 16, costs=costs, memory=memory)
+    found = auto(8, 16, costs=costs.with_memory(memory))
     assert found.mode not in SEARCHES, "else the case does not show it"
 
 
@@ -170,22 +169,24 @@ def test_a_tie_in_time_goes_to_less_memory_as_it_really_is():
 
 
 def test_a_placement_whose_bound_is_above_the_best_is_skipped():
-    found = auto(memory=MemoryModel(limit=4))  # no bubble in p M_B
+    found = auto(memory_limit=4)  # no bubble in p M_B
     assert found.schedule.placement == V
     assert skipped(found) == {
         "interleaved ZB": "its span is at least 25.5, that of ZBV is 24"
     }
     costs = Costs(1.0, 1.0, 1.0, 1.0)  # two chunks send twice as many messages
-    found = auto(costs=costs, memory=MemoryModel(limit=4))
+    found = auto(costs=costs, memory_limit=4)
     assert found.schedule.placement == SINGLE
     assert set(skipped(found)) == {"ZBV", "interleaved ZB"}
 
 
 def test_all_are_planned_where_each_could_win():
-    costs, memory = Costs(1.0, 1.5, 0.5, 0.2), MemoryModel(limit=3)
-    best = auto(costs=costs, memory=memory)
+    costs, memory = Costs(1.0, 1.5, 0.5, 0.2), MemoryModel(memory_limit=3)
+    best = auto(costs=costs.with_memory(memory))
     assert not skipped(best)
-    plans = [auto(costs=costs, memory=memory, placement=p) for p in SEARCHES.values()]
+    plans = [
+        auto(costs=costs.with_memory(memory), placement=p) for p in SEARCHES.values()
+    ]
     spans = [one.span for one in plans]
     assert len(set(spans)) == 3 and best.span == min(spans)
     assert best.schedule.name == "auto" and best.schedule.costs == costs.with_memory(
@@ -215,10 +216,10 @@ PER_STAGE = Costs(
 
 
 def test_all_placements_compete_for_lists_of_one_entry_a_stage():
-    memory = MemoryModel(limit=2)
-    best = auto(costs=PER_STAGE, memory=memory)
+    memory = MemoryModel(memory_limit=2)
+    best = auto(costs=PER_STAGE.with_memory(memory))
     assert not skipped(best)
-    alone = auto(costs=PER_STAGE, memory=memory, placement=SINGLE)
+    alone = auto(costs=PER_STAGE.with_memory(memory), placement=SINGLE)
     assert best.span < 0.9 * alone.span
     timelines = [simulate(one.schedule, PER_STAGE) for one in (best, alone)]
     assert work(timelines[0]) == pytest.approx(work(timelines[1]))
@@ -231,19 +232,19 @@ def test_lists_per_stage_of_any_memory_are_dealt_to_chunks():
         m_w=(GIB / 2,) * 4,
         m_fixed=(9 * GIB, 8 * GIB, 8 * GIB, 9 * GIB),
         peak_b=(GIB / 4,) * 4,
-        limit=14 * GIB,
+        memory_limit=14 * GIB,
     )
-    assert auto(memory=memory).schedule.placement == V
+    assert auto(costs=Costs().with_memory(memory)).schedule.placement == V
     fixed = (5 * GIB, *(4 * GIB,) * 6, 5 * GIB)
-    chunks = MemoryModel(m_b=GIB, m_w=GIB / 2, m_fixed=fixed, limit=14 * GIB)
-    assert auto(memory=chunks).schedule.placement.n_chunks == 8
+    chunks = MemoryModel(m_b=GIB, m_w=GIB / 2, m_fixed=fixed, memory_limit=14 * GIB)
+    assert auto(costs=Costs().with_memory(chunks)).schedule.placement.n_chunks == 8
 
 
 def test_auto_holds_no_more_than_any_mode_of_the_same_times():
     """F, B, W of 1: the V without a bubble holds p M_B and the inside of one pass."""
     memory = MemoryModel(m_b=1, m_w=1.5, m_fixed=20, peak_b=1, peak_w=0.25)
     assert not list(modes_better_than_auto(4, 8, Costs(), memory))
-    best = auto(memory=memory).schedule
+    best = auto(costs=Costs().with_memory(memory)).schedule
     assert (
         max(peaks(best.orders, Costs().with_memory(memory).on(best.placement)))
         <= 20 + 2 * 4 + 1
@@ -256,7 +257,7 @@ def test_lists_say_how_many_chunks_are_meant():
     both = Costs(f=(1.0, 2.0, 1.0, 1.0), w=(0.5,) * 12)  # per stage, per chunk
     assert auto(costs=both).schedule.placement.n_chunks == 12
     steps = Costs(1, 1, 1, 0.2, optimizer=(1.0,) * 12)
-    found = auto(costs=steps, memory=MemoryModel(limit=1))
+    found = auto(costs=steps, memory_limit=1)
     assert found.schedule.placement.n_chunks == 12
 
 
@@ -268,25 +269,25 @@ def test_a_list_of_no_whole_number_a_stage_is_refused():
 
 
 def test_a_round_without_its_link_is_left_out():
-    memory = MemoryModel(limit=3)
-    without = auto(costs=Costs(1.0, 1.5, 0.5, (0.2,) * 3), memory=memory)
+    memory = MemoryModel(memory_limit=3)
+    without = auto(costs=Costs(1.0, 1.5, 0.5, (0.2,) * 3).with_memory(memory))
     assert "comm has 3 entries" in skipped(without)["interleaved ZB"]
-    assert not skipped(auto(costs=Costs(1.0, 1.5, 0.5, (0.2,) * 4), memory=memory))
+    assert not skipped(auto(costs=Costs(1.0, 1.5, 0.5, (0.2,) * 4).with_memory(memory)))
 
 
 def test_a_limit_that_one_placement_cannot_meet_leaves_the_others():
     held = (1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 2.0)  # 3 on a stage of both
     with pytest.raises(LimitError, match="works is 3") as error:
-        auto(memory=MemoryModel(m_b=held, limit=2.5))
+        auto(costs=Costs(m_b=held, memory_limit=2.5))
     assert error.value.reason.startswith("auto with 4 stages and 8 micro-batches needs")
     held = (2.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0)  # 4 on stage 0 in a round, V: 3
-    found = auto(memory=MemoryModel(m_b=held, limit=3))
+    found = auto(costs=Costs(m_b=held, memory_limit=3))
     assert found.schedule.placement == V
     held = (2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0)  # the other way about
-    found = auto(memory=MemoryModel(m_b=held, limit=3))
+    found = auto(costs=Costs(m_b=held, memory_limit=3))
     assert found.schedule.placement == ROUND
     with pytest.raises(LimitError, match="works is 3"):
-        auto(memory=MemoryModel(m_b=held, limit=2.9))
+        auto(costs=Costs(m_b=held, memory_limit=2.9))
 
 
 def test_the_short_form_gives_the_same_schedule():

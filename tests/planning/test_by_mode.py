@@ -35,7 +35,7 @@ def pick(costs: LayerCosts, p: int = 4, m: int = 8) -> Plan:
 
 
 def test_no_mode_is_better_than_what_is_chosen() -> None:
-    costs = layers(limit=30 * GIB)
+    costs = layers(memory_limit=30 * GIB)
     found = pick(costs)
     assert found.peak <= 30 * GIB
     for mode in COMPARED:
@@ -59,7 +59,7 @@ def test_among_plans_that_are_as_good_as_equal_few_messages_win(monkeypatch) -> 
 
 
 def test_the_line_says_what_was_chosen_and_why_the_others_lost() -> None:
-    line = pick(layers(limit=30 * GIB)).line
+    line = pick(layers(memory_limit=30 * GIB)).line
     assert line.startswith("auto: ZB") and "\n" not in line
     assert "; predicted step " in line and " GiB" in line
     assert "1F1B +" in line and "zero bubble will not help" not in line
@@ -90,7 +90,7 @@ def test_a_mode_that_cannot_be_had_is_named_with_its_reason() -> None:
 
 def test_what_fits_no_mode_is_refused() -> None:
     with pytest.raises(LimitError, match="smallest limit"):
-        pick(layers(limit=2 * GIB))
+        pick(layers(memory_limit=2 * GIB))
 
 
 def test_a_mode_whose_busiest_stage_takes_too_long_is_not_planned(monkeypatch) -> None:

@@ -88,7 +88,8 @@ def test_layers_that_devices_share() -> None:
 
 def test_layers_are_shared_where_links_are_fast_inside_a_node() -> None:
     """Replicas of shared layers have the places of a node that are left."""
-    layers = replace(LAYERS, message=8.0, limit=40.0)  # one stage needs 136 alone
+    # one stage needs 136 alone
+    layers = replace(LAYERS, message=8.0, memory_limit=40.0)
     chosen = {}
     for inside in (1.0, 1e9):
         network = Network(Link(0.0, 1.0), node=4, node_link=Link(0.0, inside))
@@ -120,12 +121,12 @@ def test_memory_that_replicas_keep(shard, held) -> None:
 
 def test_a_limit_leaves_the_meshes_that_fit() -> None:
     """One stage needs 128 + 8, two 64 + 2 x 4, four 32 + 4 x 2."""
-    found = meshes(replace(LAYERS, limit=80.0))
+    found = meshes(replace(LAYERS, memory_limit=80.0))
     assert [one.plan is not None for one in found.values()] == [False, True, True]
     assert "pp 1" not in best_mesh(list(found.values())).name
     assert found["pp 1 x dp 4"].needs > 80
     with pytest.raises(RequestError, match=r"none of 3 meshes fits; the nearest is"):
-        best_mesh(list(meshes(replace(LAYERS, limit=10.0)).values()))
+        best_mesh(list(meshes(replace(LAYERS, memory_limit=10.0)).values()))
 
 
 def test_meshes_that_cannot_be() -> None:

@@ -13,7 +13,7 @@ from zbpp.planning import Plan, PlanRequest, make_plan, read_plan
 
 COSTS = Costs(f=1.0, b=1.25, w=0.5, comm=0.1, optimizer=0.25)
 LAYERS = LayerCosts(
-    n_layers=9, f=1.0, b=1.0, w=0.5, m_b=1.0, m_w=0.5, m_r=0.125, limit=9.0
+    n_layers=9, f=1.0, b=1.0, w=0.5, m_b=1.0, m_w=0.5, m_r=0.125, memory_limit=9.0
 )
 SIZES = {"n_stages": 3, "n_microbatches": 6, "effort": "fast"}
 
@@ -23,11 +23,11 @@ def planned(mode: str, **more: object) -> Plan:
 
 
 PLANS = {
-    "auto": {"costs": COSTS, "memory": MemoryModel(limit=3.0)},
+    "auto": {"costs": COSTS, "memory_limit": 3.0},
     "1F1B": {},
     "ZBV": {"costs": replace(COSTS, all_gather=0.25, gathers=True)},
     "ZBH1": {"costs": LAYERS, "recompute": "auto"},
-    "ZB": {"costs": COSTS, "memory": MemoryModel(m_r=0.1), "recompute": (0, 2)},
+    "ZB": {"costs": replace(COSTS, m_r=0.1), "recompute": (0, 2)},
 }
 
 
@@ -62,7 +62,7 @@ def test_a_plan_or_its_file_is_a_schedule_with_its_own_costs(tmp_path):
         assert (other.schedule, other.costs) == (plan.schedule, Costs())
     assert zbpp.plan(str(path)) == plan.schedule
     with pytest.raises(LimitError, match="ZBV with 3 stages"):
-        make_plan(PlanRequest(schedule=plan, memory=MemoryModel(limit=1.0)))
+        make_plan(PlanRequest(schedule=plan, memory_limit=1.0))
     with pytest.raises(RequestError, match="n_stages is 3, but 4 is asked for"):
         make_plan(PlanRequest(schedule=path, n_stages=4))
 
@@ -83,11 +83,11 @@ def test_commands_take_plan_files(tmp_path, capsys):
 def test_a_limit_beside_a_plan_has_its_unit(tmp_path, capsys):
     path = tmp_path / "plan.json"
     in_bytes = MemoryModel(m_b=2.0**30, m_w=2.0**29, memory_unit="bytes")
-    planned("ZBH1", costs=COSTS, memory=in_bytes).save(path)
+    planned("ZBH1", costs=COSTS.with_memory(in_bytes)).save(path)
     assert main(["show", str(path), "--memory_limit", "4GiB"]) == 0
     assert "within memory 4.00 GiB" in capsys.readouterr().out
-    with make_pipeline(path, 3, memory="4GiB") as pipeline:
-        assert pipeline.plan.costs.limit == 2.0**32
+    with make_pipeline(path, 3, memory_limit="4GiB") as pipeline:
+        assert pipeline.plan.costs.memory_limit == 2.0**32
     assert main(["show", str(path), "--memory_limit", "2GiB"]) == 2
     assert "over the limit 2.00 GiB" in capsys.readouterr().err
 

@@ -69,14 +69,18 @@ def models(costs: dict[str, Any]) -> tuple[Costs, Costs]:
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in costs.items()}
     names = ("f", "b", "w", "comm", "loss", "splits", "send_occupies")
     times = {k: given.pop(k) for k in names if k in given}
-    return Costs(**times), Costs(limit=given.pop("memory_limit"), **given)
+    return Costs(**times), Costs(memory_limit=given.pop("memory_limit"), **given)
 
 
 def planned(seed: int) -> tuple[Schedule, dict[str, Any]]:
     mode, costs, p, m = case(seed)
     times, memory = models(costs)
     schedule = plan(
-        mode, n_stages=p, n_microbatches=m, costs=times, memory=memory, effort="fast"
+        mode,
+        n_stages=p,
+        n_microbatches=m,
+        costs=times.with_memory(memory),
+        effort="fast",
     )
     return schedule, costs
 
@@ -142,7 +146,7 @@ def test_judge_adds_up_memory_as_drawn_by_hand():
 
 def test_judge_refuses_plans_that_look_past_the_true_memory():
     """Negative control: a plan without peaks, judged with them."""
-    plain = plan("ZB", n_stages=3, n_microbatches=6, memory=Costs(limit=3))
+    plain = plan("ZB", n_stages=3, n_microbatches=6, memory_limit=3)
     file = json.loads(schedule_text(plain))
     JUDGE.judge(file, {"memory_limit": 3})
     for key in ("m_fixed", "peak_b", "peak_f", "m_w"):

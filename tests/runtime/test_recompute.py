@@ -33,7 +33,7 @@ from small_model import (
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from zbpp.core import Costs, MemoryModel, Recompute, Schedule
+from zbpp.core import Costs, Recompute, Schedule
 from zbpp.planning import plan
 from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime.chunk import Chunk
@@ -216,7 +216,7 @@ def test_a_schedule_that_names_a_layer_the_chunk_lacks_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_chooses_what_it_recomputes() -> None:
-    costs = {"costs": Costs(), "memory": MemoryModel(m_r=0.05, limit=1.2)}
+    costs = {"costs": Costs(m_r=0.05, memory_limit=1.2)}
     plain = train("ZBH1", 2)
     for recompute, expected in {
         "all": (True, True),
@@ -237,7 +237,7 @@ def test_a_pipeline_chooses_what_it_recomputes() -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"recompute": "auto", "memory": MemoryModel(m_r=0.1)}, "needs a memory limit"),
+        ({"recompute": "auto", "costs": Costs(m_r=0.1)}, "needs a memory limit"),
         ({"recompute": [9]}, "layer 9 shall be recomputed; the layers are 0 to 8"),
     ],
 )

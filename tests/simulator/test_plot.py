@@ -117,7 +117,7 @@ def area(corners):
 
 
 def test_memory_over_time_is_drawn_below(tmp_path):
-    timeline, memory = timeline_of("ZBH1"), Costs(limit=5)
+    timeline, memory = timeline_of("ZBH1"), Costs(memory_limit=5)
     figure = plot(timeline, tmp_path / "m.png", costs=memory, time_unit="ms")
     below = figure.axes[1]
     assert below.get_xlabel() == "time (ms)"
@@ -133,7 +133,11 @@ def test_memory_over_time_is_drawn_below(tmp_path):
 def test_memory_in_bytes_stands_on_what_is_fixed(tmp_path):
     gib = 2.0**30
     memory = Costs(
-        m_b=gib, m_w=gib / 2, m_fixed=10 * gib, limit=20 * gib, memory_unit="bytes"
+        m_b=gib,
+        m_w=gib / 2,
+        m_fixed=10 * gib,
+        memory_limit=20 * gib,
+        memory_unit="bytes",
     )
     figure = plot(timeline_of("ZBH1"), tmp_path / "m.png", costs=memory)
     assert figure.axes[0].get_title("right").endswith("peak memory 14.0 GiB")

@@ -11,7 +11,7 @@ POLICIES = {
     "step": zbpp.StepPolicy,
     "execution": zbpp.Execution,
 }
-PLANNED = ("split", "layer_costs", "example", "recompute", "costs", "memory")
+PLANNED = ("split", "layer_costs", "example", "recompute", "costs", "memory_limit")
 
 
 def unknown(make: Any) -> Any:

@@ -46,9 +46,9 @@ def test_the_effort_reaches_the_planner(monkeypatch):
 def test_the_memory_limit_overrules_that_of_the_costs_file(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text('{"f": 2, "memory_limit": 7}')
-    assert costs_of(Train(costs=path)).limit == 7
+    assert costs_of(Train(costs=path)).memory_limit == 7
     costs = costs_of(Train(costs=path, memory_limit=5.0))
-    assert (costs.f, costs.limit) == (2, 5.0)
+    assert (costs.f, costs.memory_limit) == (2, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_split_is_balanced_once_costs_per_layer_are_known(layers, tmp_path):
 def test_costs_of_chunks_follow_from_the_split(layers):
     options = Train(layers=layers, memory_limit=90.0)
     costs = plan_of(options).costs
-    assert costs.f == (11, 12) and costs.limit == 90.0
+    assert costs.f == (11, 12) and costs.memory_limit == 90.0
 
 
 @pytest.mark.parametrize(

@@ -104,14 +104,14 @@ def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
 @pytest.mark.slow
 def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
     assert "the smallest limit that works" in refusal(
-        partial(make_pipeline, "auto", 2, example=batch(0), memory="20KiB")
+        partial(make_pipeline, "auto", 2, example=batch(0), memory_limit="20KiB")
     )
-    pipeline = make_pipeline("auto", 2, example=batch(0), memory="1GiB")
+    pipeline = make_pipeline("auto", 2, example=batch(0), memory_limit="1GiB")
     assert sum(pipeline.schedule.split) == N_LAYERS
 
 
 def test_a_limit_in_bytes_needs_memories_in_bytes() -> None:
-    text = refusal(partial(make_pipeline, "auto", 2, memory="1GiB"))
+    text = refusal(partial(make_pipeline, "auto", 2, memory_limit="1GiB"))
     assert "memory_limit is 1.00 GiB, but nothing says" in text
 
 

@@ -55,7 +55,7 @@ def told_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(watch: Watch, planned: Costs | None, *phases: tuple[Costs, int]) -> list[int]:
     """Switches so far after each phase of steps."""
     steps = Steps(phases[0][0])
-    costs = replace(planned or Costs(), limit=8.0)
+    costs = replace(planned or Costs(), memory_limit=8.0)
     watcher = Watcher(watch, costs, has_costs=planned is not None)
     switches = []
     for costs, n_steps in phases:
@@ -80,18 +80,18 @@ def test_a_machine_that_slows_down_as_a_whole_has_not_drifted() -> None:
 
 
 def test_a_gain_that_is_too_small_is_left_alone() -> None:
-    found = replan(PLAN, replace(SKEWED, limit=8.0), effort="fast")
+    found = replan(PLAN, replace(SKEWED, memory_limit=8.0), effort="fast")
     assert 0 < found.gain < 1
     watch = Watch(first=4, least_gain=found.gain * 1.01)
     assert run(watch, None, (SKEWED, 4)) == [0]
 
 
 def test_the_new_order_is_as_short_as_is_said_and_keeps_the_limit() -> None:
-    found = replan(PLAN, replace(SKEWED, limit=3.0), effort="fast")
+    found = replan(PLAN, replace(SKEWED, memory_limit=3.0), effort="fast")
     assert span(simulate(found.schedule, SKEWED)) == pytest.approx(found.then)
     assert found.schedule.placement == PLAN.placement
     with pytest.raises(RequestError):
-        replan(PLAN, replace(SKEWED, limit=0.5), effort="fast")
+        replan(PLAN, replace(SKEWED, memory_limit=0.5), effort="fast")
 
 
 def test_a_plan_in_parts_is_followed_by_one_for_costs_without() -> None:
@@ -123,7 +123,7 @@ def test_links_that_slow_down_have_drifted() -> None:
 
 def test_a_limit_that_nothing_fits_leaves_the_schedule_as_it_is(caplog) -> None:
     steps = Steps(SKEWED)
-    watcher = Watcher(Watch(first=4), Costs(limit=0.5), has_costs=False)
+    watcher = Watcher(Watch(first=4), Costs(memory_limit=0.5), has_costs=False)
     with caplog.at_level(logging.WARNING, "zbpp"):
         for _ in range(4):
             watcher.after_step(steps)

@@ -158,7 +158,7 @@ def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipelin
             model,
             schedule,
             example=(field.batch.inputs, field.batch.targets),
-            memory=request.memory_limit,
+            memory_limit=request.memory_limit,
             **made_as,
         )
     return Pipeline(

@@ -71,7 +71,7 @@ class PlanFlags(Replicas, Planning):
         if request.costs is not None:
             return request
         if self.costs is None and is_plan_file(mode):  # it has costs of its own
-            return replace(request, memory=self.memory_limit)
+            return replace(request, memory_limit=self.memory_limit)
         return replace(request, costs=self.chunk_costs())
 
     def plan(self, mode: str) -> Plan:

@@ -58,9 +58,9 @@ def summarize(schedule: Schedule, costs: Costs) -> Summary:
     """
     timeline = simulate(schedule, costs)
     held = peak_memory(timeline, costs)
-    limit = max(held) if costs.limit is None else costs.limit
+    limit = max(held) if costs.memory_limit is None else costs.memory_limit
     bounds = lower_bounds(
-        schedule.placement, schedule.n_microbatches, replace(costs, limit=limit)
+        schedule.placement, schedule.n_microbatches, replace(costs, memory_limit=limit)
     )
     by, bound = max(bounds.items(), key=lambda item: item[1])
     longest = span(timeline)

@@ -62,7 +62,7 @@ class Schedule:
         check_layers(self.placement, self.split, self.recompute)
         validate(self.placement, self.n_microbatches, self.orders)
         limited = None
-        if self.costs is not None and self.costs.limit is not None:
+        if self.costs is not None and self.costs.memory_limit is not None:
             limited = self.costs.on(self.placement)
             check_memory(self.orders, limited)
         if self.parts is not None:

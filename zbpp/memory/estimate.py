@@ -198,7 +198,7 @@ def stage_costs(
     return MemoryModel(
         m_b=tuple(float(chunk.m_b) for chunk in ordered),
         m_w=tuple(float(chunk.m_w) for chunk in ordered),
-        limit=limit,
+        memory_limit=limit,
         m_fixed=tuple(fixed),
         peak_f=peaks[PassKind.F],
         peak_b=tuple(map(max, peaks[PassKind.B], map(float, least_b))),

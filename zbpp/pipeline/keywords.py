@@ -46,7 +46,7 @@ _PLACES = {
     "example": "zbpp.plan_model(model, schedule, example=...) as the schedule",
     "recompute": "zbpp.plan_model(model, schedule, recompute=...) as the schedule",
     "costs": "zbpp.plan_model(model, schedule, costs=...) as the schedule",
-    "memory": "zbpp.plan_model(model, schedule, memory=...) as the schedule",
+    "memory": "zbpp.plan_model(model, schedule, memory_limit=...) as the schedule",
 }
 """Keywords that `zbpp.Pipeline` had, and where each belongs now."""
 
@@ -174,7 +174,7 @@ def _translate(arguments: dict[str, Any], old: dict[str, Any]) -> None:
 
 def _plan(arguments: dict[str, Any], old: dict[str, Any]) -> None:
     """Plan as the constructor did, and give it the plan."""
-    renamed = {"layers": "layer_costs"}
+    renamed = {"layers": "layer_costs", "memory": "memory_limit"}
     facts = {renamed.get(name, name): old.get(name) for name in _FOR_PLAN}
     made_as = {
         name: value

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from zbpp.core import Costs, MemoryModel, Schedule
+from zbpp.core import Schedule
 from zbpp.core.sharding import reduces_every
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
@@ -20,6 +20,7 @@ from zbpp.planning.pipelines import (
     costs_or_layers,
     plan_pipeline,
 )
+from zbpp.planning.request import CostsLike, MemoryLimit
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
@@ -36,10 +37,10 @@ def plan_model(
     *,
     n_stages: int | None = None,
     n_microbatches: int | None = None,
-    costs: Costs | None = None,
+    costs: CostsLike | None = None,
     layer_costs: LayersOf | None = None,
     example: Any = None,
-    memory: MemoryModel | str | float | None = None,
+    memory_limit: MemoryLimit | None = None,
     split: Split = None,
     recompute: Recomputing | None = None,
     mesh: Processes | None = None,
@@ -60,13 +61,13 @@ def plan_model(
             `Plan`.
         n_stages: number of stages; None: the schedule's, or one per process.
         n_microbatches: micro-batches in a step; None: the schedule's.
-        costs: times of the chunks.
+        costs: of the chunks, or a costs file.
         layer_costs: costs of the layers, or a file of them, in place of ``costs``.
         example: inputs and targets of a step, on every rank, in place of either: the
             layers are then measured on the devices of the pipeline, and their memory is
             estimated; every rank must call.
-        memory: of the chunks; a text as ``"16GiB"``, or a number, is the limit of a
-            stage.
+        memory_limit: of a stage: a text such as ``"16GiB"``, a number in the unit of
+            the costs, or a list with one entry a stage.
         split: layers of each chunk, or ``"even"``: the first chunks get one more, or
             ``"balanced"``: by the costs of layers. None: the schedule's; if it has
             none, balanced with costs of layers, else even.
@@ -96,7 +97,7 @@ def plan_model(
         schedule=schedule,
         n_stages=n_stages,
         n_microbatches=n_microbatches,
-        memory=memory,
+        memory_limit=cast(Any, memory_limit),
         split=split,
         recompute=recompute,
     )

@@ -211,7 +211,7 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
     schedule = schedule_of(
         data["schedule"],
         source=source,
-        costs=None if costs.limit is None else costs,
+        costs=None if costs.memory_limit is None else costs,
     )
     ideal, even = (data["figures"].get(key) for key in ("ideal_step", "even_step"))
     try:

@@ -176,7 +176,7 @@ def _best_of_modes(request: PlanRequest, layers: LayerCosts) -> Plan:
     Layers are recomputed where they may be and there is a limit, if nothing is said of
     it. A list as split is for one placement: modes of others are left out.
     """
-    if request.recompute is None and None not in (layers.limit, layers.m_r):
+    if request.recompute is None and None not in (layers.memory_limit, layers.m_r):
         request = replace(request, recompute="auto")
     first = _best_split(MODES[AUTO], request)
     contest: Contest[Plan] = Contest()
@@ -208,7 +208,7 @@ def _enter(
     placement = mode.place(n_stages, mode.chunks)
     if mode.name != BASELINE:
         # recompute adds to the loads, and a memory limit only leaves fewer splits
-        least = balance(replace(layers, limit=None), placement, n_microbatches)
+        least = balance(replace(layers, memory_limit=None), placement, n_microbatches)
         if least.is_proved and least.load > first.step * (1 + _TRUST):
             reason = f"{least.load / first.step - 1:+.1%} at least"
             contest.reject(mode.name, reason)

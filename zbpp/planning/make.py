@@ -8,6 +8,7 @@ request: does it fit the memory, is what it splits to be split?
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from zbpp.core import (
     Costs,
@@ -27,7 +28,7 @@ from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
 from zbpp.planning.layers import plan_layers, rejected
 from zbpp.planning.modes import AUTO, MODES, Mode, canonical, is_file
-from zbpp.planning.request import Memory, PlanRequest
+from zbpp.planning.request import CostsLike, MemoryLimit, PlanRequest, costs_like
 from zbpp.planning.search import Problem, placements, within_limit
 from zbpp.schedules import check_effort, is_torch_csv, read_torch_csv
 from zbpp.schedules.planner.figures import ROUNDING
@@ -41,8 +42,8 @@ def plan(
     *,
     n_stages: int | None = None,
     n_microbatches: int | None = None,
-    costs: Costs | None = None,
-    memory: Memory | None = None,
+    costs: CostsLike | None = None,
+    memory_limit: MemoryLimit | None = None,
     effort: str = "default",
     chunks_per_stage: int | None = None,
 ) -> Schedule:
@@ -56,8 +57,8 @@ def plan(
         schedule=mode,
         n_stages=n_stages,
         n_microbatches=n_microbatches,
-        costs=costs,
-        memory=memory,
+        costs=costs_like(costs),
+        memory_limit=cast(Any, memory_limit),
         effort=effort,
         chunks_per_stage=chunks_per_stage,
     )
@@ -76,7 +77,7 @@ def make_plan(request: PlanRequest) -> Plan:
     has_costs = request.costs is not None
     orders = given_orders(request)
     if isinstance(orders, Plan) and not has_costs and request.recompute is None:
-        return _under_limit(orders, request.limit)
+        return _under_limit(orders, request.memory_limit)
     if orders is None:
         mode = MODES[canonical(str(request.schedule))]
     else:

@@ -234,7 +234,7 @@ def _planned(
 def _with_whole(mesh: MeshPlan, whole: float, layers: LayerCosts) -> MeshPlan:
     """Count what is whole for a while; refuse a mesh that then has no room."""
     counted_mesh = replace(mesh, whole=whole)
-    limit = layers.limit
+    limit = layers.memory_limit
     if limit is not None and counted_mesh.peak > _least(limit) * (1 + 1e-9):
         peak, unit = counted_mesh.peak, layers.memory_unit
         reason = (
@@ -252,7 +252,9 @@ def _any_stages(layers: LayerCosts) -> LayerCosts:
         layers,
         bandwidth=min(band) if isinstance(band, tuple) else band,
         delay=max(delay, default=0.0) if isinstance(delay, tuple) else delay,
-        limit=None if layers.limit is None else _least(layers.limit),
+        memory_limit=None
+        if layers.memory_limit is None
+        else _least(layers.memory_limit),
     )
 
 

@@ -5,9 +5,11 @@ nothing is known of their costs.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zbpp.core import (
     Costs,
@@ -19,10 +21,11 @@ from zbpp.core import (
     read_layers,
 )
 from zbpp.core.costs.units import check_unit
+from zbpp.core.files.costs_file import layers_of
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import given_orders, make_plan
 from zbpp.planning.modes import is_auto
-from zbpp.planning.request import PlanRequest
+from zbpp.planning.request import CostsLike, PlanRequest, costs_like
 from zbpp.schedules import (
     Split,
     even_split,
@@ -42,12 +45,12 @@ __all__ = [
 _log = logging.getLogger("zbpp")
 
 
-LayersOf = LayerCosts | str | Path
-"""Costs per layer, or a file of them."""
+LayersOf = LayerCosts | Mapping[str, Any] | str | Path
+"""Costs per layer, a file of them, or the object of one."""
 
 
 def costs_or_layers(
-    costs: Costs | None, layers: LayersOf | None
+    costs: CostsLike | None, layers: LayersOf | None
 ) -> Costs | LayerCosts | None:
     """Take the costs of chunks, or those of layers, which may be in a file.
 
@@ -55,13 +58,15 @@ def costs_or_layers(
         RequestError: both are given, or the file is not valid.
     """
     if layers is None:
-        return costs
+        return costs_like(costs)
     if costs is not None:
         raise RequestError(
             "costs and layer_costs are both given; the costs of chunks follow from "
             "those of layers: leave costs out"
         )
-    return layers if isinstance(layers, LayerCosts) else read_layers(layers)
+    if isinstance(layers, str | Path):
+        return read_layers(layers)
+    return layers_of(layers) if isinstance(layers, Mapping) else layers
 
 
 def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
@@ -156,11 +161,6 @@ def split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ..
         )
     if split is None or split == "even":
         return even_split(n_layers, placement.n_chunks)
-    if isinstance(split, str):
-        raise RequestError(
-            f"split is {split!r}; choose balanced or even, or give the layers of each "
-            "chunk"
-        )
     return tuple(split)
 
 

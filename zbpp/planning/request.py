@@ -1,28 +1,34 @@
 """The one question: what shall be planned, for which times and memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zbpp.core import (
     Costs,
     LayerCosts,
-    MemoryModel,
     Placement,
     RequestError,
     Schedule,
-    parse_memory,
+    a_kind,
+    is_layers_file,
+    read_costs,
+    read_layers,
 )
-from zbpp.core.costs.columns import Per, PerChunk, columns_of
+from zbpp.core.costs.columns import Per, PerChunk, columns_of, listed, whole_number
 from zbpp.core.costs.units import with_limit
+from zbpp.core.files.costs_file import costs_of, layers_of
 from zbpp.planning.answer import Plan
 from zbpp.planning.modes import CHUNKED_MODES, Mode
 from zbpp.schedules import Recomputing, Split
 
 __all__ = [
-    "Memory",
+    "CostsLike",
+    "MemoryLimit",
     "PlanRequest",
     "SplitRule",
+    "costs_like",
     "count_chunks",
     "listed_chunks",
     "parse_recompute",
@@ -30,10 +36,14 @@ __all__ = [
 ]
 
 _SPLITS: dict[str, Split] = {"balanced": "balanced", "even": "even"}
+_RECOMPUTE_CHOICES = "auto, all or none, or give numbers, as 0,2,5"
 _RECOMPUTE: dict[str, Recomputing] = {"auto": "auto", "all": "all", "none": "none"}
 
-Memory = MemoryModel | str | float
-"""Memory of chunks, or a limit: a text such as ``"16GiB"``, or a number."""
+MemoryLimit = str | float | Sequence[float]
+"""Of a stage: a number, a text such as ``"16GiB"``, or a list by stage."""
+
+CostsLike = Costs | LayerCosts | Mapping[str, Any] | str | Path
+"""Costs, a costs or layers file, or the object of one."""
 
 SplitRule = Callable[[Placement], Sequence[int]]
 """Layers of each chunk of a placement."""
@@ -54,9 +64,8 @@ class PlanRequest:
         costs: of chunks, or of layers, which are then split for the plan; if they have
             a limit, the plan keeps it or is refused. None: those of a plan file, or F,
             B and W take 1.
-        memory: put into the costs, in place of what they say of it: memory of chunks,
-            or a limit alone. With costs of layers the limit counts where they have
-            none, and with those of a plan file in place of theirs.
+        memory_limit: of a stage, in place of that of the costs: a number in their unit,
+            a text such as ``"16GiB"``, or a list with one entry a stage.
         split: with costs of layers ``"balanced"``, ``"even"`` or the layers of each
             chunk; None: those of the file, else balanced. With costs of chunks a rule
             that tells the layers of each chunk, which share its costs evenly; None:
@@ -76,7 +85,7 @@ class PlanRequest:
     n_microbatches: int | None = None
     chunks_per_stage: int | None = None
     costs: Costs | LayerCosts | None = None
-    memory: Memory | None = None
+    memory_limit: PerChunk | None = None
     split: Split | SplitRule = None
     recompute: Recomputing | None = None
     effort: str = "default"
@@ -84,19 +93,28 @@ class PlanRequest:
     by_mode: bool = False
 
     def __post_init__(self) -> None:
-        memory, costs = self.memory, self.costs
-        if isinstance(memory, str):
-            memory = MemoryModel(limit=parse_memory(memory))
-        elif isinstance(memory, int | float):
-            memory = MemoryModel(limit=float(memory))
-        if memory is not None and costs is not None:
-            if isinstance(costs, Costs) and isinstance(self.memory, MemoryModel):
-                costs = costs.with_memory(memory)
-            elif isinstance(costs, Costs) or costs.limit is None:
-                costs = with_limit(costs, memory.limit)
-            memory = None
-        object.__setattr__(self, "costs", costs)
-        object.__setattr__(self, "memory", memory)
+        """Convert what is unambiguous; this is the one place where that is done."""
+        if not isinstance(self.schedule, str | Path | Schedule | Plan):
+            raise RequestError(
+                f"schedule is {a_kind(self.schedule)}; give a mode such as 'ZBH1', the "
+                "path of a schedule or plan file, a Schedule, or a Plan"
+            )
+        limit = Costs(memory_limit=self.memory_limit).memory_limit
+        costs = costs_like(self.costs)
+        if costs is not None:
+            costs, limit = with_limit(costs, limit), None
+        values: dict[str, Any] = {"costs": costs, "memory_limit": limit}
+        for name in ("n_stages", "n_microbatches", "chunks_per_stage"):
+            if (size := getattr(self, name)) is not None:
+                values[name] = whole_number(name, size)
+        split = listed(self.split)
+        if isinstance(split, str):
+            values["split"] = parse_split(split)
+        elif split is not None and not callable(split):
+            values["split"] = tuple(whole_number("split", n) for n in split)
+        values["recompute"] = _recompute_like(self.recompute)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def chunk_costs(self) -> Costs:
@@ -104,15 +122,7 @@ class PlanRequest:
         assert not isinstance(self.costs, LayerCosts)
         if self.costs is not None:
             return self.costs
-        if self.memory is None:
-            return Costs()
-        assert isinstance(self.memory, MemoryModel)
-        return with_limit(Costs().with_memory(self.memory), None)
-
-    @property
-    def limit(self) -> PerChunk | None:
-        """Memory limit that is given without costs: beside those of a plan file."""
-        return self.memory.limit if isinstance(self.memory, MemoryModel) else None
+        return with_limit(Costs(), self.memory_limit)
 
     def sizes(self, name: str) -> tuple[int, int]:
         """Stages and micro-batches, which a mode needs.
@@ -124,6 +134,38 @@ class PlanRequest:
             at_least_one(name, "n_stages", self.n_stages),
             at_least_one(name, "n_microbatches", self.n_microbatches),
         )
+
+
+def costs_like(value: CostsLike | None) -> Costs | LayerCosts | None:
+    """Return costs, or read those of a file or of its object.
+
+    Raises:
+        RequestError: they are none.
+    """
+    match value:
+        case None | Costs() | LayerCosts():
+            return value
+        case str() | Path():
+            return read_layers(value) if is_layers_file(value) else read_costs(value)
+        case Mapping():
+            return layers_of(value) if "n_layers" in value else costs_of(value)
+    raise RequestError(
+        f"costs is {a_kind(value)}; give zbpp.Costs, a dict with the keys of a costs "
+        "file, or the path of one"
+    )
+
+
+def _recompute_like(value: Any) -> Any:
+    """Numbers of chunks or layers, or one of the words for all of them."""
+    value = listed(value)
+    if isinstance(value, str):
+        return parse_recompute(value)
+    if value is not None and isinstance(value, bool | int | float):
+        raise RequestError(f"recompute is {value!r}; choose {_RECOMPUTE_CHOICES}")
+    if value is None:
+        return None
+    numbers = [whole_number("recompute", number) for number in value]
+    return frozenset(numbers) if isinstance(value, set | frozenset) else tuple(numbers)
 
 
 def at_least_one(mode: str, name: str, number: int | None) -> int:
@@ -210,8 +252,8 @@ def parse_recompute(text: str) -> Recomputing:
     """
     if text in _RECOMPUTE:
         return _RECOMPUTE[text]
-    choices = "auto, all or none, or give numbers, as 0,2,5"
-    return _numbers(text, f"recompute {text!r} is not known; choose {choices}")
+    message = f"recompute {text!r} is not known; choose {_RECOMPUTE_CHOICES}"
+    return _numbers(text, message)
 
 
 def _numbers(text: str, otherwise: str) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class Problem:
     @property
     def limited(self) -> Costs | None:
         """The costs, if they have a limit that a schedule shall keep."""
-        return None if self.costs.limit is None else self.costs
+        return None if self.costs.memory_limit is None else self.costs
 
     def plan(self, mode: Mode | None, placement: Placement) -> Schedule:
         """Plan a mode on one of its placements; None: any under all its memory.
@@ -136,7 +136,9 @@ class Problem:
                 return
             problem = self
             if mode is not None:
-                problem = replace(self, costs=replace(self.costs, limit=held.limit))
+                problem = replace(
+                    self, costs=replace(self.costs, memory_limit=held.limit)
+                )
             schedule = problem.plan(mode, placement)
             contest.offer(name, Plan(schedule, self.costs, name))
 
@@ -219,7 +221,7 @@ def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
                     f"backward (splits[{stage}] of the costs is false); plan again "
                     f"with these costs, or choose {JOINT_WORDS}"
                 )
-    if costs.limit is None:
+    if costs.memory_limit is None:
         return schedule
     needs = peaks(schedule.rows_for(on_chunks), on_chunks)
     check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)

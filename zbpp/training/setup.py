@@ -104,7 +104,7 @@ def costs_of(options: Train) -> Costs:
     path = options.costs or options.emulate
     costs = Costs() if path is None else read_costs(path)
     if measures_first(options):  # in bytes, as what will be measured
-        return replace(costs, limit=options.memory_limit)
+        return replace(costs, memory_limit=options.memory_limit)
     return with_limit(costs, options.memory_limit, name="--memory_limit")
 
 
@@ -303,7 +303,7 @@ def build_pipeline(
             "auto",
             n_microbatches=schedule.n_microbatches,
             n_stages=schedule.n_stages,
-            memory=options.memory_limit,
+            memory_limit=options.memory_limit,
             example=random_batch(options, schedule.n_microbatches),
             split=options.asked_split,
             recompute=options.asked_recompute,

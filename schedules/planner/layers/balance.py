@@ -91,7 +91,7 @@ class Loads:
             fixed=_sums(layers.of("m_fixed")),
             left=_sums(left),
             in_flight=tuple(in_flight or (1.0,) * placement.n_chunks),
-            limit=per_stage(layers.limit, placement),
+            limit=per_stage(layers.memory_limit, placement),
             placement=placement,
             chunk_overhead=n_microbatches * overhead,
             memory_unit=layers.memory_unit,

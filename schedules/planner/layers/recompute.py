@@ -89,7 +89,7 @@ def plan_recompute(
                 "recompute auto needs m_r: what F leaves of a part that is recomputed "
                 "(its input, as a rule); add it to the costs, or choose all or none"
             )
-        if layers.limit is None:
+        if layers.memory_limit is None:
             raise RequestError(
                 "recompute auto needs a memory limit: without one it is best to "
                 "recompute nothing; give a memory_limit"

@@ -255,7 +255,7 @@ class Trials:
 
     def in_flight(self, choice: Choice) -> list[int]:
         """Micro-batches that each chunk holds at most where no memory limit is."""
-        costs = replace(self._on_chunks(choice), limit=None)
+        costs = replace(self._on_chunks(choice), memory_limit=None)
         plan = self._planner(costs, "fast")
         most = [0] * self.placement.n_chunks
         for order in plan.orders:
@@ -405,7 +405,7 @@ def _starts(trials: Trials, recompute: frozenset[int]) -> tuple[list[Choice], fl
     sizes = layers, trials.placement, trials.n_microbatches
     balanced = balance(*sizes, recompute=recompute)
     splits = [balanced.split]
-    if layers.limit is not None and layers.n_layers > len(even):
+    if layers.memory_limit is not None and layers.n_layers > len(even):
         most = trials.in_flight(Choice(even, recompute))
         for share in _IN_FLIGHT:
             room = [1 + share * (n - 1) for n in most]

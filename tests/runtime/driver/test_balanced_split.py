@@ -5,7 +5,7 @@ from flat import flat_pipeline
 from layer_plan import plan_layers
 from small_model import N_LAYERS, adamw, build, loss_fn, refusal
 
-from zbpp.core import Costs, LayerCosts, MemoryModel, Schedule, write_layers
+from zbpp.core import Costs, LayerCosts, Schedule, write_layers
 from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
 
@@ -62,7 +62,7 @@ def test_an_explicit_split_wins_over_costs_and_over_the_schedule() -> None:
 
 def test_the_memory_limit_counts_for_the_split() -> None:
     """4 micro-batches of 1F1B on stage 0: at most 2 layers fit into 6."""
-    options = {"layer_costs": LAYERS, "memory": MemoryModel(limit=6.0)}
+    options = {"layer_costs": LAYERS, "memory_limit": 6.0}
     made = pipeline("1F1B", n_stages=3, **options)
     assert (
         sizes_of(made)[0] == 2 and sizes_of(pipeline("1F1B", layer_costs=LAYERS))[0] > 2

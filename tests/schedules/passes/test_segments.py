@@ -122,7 +122,7 @@ def test_orders_end_with_no_more_memory_than_planned(seed: int) -> None:
     p, m = draw.randint(1, 4), draw.randint(1, 8)
     more = {"comm": draw.choice((0.0, 0.3))}
     if mode == "ZBVPP":
-        more["limit"] = draw.choice((p, 1.5 * p))
+        more["memory_limit"] = draw.choice((p, 1.5 * p))
     share = draw.choice((0.1, 0.4, 0.6))
     schedule, costs = lane_plan(mode, p, m, share=share, effort="fast", **more)
     for each in (schedule, post_validated(schedule)):
@@ -161,7 +161,7 @@ FIGURES = re.findall(
 @pytest.mark.parametrize("row", FIGURES, ids=" ".join)
 def test_the_figures_of_the_docs(row: tuple[str, ...]) -> None:
     mode, p, m, limit, as_run, as_planned = row
-    more = {"limit": float(limit)} if limit else {}
+    more = {"memory_limit": float(limit)} if limit else {}
     schedule, costs = lane_plan(mode, int(p), int(m), **more)
     times = costs.on(schedule.placement)
     planned, in_a_row = (

@@ -103,7 +103,7 @@ def test_auto_takes_pairs_where_they_pay():
             schedule="auto",
             n_stages=2,
             n_microbatches=12,
-            costs=Costs(f=2, b=2, w=2, comm=0.2, fb=fb, limit=2.5),
+            costs=Costs(f=2, b=2, w=2, comm=0.2, fb=fb, memory_limit=2.5),
         )
         assert make_plan(request).mode == name
 

@@ -30,8 +30,10 @@ COSTS = Costs(1.0, 1.0, 0.7, comm=LINKS, loss=0.3)
     ],
 )
 def test_unequal_links_and_a_loss_are_planned_close_to_the_bound(mode, limit, gap):
-    memory = Costs(limit=limit)
-    schedule = plan(mode, n_stages=4, n_microbatches=12, costs=COSTS, memory=memory)
+    memory = Costs(memory_limit=limit)
+    schedule = plan(
+        mode, n_stages=4, n_microbatches=12, costs=COSTS.with_memory(memory)
+    )
     bound = lower_bound(schedule.placement, 12, COSTS.with_memory(memory))
     reached = span(simulate(schedule, COSTS))
     assert bound * (1 - 1e-9) <= reached <= bound * (1 + gap)
@@ -39,8 +41,7 @@ def test_unequal_links_and_a_loss_are_planned_close_to_the_bound(mode, limit, ga
 
 def test_a_plan_for_equal_links_is_worse():
     """Control: links matter, and the planner heeds them."""
-    memory = Costs(limit=4)
-    request = {"n_stages": 4, "n_microbatches": 12, "memory": memory}
+    request = {"n_stages": 4, "n_microbatches": 12, "memory_limit": 4}
     blind = plan("ZB", **request, costs=replace(COSTS, comm=0.0, loss=0.0))
     aware = plan("ZB", **request, costs=COSTS)
     assert span(simulate(aware, COSTS)) < span(simulate(blind, COSTS))
@@ -70,8 +71,8 @@ def test_the_graph_and_the_clock_agree_on_links(placement):
 @pytest.mark.needs("ortools")
 def test_the_solver_knows_links_loss_and_joint_stages():
     costs = Costs(1.0, 1.0, 0.5, comm=(0.2, 0.7), loss=0.1, splits=(True, False, True))
-    memory = Costs(limit=2)
-    schedule = plan("ZB", n_stages=3, n_microbatches=3, costs=costs, memory=memory)
+    memory = Costs(memory_limit=2)
+    schedule = plan("ZB", n_stages=3, n_microbatches=3, costs=costs.with_memory(memory))
     proof = certify(schedule, costs.with_memory(memory), seconds=100, workers=1)
     assert proof.is_optimal
     assert proof.span == pytest.approx(span(simulate(proof.schedule, costs)))
@@ -82,9 +83,13 @@ def test_many_stages_with_unequal_links():
     rng = random.Random(1)
     p, m = 128, 48
     links = tuple(rng.choice((0.02, 0.1, 0.5)) for _ in range(p - 1))
-    costs, memory = Costs(comm=links, loss=0.2), Costs(limit=p)
+    costs, memory = Costs(comm=links, loss=0.2), Costs(memory_limit=p)
     schedule = plan(
-        "ZB", n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+        "ZB",
+        n_stages=p,
+        n_microbatches=m,
+        costs=costs.with_memory(memory),
+        effort="fast",
     )
     bound = lower_bound(schedule.placement, m, costs.with_memory(memory))
     reached = span(simulate(schedule, costs))

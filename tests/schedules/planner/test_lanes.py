@@ -60,7 +60,7 @@ def random_case(seed):
     return (
         placement,
         rng.randint(1, 8),
-        rng.choice((costs, replace(costs, limit=limit))),
+        rng.choice((costs, replace(costs, memory_limit=limit))),
     )
 
 
@@ -114,7 +114,7 @@ def test_the_judge_refuses_what_is_broken():
 def test_the_loop_in_c_is_the_one_in_python(placement):
     if scheduler.library is None:
         pytest.skip("the loops are not compiled")
-    costs = moe_costs(0.4, 2, limit=2.5, comm=0.1)
+    costs = moe_costs(0.4, 2, memory_limit=2.5, comm=0.1)
     problem = LaneProblem(PlacementProblem(costs.on(placement), 5))
     draws = random.Random(0)
     for _ in range(10):
@@ -154,7 +154,7 @@ def test_peers_take_what_the_survey_says(p, m):
 
 
 def test_plans_are_shorter_than_peers_and_than_passes_in_a_row():
-    costs = moe_costs(0.4, limit=4.0)
+    costs = moe_costs(0.4, memory_limit=4.0)
     found = plan("ZBVPP", n_stages=4, n_microbatches=8, costs=costs, effort="fast")
     ideal = 8 * 3
     assert found.parts is not None
@@ -165,7 +165,7 @@ def test_plans_are_shorter_than_peers_and_than_passes_in_a_row():
 
 
 def test_auto_takes_more_chunks_where_layers_exchange():
-    costs = moe_costs(0.4, limit=2.0)
+    costs = moe_costs(0.4, memory_limit=2.0)
     found = plan("auto", n_stages=2, n_microbatches=3, costs=costs, effort="fast")
     assert found.placement.n_chunks == 8
 
@@ -174,7 +174,7 @@ def test_auto_takes_more_chunks_where_layers_exchange():
 @pytest.mark.slow
 @pytest.mark.parametrize("limit, goal", [(8.0, 1.34), (12.0, 1.17), (16.0, 1.13)])
 def test_eight_stages_reach_the_goals(limit, goal):
-    costs = moe_costs(0.4, limit=limit)
+    costs = moe_costs(0.4, memory_limit=limit)
     found = plan_placement(
         placement=Placement.wave(8, 4), n_microbatches=16, costs=costs
     )

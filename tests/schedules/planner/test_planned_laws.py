@@ -72,7 +72,7 @@ def random_case(seed: int) -> dict:
             splits=tuple(rng.random() < 0.8 for _ in range(p)),
             m_b=m_b,
             m_w=tuple(share * held for held in m_b),
-            limit=tuple(
+            memory_limit=tuple(
                 held * rng.choice((1.0, 1.3, 2.0, p / 2 + 1, p)) for held in least
             ),
         ),
@@ -129,7 +129,7 @@ def test_no_time_and_no_memory_are_planned_too(seed, p, m, zero, v):
             splits=(True,) * p,
             m_b=rng.choice((0.0, 1.0)),
             m_w=0.0,
-            limit=rng.choice((1.0, 1.9)),
+            memory_limit=rng.choice((1.0, 1.9)),
         ),
     }
     assert check(case, "fast") < math.inf
@@ -141,19 +141,18 @@ def test_a_plan_is_never_worse_than_a_hand_made_order_that_fits(seed):
     p, m = rng.randint(1, 8), rng.randint(1, 20)
     costs = Costs(*(tuple(rng.uniform(0.2, 2) for _ in range(p)) for _ in range(3)))
     for limit in (1, p / 2, p, 1.5 * p, 2 * p - 1):
-        memory = Costs(m_w=0.4, limit=max(1, limit))
+        memory = Costs(m_w=0.4, memory_limit=max(1, limit))
         planned = plan(
             "ZB",
             n_stages=p,
             n_microbatches=m,
-            costs=costs,
-            memory=memory,
+            costs=costs.with_memory(memory),
             effort="fast",
         )
         for other in (plan_one_f_one_b, plan_zb_h1, plan_zb_h2):
             schedule = other(n_stages=p, n_microbatches=m)
             held = max(peaks(schedule.orders, memory.on(schedule.placement)))
-            if held <= memory.limit:
+            if held <= memory.memory_limit:
                 by_hand = span(simulate(schedule, costs))
                 assert span(simulate(planned, costs)) <= by_hand * (1 + 1e-9)
 
@@ -163,7 +162,7 @@ def test_a_plan_is_never_worse_than_a_hand_made_order_that_fits(seed):
 def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, costs):
     vpp = plan_vpp(n_stages=p, n_microbatches=m, chunks_per_stage=v)
     unit = Costs().on(vpp.placement)
-    memory = Costs(limit=max(peaks(vpp.orders, unit)))
+    memory = Costs(memory_limit=max(peaks(vpp.orders, unit)))
     planned = plan_placement(
         placement=vpp.placement,
         n_microbatches=m,
@@ -172,9 +171,9 @@ def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, cost
     )
     assert planned.placement == Placement.interleaved(p, v)
     assert span(simulate(planned, costs)) < span(simulate(vpp, costs))
-    assert max(peaks(planned.orders, unit)) <= memory.limit * (1 + 1e-9)
+    assert max(peaks(planned.orders, unit)) <= memory.memory_limit * (1 + 1e-9)
     with pytest.raises(ScheduleError, match="over the limit"):  # control: 1 less
-        less = Costs(limit=max(peaks(planned.orders, unit)) - 0.1)
+        less = Costs(memory_limit=max(peaks(planned.orders, unit)) - 0.1)
         Schedule("less", planned.placement, m, planned.orders, less)
 
 
@@ -183,8 +182,10 @@ def test_more_memory_never_makes_a_plan_worse(model):
     costs = {"unit": Costs(), "1.5B": Costs(18.522, 18.086, 9.337, 0.601)}[model]
     before = math.inf
     for quarters in range(4, 81, 6):
-        memory = Costs(m_b=1.0, m_w=0.366, limit=quarters / 4)
-        schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs, memory=memory)
+        memory = Costs(m_b=1.0, m_w=0.366, memory_limit=quarters / 4)
+        schedule = plan(
+            "ZB", n_stages=8, n_microbatches=24, costs=costs.with_memory(memory)
+        )
         longest = span(simulate(schedule, costs))
         assert longest <= before * (1 + 1e-9), quarters
         before = longest

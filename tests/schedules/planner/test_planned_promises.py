@@ -37,7 +37,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("limit", PICTURES)
 def test_a_plan_is_what_is_drawn_on_top_of_the_file(limit):
-    schedule = plan("ZB", n_stages=2, n_microbatches=4, memory=Costs(limit=limit))
+    schedule = plan("ZB", n_stages=2, n_microbatches=4, memory_limit=limit)
     assert draw(simulate(schedule)) == dedent(PICTURES[limit])
     first, rest = dedent(PICTURES[limit]).split("\n")
     picture = f"limit {limit}  {first}\n         {rest}"
@@ -46,8 +46,10 @@ def test_a_plan_is_what_is_drawn_on_top_of_the_file(limit):
 
 @pytest.mark.parametrize("limit", [1.0, 1.5, 2.0])
 def test_a_v_is_what_is_drawn_on_top_of_its_file(limit):
-    costs, memory = Costs(f=2.0, b=2.0, w=2.0), Costs(limit=limit)
-    schedule = plan("ZBV", n_stages=2, n_microbatches=3, costs=costs, memory=memory)
+    costs, memory = Costs(f=2.0, b=2.0, w=2.0), Costs(memory_limit=limit)
+    schedule = plan(
+        "ZBV", n_stages=2, n_microbatches=3, costs=costs.with_memory(memory)
+    )
     text = zbpp.schedules.planner.placement.__doc__
     lines = [line.strip() for line in text.splitlines()]
     at = lines.index(f"limit {limit:g}")
@@ -67,9 +69,9 @@ def test_modes_of_one_chunk_promise_a_memory_and_plan_for_the_times():
         assert max(held) <= promise and schedule.costs is None
         by_hand = pattern(n_stages=4, n_microbatches=12)
         assert span(simulate(schedule, times)) <= span(simulate(by_hand, times))
-        low = plan(mode, n_stages=4, n_microbatches=12, memory=Costs(limit=2))
+        low = plan(mode, n_stages=4, n_microbatches=12, memory_limit=2)
         assert max(peaks(low.orders, Costs().on(low.placement))) <= 2
-        high = plan(mode, n_stages=4, n_microbatches=12, memory=Costs(limit=99))
+        high = plan(mode, n_stages=4, n_microbatches=12, memory_limit=99)
         assert max(peaks(high.orders, Costs().on(high.placement))) <= promise
     free = plan("ZB", n_stages=4, n_microbatches=12, costs=times)
     assert max(peaks(free.orders, Costs().on(free.placement))) <= 8
@@ -87,9 +89,9 @@ def test_waves_keep_the_memory_of_their_names():
         schedule = plan(mode, **size)
         assert schedule.costs is None
         assert max(peaks(schedule.orders, unit)) <= most
-        less = plan(mode, **size, memory=Costs(limit=2))
+        less = plan(mode, **size, memory_limit=2)
         assert max(peaks(less.orders, unit)) <= 2
-    more = plan("VMin", **size, memory=Costs(limit=9))
+    more = plan("VMin", **size, memory_limit=9)
     assert max(peaks(more.orders, unit)) <= 3
 
 
@@ -106,23 +108,23 @@ def test_any_number_of_chunks():
 @pytest.mark.parametrize("limit", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("n_microbatches", [1, 2, 9])
 def test_the_smallest_memory_is_enough(limit, n_microbatches):
-    memory = Costs(limit=limit)
-    schedule = plan("ZBV", n_stages=4, n_microbatches=n_microbatches, memory=memory)
+    memory = Costs(memory_limit=limit)
+    schedule = plan("ZBV", n_stages=4, n_microbatches=n_microbatches, costs=memory)
     assert schedule.costs == memory
     with pytest.raises(RequestError, match="smallest limit that works is 1"):
-        plan("ZBV", n_stages=4, n_microbatches=2, memory=Costs(limit=0.9))
+        plan("ZBV", n_stages=4, n_microbatches=2, memory_limit=0.9)
 
 
 def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
-    memory = Costs(m_b=(1.0, 2.0), m_w=0.5, limit=1.5)
+    memory = Costs(m_b=(1.0, 2.0), m_w=0.5, memory_limit=1.5)
     with pytest.raises(
         RequestError, match=r"stage 1, over the limit 1\.5; .* works is 2"
     ):
-        plan("ZB", n_stages=2, n_microbatches=3, memory=memory)
+        plan("ZB", n_stages=2, n_microbatches=3, costs=memory)
     request = {
         "placement": Placement((0, 1, 0)),
         "n_microbatches": 2,
-        "costs": Costs(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=2.5),
+        "costs": Costs(m_b=(1.0, 1.0, 2.0), m_w=0.5, memory_limit=2.5),
     }
     with pytest.raises(
         LimitError, match=r"memory 3 on stage 0, over the limit 2\.5; the smal"
@@ -130,7 +132,7 @@ def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
         plan_placement(**request)
     assert error.value.smallest == 3
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
-    memory = Costs(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=3)
+    memory = Costs(m_b=(1.0, 1.0, 2.0), m_w=0.5, memory_limit=3)
     request["costs"] = memory
     assert plan_placement(**request).costs == memory
 

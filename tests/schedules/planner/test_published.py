@@ -39,10 +39,13 @@ def test_proved_optima_are_met(row):
     """The V's costs and span are in units of a chunk's pass."""
     unit = 1.0 if row["kind"] == "single" else 2.0
     costs = Costs(f=unit, b=unit, w=unit)
-    memory = Costs(m_w=row["costs"]["wfrac"], limit=row["mem_limit"])
+    memory = Costs(m_w=row["costs"]["wfrac"], memory_limit=row["mem_limit"])
     p, m = row["p"], row["m"]
     schedule = plan(
-        MODES[row["kind"]], n_stages=p, n_microbatches=m, costs=costs, memory=memory
+        MODES[row["kind"]],
+        n_stages=p,
+        n_microbatches=m,
+        costs=costs.with_memory(memory),
     )
     assert span(simulate(schedule, costs)) == pytest.approx(row["obj"])
 
@@ -52,8 +55,10 @@ def test_proved_optima_are_met(row):
 )
 def test_pairs_and_shifts_find_optima_that_no_single_move_does(p, m, limit, optimum):
     """Proved by the solver; without groups 46, without shifts 41."""
-    costs, memory = Costs(2.0, 2.0, 2.0), Costs(limit=limit)
-    schedule = plan("ZBV", n_stages=p, n_microbatches=m, costs=costs, memory=memory)
+    costs, memory = Costs(2.0, 2.0, 2.0), Costs(memory_limit=limit)
+    schedule = plan(
+        "ZBV", n_stages=p, n_microbatches=m, costs=costs.with_memory(memory)
+    )
     assert span(simulate(schedule, costs)) == optimum
 
 
@@ -65,14 +70,13 @@ def test_the_papers_bubbles_are_met(row, name):
     costs = Costs(row["tf"], row["tb"], row["tw"], row["tcomm"])
     p, m = row["p"], row["m"]
     memory = Costs(
-        m_b=1.0, m_w=row["m_w_over_m_b"], limit=2 * p if name == "ZB-2p" else p
+        m_b=1.0, m_w=row["m_w_over_m_b"], memory_limit=2 * p if name == "ZB-2p" else p
     )
     schedule = plan(
         "ZBV" if name == "ZB-V" else "ZB",
         n_stages=p,
         n_microbatches=m,
-        costs=costs,
-        memory=memory,
+        costs=costs.with_memory(memory),
         effort="fast",
     )
     planned = simulate(schedule, costs)
@@ -99,14 +103,13 @@ def check_peer(row: dict, kind: str, effort: str) -> None:
     """At least as good, and better where it is over 1 % above its bound."""
     times = row["costs"]
     costs = Costs(*(float(times[name]) for name in ("F", "B", "W", "comm")))
-    memory = Costs(m_b=1.0, m_w=times["wfrac"], limit=row["limit"])
+    memory = Costs(m_b=1.0, m_w=times["wfrac"], memory_limit=row["limit"])
     p, m, peer = row["p"], row["m"], row[kind]["bubble"]
     schedule = plan(
         MODES[kind],
         n_stages=p,
         n_microbatches=m,
-        costs=costs,
-        memory=memory,
+        costs=costs.with_memory(memory),
         effort=effort,
     )
     Schedule("judge", schedule.placement, m, schedule.orders, memory)
@@ -147,7 +150,7 @@ def test_published_patterns_are_met(pattern, model, p, m):
     """Under the memory of a pattern, whenever its W's are placed."""
     rows_of, limit = PATTERNS[pattern]
     costs, share = MODELS[model]
-    memory = Costs(m_w=share, limit=limit(p))
+    memory = Costs(m_w=share, memory_limit=limit(p))
     problem = PlacementProblem(costs.with_memory(memory).on(Placement.wave(p)), m)
     order = [array("i", row) for row in rows_of(problem.numbers, m)]
     plans = [
@@ -157,7 +160,11 @@ def test_published_patterns_are_met(pattern, model, p, m):
     spans = [pattern_plan.span for pattern_plan in plans if pattern_plan is not None]
     assert spans
     schedule = plan(
-        "ZBV", n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+        "ZBV",
+        n_stages=p,
+        n_microbatches=m,
+        costs=costs.with_memory(memory),
+        effort="fast",
     )
     assert span(simulate(schedule, costs)) <= min(spans) * (1 + 1e-9)
 
@@ -166,9 +173,13 @@ def test_published_patterns_are_met(pattern, model, p, m):
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (6, 9), (7, 10), (16, 24)])
 def test_the_hand_made_zb_v_is_met(model, p, m):
     costs, share = MODELS[model]
-    memory = Costs(m_w=share, limit=float(p))
+    memory = Costs(m_w=share, memory_limit=float(p))
     hand_made = span(simulate(plan_zb_v(n_stages=p, n_microbatches=m), costs))
     schedule = plan(
-        "ZBV", n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+        "ZBV",
+        n_stages=p,
+        n_microbatches=m,
+        costs=costs.with_memory(memory),
+        effort="fast",
     )
     assert span(simulate(schedule, costs)) <= hand_made * (1 + 1e-9)

@@ -58,10 +58,10 @@ def problem_of(seed: int) -> PlacementProblem:
         splits=tuple(rng.random() < 0.8 for _ in range(p)),
         send_occupies=0.2 if seed % 4 == 0 else 0.0,
     )
-    memory = Costs(limit=rng.choice((1.0, 1.75, 3.0)))
+    memory = Costs(memory_limit=rng.choice((1.0, 1.75, 3.0)))
     if seed % 3 == 0:
         peak_w = rng.choice((0.0, 0.1))
-        memory = Costs(m_w=1.3, peak_b=0.9, peak_w=peak_w, limit=4.0)
+        memory = Costs(m_w=1.3, peak_b=0.9, peak_w=peak_w, memory_limit=4.0)
     held = costs.with_memory(memory).on(placement).joined()
     return PlacementProblem(held, rng.randint(1, 8))
 
@@ -160,7 +160,7 @@ def test_moves_keep_a_plan_valid_and_are_the_same_in_c_and_in_python(
 
 
 def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget() -> None:
-    costs = Costs(2.0, 2.0, 2.0, limit=4.0)
+    costs = Costs(2.0, 2.0, 2.0, memory_limit=4.0)
     problem = PlacementProblem(costs.on(Placement.wave(4)), 8)
     best = seeds(problem, Budget(math.inf))[0].plan
     bound = lower_bound(problem.placement, 8, costs)

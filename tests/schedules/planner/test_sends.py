@@ -21,15 +21,14 @@ def spans(seed: int) -> tuple[float, float]:
     times = [tuple(rng.choice((0.7, 1.0, 1.2)) for _ in range(p)) for _ in "fbw"]
     sends = rng.choice((0.1, 0.2, 0.4))
     costs = Costs(*times, comm=1.5 * sends, send_occupies=sends)
-    memory = Costs(limit=rng.choice((0.75, 1.0, 1.5)) * max(p, 2))
+    memory = Costs(memory_limit=rng.choice((0.75, 1.0, 1.5)) * max(p, 2))
     found = []
     for planned in (costs, replace(costs, send_occupies=0.0)):
         schedule = plan(
             mode,
             n_stages=p,
             n_microbatches=m,
-            costs=planned,
-            memory=memory,
+            costs=planned.with_memory(memory),
             effort="fast",
         )
         found.append(span(simulate(schedule, costs)))
@@ -54,9 +53,13 @@ def test_the_search_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_optimum_is_below_the_bound(limit: float) -> None:
     pytest.importorskip("ortools")
     costs = Costs(comm=0.5, send_occupies=(0.25,))
-    memory = Costs(limit=limit)
+    memory = Costs(memory_limit=limit)
     schedule = plan(
-        "ZB", n_stages=2, n_microbatches=3, costs=costs, memory=memory, effort="fast"
+        "ZB",
+        n_stages=2,
+        n_microbatches=3,
+        costs=costs.with_memory(memory),
+        effort="fast",
     )
     proof = certify(schedule, costs.with_memory(memory), seconds=60, workers=1)
     bound = lower_bound(schedule.placement, 3, costs.with_memory(memory))

@@ -33,13 +33,13 @@ F, B, W, _ = PassKind
 
 def test_a_plan_at_the_bound_is_proved_optimal() -> None:
     plan = plan_zb_h1(n_stages=2, n_microbatches=4)
-    found = certify(plan, Costs(limit=2), seconds=100)
+    found = certify(plan, Costs(memory_limit=2), seconds=100)
     assert found.is_optimal and (found.span, found.bound) == (13, 13)
     assert found.schedule.orders == plan.orders
 
 
 def test_a_better_schedule_is_found_and_keeps_the_limit() -> None:
-    costs = Costs(comm=0.25, limit=3)
+    costs = Costs(comm=0.25, memory_limit=3)
     plan = plan_zb_h1(n_stages=2, n_microbatches=5)  # it uses memory 2 only
     before = span(simulate(plan, costs))
     found = certify(plan, costs, seconds=100)
@@ -51,7 +51,7 @@ def test_a_better_schedule_is_found_and_keeps_the_limit() -> None:
 
 def test_joint_backwards_stay_joint() -> None:
     plan = plan_one_f_one_b(n_stages=2, n_microbatches=3)
-    found = certify(plan, Costs(limit=2), seconds=100)
+    found = certify(plan, Costs(memory_limit=2), seconds=100)
     assert found.is_optimal and found.span == 12
     jobs = {str(job) for order in found.schedule.orders for job in order}
     assert "0BW0" in jobs and "0B0" not in jobs
@@ -68,12 +68,12 @@ def test_pairs_are_solved_as_their_passes_in_turn() -> None:
 
 def test_v_placements_are_solved_too() -> None:
     plan = plan_zb_v(n_stages=2, n_microbatches=3)
-    found = certify(plan, Costs(limit=2), seconds=100)
+    found = certify(plan, Costs(memory_limit=2), seconds=100)
     assert found.is_optimal and found.span == 9  # no bubble: the work of 3
 
 
 def test_our_own_bound_is_not_above_the_solvers() -> None:
-    costs, memory = Costs(f=2, b=3, w=1.5, comm=0.5), Costs(limit=2)
+    costs, memory = Costs(f=2, b=3, w=1.5, comm=0.5), Costs(memory_limit=2)
     plan = plan_zb_h1(n_stages=2, n_microbatches=4)
     found = certify(plan, costs.with_memory(memory), seconds=100)
     ours = lower_bound(plan.placement, plan.n_microbatches, costs.with_memory(memory))
@@ -86,7 +86,7 @@ def test_peaks_and_what_b_adds_are_kept_and_cost_what_they_must() -> None:
     0 | F0 .  .  B0 F1 W0 .  B1 F2 W1 .  B2 W2
     1 | .  F0 B0 W0 .  F1 B1 W1 .  F2 B2 W2
     """
-    memory = Costs(m_b=1, m_w=2, m_fixed=10, peak_b=3, limit=14)
+    memory = Costs(m_b=1, m_w=2, m_fixed=10, peak_b=3, memory_limit=14)
     plan = plan_zb_h1(n_stages=2, n_microbatches=3)
     start = one_by_one(plan.placement, 3, memory)
     found = certify(start, Costs().with_memory(memory), seconds=100)
@@ -104,7 +104,9 @@ def test_bounds_are_below_optima_of_the_true_memory_and_small_plans_meet_them() 
         (p, v), m = rng.choice(((1, 1), (2, 1), (3, 1), (2, 2))), rng.randint(1, 4)
         placement = Placement.wave(p, v) if v > 1 else Placement.single(p)
         costs, memory = random_case(rng, p, v)
-        memory = replace(memory, limit=random_limit(rng, placement, costs, memory))
+        memory = replace(
+            memory, memory_limit=random_limit(rng, placement, costs, memory)
+        )
         plan = plan_placement(
             placement=placement, n_microbatches=m, costs=costs.with_memory(memory)
         )
@@ -147,7 +149,7 @@ def one_by_one(placement: Placement, m: int, memory: Costs) -> Schedule:
 def test_passes_in_no_time_keep_their_order_memory_and_peaks() -> None:
     """Several share an instant; one after the other they fit, at once they do not."""
     costs = Costs(0, (0, 0, 0, 1), (0, 2, 0, 0), 0.5)
-    memory = Costs(m_b=2.0, m_w=0.0, limit=2.0)
+    memory = Costs(m_b=2.0, m_w=0.0, memory_limit=2.0)
     start = one_by_one(Placement.wave(2), 2, memory)
     found = certify(start, costs.with_memory(memory), seconds=100)
     assert found.is_optimal and found.span == 6
@@ -155,7 +157,7 @@ def test_passes_in_no_time_keep_their_order_memory_and_peaks() -> None:
     costs, line = Costs(w=0), Placement.single(2)
     spans = []
     for limit in (1.5, 9.0):
-        memory = Costs(limit=limit, peak_w=1)
+        memory = Costs(memory_limit=limit, peak_w=1)
         start = one_by_one(line, 2, memory)
         found = certify(start, costs.with_memory(memory), seconds=100)
         spans.append(found.span)
@@ -165,10 +167,10 @@ def test_passes_in_no_time_keep_their_order_memory_and_peaks() -> None:
 def test_a_plan_over_the_limit_is_refused() -> None:
     plan = plan_zb_h1(n_stages=4, n_microbatches=8)
     with pytest.raises(RequestError, match="over the limit 3"):
-        certify(plan, Costs(limit=3))
+        certify(plan, Costs(memory_limit=3))
 
 
 def test_times_that_cannot_be_made_whole_are_refused() -> None:
     plan = plan_zb_h1(n_stages=2, n_microbatches=2)
     with pytest.raises(RequestError, match="too many digits"):
-        certify(plan, Costs(f=1 / 3, limit=2))
+        certify(plan, Costs(f=1 / 3, memory_limit=2))

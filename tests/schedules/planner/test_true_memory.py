@@ -31,7 +31,7 @@ def check(schedule: Schedule, costs: Costs, memory: Costs) -> None:
     most = peaks(schedule.orders, memory.on(placement))
     for held, limit in zip(most, memory.on(placement).limit, strict=True):
         assert held <= limit * (1 + 1e-9)
-    taken = replace(memory, limit=tuple(most))
+    taken = replace(memory, memory_limit=tuple(most))
     replace(schedule, costs=taken)  # validated
     span = longest_span(replay(schedule.orders, costs.on(placement), n_microbatches=m))
     for name, bound in lower_bounds(placement, m, costs.with_memory(taken)).items():
@@ -53,7 +53,9 @@ def plan_all(seed: int, effort: str) -> int:
             if mode == "any" or v == 1
             else Placement.wave(p, v)
         )
-        limited = replace(memory, limit=random_limit(rng, placement, costs, memory))
+        limited = replace(
+            memory, memory_limit=random_limit(rng, placement, costs, memory)
+        )
         try:
             if mode == "any":
                 schedule = plan_placement(
@@ -67,8 +69,7 @@ def plan_all(seed: int, effort: str) -> int:
                     mode,
                     n_stages=p,
                     n_microbatches=m,
-                    costs=costs,
-                    memory=limited,
+                    costs=costs.with_memory(limited),
                     effort=effort,
                     chunks_per_stage=v if MODES[mode].chunks is None else None,
                 )
@@ -103,13 +104,13 @@ def test_the_smallest_limit_is_planned_and_one_below_it_is_refused(v):
         held = costs.with_memory(memory).on(placement).joined()
         each = tuple(needs(held))
         for limit in (max(each), each):
-            limited = replace(memory, limit=limit)
+            limited = replace(memory, memory_limit=limit)
             table = costs.with_memory(limited)
             schedule = plan_placement(**request, costs=table, effort="fast")
             check(schedule, costs, limited)
         least = max(each)
         with pytest.raises(LimitError) as error:
-            plan_placement(**request, costs=replace(table, limit=least * 0.999))
+            plan_placement(**request, costs=replace(table, memory_limit=least * 0.999))
         assert error.value.smallest == pytest.approx(least)
 
 
@@ -126,7 +127,7 @@ def test_one_micro_batch_needs_what_its_passes_need_one_after_the_other():
 def test_a_promise_in_m_b_is_one_of_micro_batches_in_flight():
     """ZBH1 promises p of them: the first stage holds 4, and the inside of a B."""
     memory = Costs(m_b=1, m_w=0.5, m_fixed=100, peak_b=3)
-    schedule = plan("ZBH1", n_stages=4, n_microbatches=8, memory=memory)
+    schedule = plan("ZBH1", n_stages=4, n_microbatches=8, costs=memory)
     most = peaks(schedule.orders, memory.on(schedule.placement))
     assert max(most) == 100 + 4 + 3
     plain = plan("ZBH1", n_stages=4, n_microbatches=8)

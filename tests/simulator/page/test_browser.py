@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(executable() is None, reason="no Chromium is installed"),
 ]
-COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3, m_fixed=2, limit=12)
+COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3, m_fixed=2, memory_limit=12)
 
 
 @pytest.fixture(scope="module")

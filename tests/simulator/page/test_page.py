@@ -57,7 +57,7 @@ def shaken(timeline, by=0.4):
 def entry_of(mode, **more):
     schedule = plan(mode, n_stages=3, n_microbatches=5)
     timeline = simulate(schedule, COSTS)
-    given = {"costs": replace(COSTS, limit=5)} | more
+    given = {"costs": replace(COSTS, memory_limit=5)} | more
     return PageEntry(name=mode, schedule=schedule, simulated=timeline, **given)
 
 
@@ -100,7 +100,7 @@ def test_simulated_stands_above_measured():
 
 
 def test_memory_messages_and_path_are_those_of_the_simulator():
-    costs = replace(COSTS, m_fixed=10, peak_b=3, limit=40)
+    costs = replace(COSTS, m_fixed=10, peak_b=3, memory_limit=40)
     one = entry_of("ZBV", costs=costs)
     (panel,) = page_data(page_text([one]))["panels"]
     columns, timeline = columns_of(panel), one.simulated

@@ -152,9 +152,9 @@ class Mesh:
                 f"stages; they have {sorted(lengths) or 'none'}; --layers takes a file "
                 "of layers"
             )
-        bare = replace(costs, limit=None)
+        bare = replace(costs, memory_limit=None)
         layers = chunk_layers(bare, Placement.single(lengths.pop()))
-        return replace(layers, limit=costs.limit)
+        return replace(layers, memory_limit=costs.memory_limit)
 
     def _of_model(self) -> LayerCosts:
         """Estimate the memory of a model's layers, and times by their operations."""
@@ -173,7 +173,9 @@ class Mesh:
         )
         times = tuple(n / self.device_flops for n in memory.operations())
         layers = costs_of_layers(memory, default_optimizer)
-        return replace(layers, f=times, b=times, w=times, limit=self.memory_limit)
+        return replace(
+            layers, f=times, b=times, w=times, memory_limit=self.memory_limit
+        )
 
 
 def _table(meshes: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:

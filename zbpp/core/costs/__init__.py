@@ -17,7 +17,7 @@ from zbpp.core.costs.collectives import (
     zero_bytes,
     zero_volume,
 )
-from zbpp.core.costs.columns import PerChunk
+from zbpp.core.costs.columns import PerChunk, parse_memory
 from zbpp.core.costs.held import held_during, peaks
 from zbpp.core.costs.layers import LayerCosts, chunk_layers
 from zbpp.core.costs.parts import Parts
@@ -26,7 +26,6 @@ from zbpp.core.costs.table import (
     Costs,
     MemoryModel,
 )
-from zbpp.core.costs.units import parse_memory
 
 __all__ = [
     "ChunkCosts",

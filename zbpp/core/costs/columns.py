@@ -29,15 +29,18 @@ Times share one unit of the caller's choice, and so do memories.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
 __all__ = [
+    "Bytes",
     "Column",
     "Per",
     "PerChunk",
@@ -46,9 +49,12 @@ __all__ = [
     "column",
     "columns_of",
     "edge_delays",
+    "listed",
+    "parse_memory",
     "per_chunk",
     "per_stage",
     "reduction_delay",
+    "whole_number",
 ]
 
 PerChunk = float | tuple[float, ...]
@@ -57,6 +63,38 @@ PerChunk = float | tuple[float, ...]
 _MOST_LIMIT = 1e150
 _MOST = 1e100  # products and sums of these are finite
 _LEAST = 1e-100  # and so are quotients
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_FORM = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_PLAIN = {int, float}
+_WITHOUT_UNIT = ("memory_limit", "message")
+"""Memories whose unit says nothing of the others'."""
+
+
+class Bytes(float):
+    """An amount of memory that was written with a unit, so it is in bytes."""
+
+
+def parse_memory(text: str) -> float:
+    """Read a number, in the unit of the costs, or one with a unit, as `Bytes`.
+
+    >>> parse_memory("40GiB"), parse_memory("1.5 MB"), parse_memory("8")
+    (42949672960.0, 1500000.0, 8.0)
+
+    Raises:
+        RequestError: it is neither.
+    """
+    match = _FORM.fullmatch(text)
+    if match is not None and (not match[2] or match[2].lower() in _UNITS):
+        try:
+            amount = float(match[1])
+            return Bytes(amount * _UNITS[match[2].lower()]) if match[2] else amount
+        except ValueError:  # two points, for instance
+            pass
+    raise RequestError(
+        f"{text!r} is no amount of memory; write 40GiB, 512MiB, 16GB, or a number in "
+        "the unit of the costs"
+    )
 
 
 class Per(StrEnum):
@@ -110,7 +148,10 @@ def columns_of(table: type) -> dict[str, Column]:
 
 
 def check_columns(costs: Any, *, n_layers: int = 0) -> None:
-    """Refuse numbers that cannot be, and lists of a length that fits no layers.
+    """Convert the columns of new costs to numbers and tuples, and check them.
+
+    Lists, arrays and the numbers of numpy are converted; a memory may be a text such
+    as "40GiB", and ``memory_unit`` is then "bytes".
 
     Args:
         costs: an object with columns.
@@ -123,12 +164,16 @@ def check_columns(costs: Any, *, n_layers: int = 0) -> None:
         value = getattr(costs, name)
         if value is None:
             continue
-        is_limit = name == "limit"
-        _check_numbers(
-            "memory_limit" if is_limit else name,
-            value,
-            most=_MOST_LIMIT if is_limit else _MOST,
-        )
+        if not _is_plain(value):
+            value = _as_column(name, value, about)
+            object.__setattr__(costs, name, value)
+            if name not in _WITHOUT_UNIT and any(
+                isinstance(entry, Bytes)
+                for entry in (value if isinstance(value, tuple) else (value,))
+            ):
+                object.__setattr__(costs, "memory_unit", "bytes")
+        most = _MOST_LIMIT if name == "memory_limit" else _MOST
+        _check_numbers(name, value, most=most)
         entries = value if isinstance(value, tuple) else (value,)
         if about.is_rate and min(entries) <= 0:
             raise RequestError(f"{name} is {value!r}; it must be above 0")
@@ -142,6 +187,51 @@ def check_columns(costs: Any, *, n_layers: int = 0) -> None:
                     f"{name} has {len(value)} entries for {n} {what}; give one number, "
                     "or one for each"
                 )
+
+
+def _is_plain(value: object) -> bool:
+    """True for a number of Python's, or a tuple of them: most costs are made so."""
+    if value.__class__ is tuple:
+        return {entry.__class__ for entry in value} <= _PLAIN
+    return value.__class__ in _PLAIN
+
+
+def listed(value: Any) -> Any:
+    """Return an array as lists, a number of numpy as Python's, others as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return a whole number, of numpy too, as Python's.
+
+    Raises:
+        RequestError: it is none.
+    """
+    number = listed(value)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise RequestError(f"{name} is {value!r:.60}; give a whole number, such as 4")
+    return number
+
+
+def _as_column(name: str, value: object, about: Column) -> PerChunk:
+    value = listed(value)
+    if isinstance(value, list | tuple) and value:
+        if about.per is Per.ALL:
+            raise RequestError(f"{name} is a list; it must be one number")
+        return tuple(_entry(f"{name}[{i}]", x, about) for i, x in enumerate(value))
+    return _entry(name, value, about)
+
+
+def _entry(name: str, value: object, about: Column) -> float:
+    value = listed(value)
+    if isinstance(value, str) and about.is_memory:
+        try:
+            return parse_memory(value)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}") from None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name} is {value!r:.60}, not a number")
+    return value if isinstance(value, int | float) else float(value)
 
 
 def _check_numbers(name: str, value: PerChunk, *, most: float) -> None:

@@ -30,8 +30,9 @@ from zbpp.core.costs.columns import (
     columns_of,
     edge_delays,
     per_chunk,
+    whole_number,
 )
-from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts, merged, summed
+from zbpp.core.costs.parts import Parts, PartTimes, add_up_parts, chunk_parts, merged
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
@@ -39,10 +40,9 @@ from zbpp.core.placement import Placement
 
 __all__ = ["LayerCosts", "PerLayer", "chunk_layers", "with_m_r"]
 
-_KINDS = PassKind.F, PassKind.B, PassKind.W
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
-_SAME = ("loss", "reduction", "validation", "limit", "memory_unit", "time_unit")
+_SAME = ("loss", "reduction", "validation", "memory_limit", "memory_unit", "time_unit")
 """Fields that are neither of chunks nor of layers."""
 
 PerLayer = float | tuple[float, ...]
@@ -72,7 +72,7 @@ class LayerCosts:
         pass_w: the same of every W.
         loss: time of the loss, a part of the last layer's F; its backward, and its
             memory, are in b, m_b, m_w and the peaks of the last layer.
-        limit: memory of a stage, as in `MemoryModel`.
+        memory_limit: of a stage, as in `MemoryModel`.
         memory_unit: as there.
         time_unit: as in `Costs`.
         parameters: memory of the parameters, a part of m_fixed; so much, and as much of
@@ -111,7 +111,7 @@ class LayerCosts:
     loss: float = column(0.0, Per.ALL)
     reduction: float | None = column(None, Per.ALL)
     validation: float = column(0.0, Per.ALL)
-    limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
+    memory_limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
     all_gather: PerLayer = column(0.0, Per.LAYER)
     reduce_scatter: PerLayer = column(0.0, Per.LAYER)
     parameters: PerLayer = column(0.0, Per.LAYER, is_memory=True)
@@ -123,16 +123,21 @@ class LayerCosts:
     parts: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "n_layers", whole_number("n_layers", self.n_layers))
         if self.n_layers < 1:
             raise RequestError(f"n_layers is {self.n_layers}; it must be at least 1")
         check_memory_unit(self.memory_unit)
         if self.parts is not None:
-            self._check_parts(self.parts)
+            self._check_parts()
         check_columns(self, n_layers=self.n_layers)
+        if self.parts is not None:
+            add_up_parts(self)
+            check_columns(self, n_layers=self.n_layers)
 
-    def _check_parts(self, parts: Parts | tuple[Parts, ...]) -> None:
-        """Let times that are not given be the sums of their parts."""
-        entries = parts if isinstance(parts, tuple) else (parts,) * self.n_layers
+    def _check_parts(self) -> None:
+        """Refuse parts of another number of layers."""
+        each, n = self.parts, self.n_layers
+        entries = (each,) * n if isinstance(each, Parts) else tuple(each or ())
         if len(entries) != self.n_layers:
             raise RequestError(
                 f"parts has {len(entries)} entries for {self.n_layers} layers; give "
@@ -144,10 +149,6 @@ class LayerCosts:
                     f"parts: the entry of layer {i} is one of {entry.layers} layers; "
                     "leave its key 'layers' out"
                 )
-        for kind in _KINDS:
-            (name,) = KINDS[kind].times
-            time = summed(kind, getattr(self, name), parts)
-            object.__setattr__(self, name, time)
 
     def parts_of(self, layer: int) -> Parts:
         """The parts of a layer's passes; there must be parts."""
@@ -451,7 +452,7 @@ def with_m_r(layers: LayerCosts) -> LayerCosts:
     """
     if layers.m_r is not None:
         return layers
-    if layers.limit is not None:
+    if layers.memory_limit is not None:
         raise RequestError(
             "there is a memory limit, but no m_r: what F leaves of a part that is "
             "recomputed (its input, as a rule); add it to the costs"

@@ -13,13 +13,14 @@ and those of other passes beside them, where a schedule says so (`Schedule.parts
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from zbpp.core.costs.columns import PerChunk
+from zbpp.core.costs.columns import PerChunk, listed
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.placement import Placement
 
-__all__ = ["PartTimes", "Parts", "chunk_parts", "merged", "summed"]
+__all__ = ["PartTimes", "Parts", "add_up_parts", "chunk_parts", "merged"]
 
 PartTimes = tuple[tuple[Lane, float], ...]
 """The lane and the time of each part of a pass."""
@@ -51,10 +52,10 @@ class Parts:
         if self.layers < 1:
             raise RequestError(f"parts: layers is {self.layers}; it must be at least 1")
         for name in ("f", "b", "w"):
-            parts: PartTimes = getattr(self, name)
-            if not parts and name != "w":
+            times = [(lane, listed(time)) for lane, time in getattr(self, name)]
+            if not times and name != "w":
                 raise RequestError(f"parts: {name} has no part; give at least one")
-            for lane, time in parts:
+            for lane, time in times:
                 if lane not in _LANES:
                     raise RequestError(
                         f"parts: {name} has a part on {lane!r}; write 'compute' or "
@@ -65,6 +66,8 @@ class Parts:
                         f"parts: {name} has a part of {time!r}; it must be finite and "
                         "at least 0"
                     )
+            column = tuple((Lane(lane), time) for lane, time in times)
+            object.__setattr__(self, name, column)
 
     def of(self, kind: PassKind) -> PartTimes:
         """The parts of a pass: of BW, those of B, then those of W."""
@@ -104,7 +107,21 @@ def merged(parts: Iterable[tuple[Lane, float]]) -> PartTimes:
     return tuple(joined) or ((Lane.COMPUTE, 0.0),)
 
 
-def summed(
+def add_up_parts(costs: Any) -> None:
+    """Let f, b and w of new costs be the sums of their parts.
+
+    Raises:
+        RequestError: they are given, and others.
+    """
+    if not isinstance(costs.parts, Parts):
+        object.__setattr__(costs, "parts", tuple(costs.parts))
+    for kind in (PassKind.F, PassKind.B, PassKind.W):
+        (name,) = KINDS[kind].times
+        time = _summed(kind, getattr(costs, name), costs.parts)
+        object.__setattr__(costs, name, time)
+
+
+def _summed(
     kind: PassKind, time: PerChunk, parts: Parts | tuple[Parts, ...]
 ) -> PerChunk:
     """Return the time of a pass that has parts: their sum, where it is not given.

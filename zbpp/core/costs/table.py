@@ -5,7 +5,7 @@
     1        1.0  1.1  0.8  1.0  0.4  1.2
     ..
     links    comm, send_occupies: one entry for each edge between two chunks
-    stages   limit, splits
+    stages   memory_limit, splits
 
 `Costs` holds what the caller writes, with shorthands: one number for all, or one for
 each stage. `Costs.on` spreads them over the chunks of a placement, once.
@@ -39,10 +39,10 @@ counted from what the stage holds when the pass starts.
                    F      B     W     m_w > m_b
 
 ``m_fixed`` is there all the time: parameters, gradients, optimizer state, buffers, and
-the copy that a rollback needs. ``limit`` bounds the sum of all. Without peaks and
-``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, section 2.3),
-with any unit, such as M_B. What a stage holds follows from its order alone, not from
-the times (`zbpp.core.costs.held`).
+the copy that a rollback needs. ``memory_limit`` bounds the sum of all. Without peaks
+and ``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, section
+2.3), with any unit, such as M_B. What a stage holds follows from its order alone, not
+from the times (`zbpp.core.costs.held`).
 """
 
 from collections.abc import Sequence
@@ -58,11 +58,12 @@ from zbpp.core.costs.columns import (
     column,
     columns_of,
     edge_delays,
+    listed,
     per_chunk,
     per_stage,
     reduction_delay,
 )
-from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts, summed
+from zbpp.core.costs.parts import Parts, PartTimes, add_up_parts, chunk_parts
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import (
     KINDS,
@@ -130,17 +131,23 @@ class Times:
     parts: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.parts is not None:
-            for kind in (PassKind.F, PassKind.B, PassKind.W):
-                (name,) = KINDS[kind].times
-                time = summed(kind, getattr(self, name), self.parts)
-                object.__setattr__(self, name, time)
+        if self.splits is not None:
+            object.__setattr__(self, "splits", _as_splits(self.splits))
         check_columns(self)
-        for stage, split in enumerate(self.splits or ()):
-            if not isinstance(split, bool):
-                raise RequestError(
-                    f"splits[{stage}] is {split!r}; write true or false for each stage"
-                )
+        if self.parts is not None:
+            add_up_parts(self)
+            check_columns(self)
+
+
+def _as_splits(splits: object) -> tuple[bool, ...]:
+    splits = listed(splits)
+    if not isinstance(splits, list | tuple) or not all(
+        isinstance(split, bool) for split in splits
+    ):
+        raise RequestError(
+            f"splits is {splits!r:.60}, not a list of true or false, one a stage"
+        )
+    return tuple(splits)
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,7 @@ class MemoryModel:
     Args:
         m_b: what F leaves.
         m_w: what B leaves in its place.
-        limit: of a stage, in all; None: none.
+        memory_limit: of a stage, in all; None: none.
         m_fixed: what is there all the time.
         peak_f: most that F needs above what is held before it; None: m_b.
         peak_b: the same of B; None: m_w - m_b, if that is above 0.
@@ -167,7 +174,7 @@ class MemoryModel:
 
     m_b: PerChunk = column(1.0, Per.CHUNK, is_memory=True)
     m_w: PerChunk = column(0.5, Per.CHUNK, is_memory=True)
-    limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
+    memory_limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
     m_fixed: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
     peak_f: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
     peak_b: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
@@ -266,7 +273,7 @@ class Costs(MemoryModel, Times):
             parts=parts,
             m_b=m_b,
             m_w=m_w,
-            limit=per_stage(self.limit, placement),
+            limit=per_stage(self.memory_limit, placement),
             fixed=stages("m_fixed"),
             peak_f=self._peaks("peak_f", m_b, placement),
             peak_b=peak_b,

@@ -5,56 +5,24 @@ their file; a limit says so by its unit. Where a limit in bytes meets memories t
 not, it is refused, as is one of more than a million times the largest memory.
 """
 
-import re
 from dataclasses import replace
 from typing import TypeVar
 
 from zbpp.core.amounts import BYTES_FROM, format_bytes
-from zbpp.core.costs.columns import PerChunk, columns_of
+from zbpp.core.costs.columns import Bytes, PerChunk, columns_of
 from zbpp.core.costs.layers import LayerCosts
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 
 __all__ = [
-    "Bytes",
     "check_unit",
     "is_in_bytes",
     "is_limit_in_bytes",
-    "parse_memory",
     "with_limit",
 ]
 
 _C = TypeVar("_C", bound=Costs | LayerCosts)
 _NO_COSTS = Costs()
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_FORM = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-class Bytes(float):
-    """An amount of memory that was written with a unit, so it is in bytes."""
-
-
-def parse_memory(text: str) -> float:
-    """Read a number, in the unit of the costs, or one with a unit, as `Bytes`.
-
-    >>> parse_memory("40GiB"), parse_memory("1.5 MB"), parse_memory("8")
-    (42949672960.0, 1500000.0, 8.0)
-
-    Raises:
-        RequestError: it is neither.
-    """
-    match = _FORM.fullmatch(text)
-    if match is not None and (not match[2] or match[2].lower() in _UNITS):
-        try:
-            amount = float(match[1])
-            return Bytes(amount * _UNITS[match[2].lower()]) if match[2] else amount
-        except ValueError:  # two points, for instance
-            pass
-    raise RequestError(
-        f"{text!r} is no amount of memory; write 40GiB, 512MiB, 16GB, or a number in "
-        "the unit of the costs"
-    )
 
 
 def with_limit(costs: _C, limit: PerChunk | None, *, name: str = "memory_limit") -> _C:
@@ -66,8 +34,8 @@ def with_limit(costs: _C, limit: PerChunk | None, *, name: str = "memory_limit")
         RequestError: as `check_unit`.
     """
     if limit is not None:
-        costs = replace(costs, limit=limit)
-    if limit is not None or _has_unit(costs.limit):
+        costs = replace(costs, memory_limit=limit)
+    if limit is not None or _has_unit(costs.memory_limit):
         check_unit(costs, name=name)
     return costs
 
@@ -82,7 +50,7 @@ def check_unit(costs: Costs | LayerCosts, *, name: str = "memory_limit") -> None
     Raises:
         RequestError: it says what to write.
     """
-    limit = costs.limit
+    limit = costs.memory_limit
     if limit is None or is_in_bytes(costs) or not is_limit_in_bytes(limit, costs):
         return
     most = max(limit) if isinstance(limit, tuple) else limit
@@ -116,7 +84,8 @@ def _largest(costs: Costs | LayerCosts) -> float:
     values: list[PerChunk | None] = [
         getattr(costs, name)
         for name, about in columns_of(type(costs)).items()
-        if about.is_memory and name not in ("limit", "message", "parameters", "peak_r")
+        if about.is_memory
+        and name not in ("memory_limit", "message", "parameters", "peak_r")
     ]
     return max(
         amount

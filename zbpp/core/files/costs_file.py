@@ -8,21 +8,17 @@ and need name no unit.
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zbpp.core.amounts import BYTES_FROM
 from zbpp.core.costs import Costs, LayerCosts
-from zbpp.core.costs.columns import Column, Per, columns_of
+from zbpp.core.costs.columns import Column, columns_of, listed
 from zbpp.core.costs.parts import Parts, PartTimes
-from zbpp.core.costs.units import Bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import (
-    booleans,
-    entries,
     fail,
-    integer,
     object_of,
     read,
     refuse_unknown,
@@ -33,6 +29,7 @@ __all__ = [
     "costs_data",
     "costs_of",
     "is_layers_file",
+    "layers_of",
     "parse_costs",
     "parse_layers",
     "read_costs",
@@ -41,13 +38,14 @@ __all__ = [
     "write_layers",
 ]
 
+_C = TypeVar("_C", Costs, LayerCosts)
 _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 """Columns of chunks that are written even where they are the default."""
 _UNITS = ("time_unit", "memory_unit")
 _OF_CHUNKS = columns_of(Costs)
 _OF_LAYERS = columns_of(LayerCosts)
 _PARTS_KEYS = {"f", "b", "w", "layers"}
-_OTHER_UNITS = ("limit", "message")
+_OTHER_UNITS = ("memory_limit", "message")
 """Memories that say nothing of the unit of the others."""
 
 
@@ -84,7 +82,7 @@ def _entries(costs: Any, always: tuple[str, ...]) -> dict[str, object]:
     """Entries that are written of an object: its version, and all but defaults."""
     version = {} if costs.time_unit is None else {"version": 2}
     data: dict[str, object] = version | {
-        _key(field.name): getattr(costs, field.name)
+        field.name: getattr(costs, field.name)
         for field in fields(costs)
         if field.name in always or getattr(costs, field.name) != field.default
     }
@@ -170,13 +168,7 @@ def costs_of(data: Mapping[str, Any], *, source: str = "costs") -> Costs:
     Raises:
         RequestError: the object holds no valid costs.
     """
-    values = _read_columns(source, data, _OF_CHUNKS, "splits")
-    if "splits" in data:
-        values["splits"] = booleans(source, "splits", data["splits"])
-    try:
-        return Costs(**values)
-    except RequestError as error:
-        fail(source, str(error))
+    return _made(Costs, source, data, _read_columns(source, data, _OF_CHUNKS, "splits"))
 
 
 def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
@@ -189,23 +181,42 @@ def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
     Raises:
         RequestError: the text holds no valid costs.
     """
-    data = object_of(text, source)
+    return layers_of(object_of(text, source), source=source)
+
+
+def layers_of(data: Mapping[str, Any], *, source: str = "layers") -> LayerCosts:
+    """Read costs from the object of a layers file, see `parse_layers`.
+
+    Raises:
+        RequestError: the object holds no valid costs.
+    """
     values = _read_columns(source, data, _OF_LAYERS, "n_layers")
     if "n_layers" in data:
-        n_layers = integer(source, "n_layers", data["n_layers"])
+        n_layers = data["n_layers"]
     else:
-        lists = [len(value) for value in values.values() if isinstance(value, tuple)]
+        lists = [len(x) for x in map(listed, values.values()) if isinstance(x, list)]
         if not lists:
             fail(source, "n_layers is missing, and there is no list to tell it by")
         n_layers = max(lists)
+    return _made(LayerCosts, source, data, values | {"n_layers": n_layers})
+
+
+def _made(table: type[_C], source: str, data: Mapping[str, Any], values: Any) -> _C:
+    """Make costs; in version 1 numbers of memory from 2**20 on are bytes."""
     try:
-        return LayerCosts(n_layers=n_layers, **values)
+        costs = table(**values)
     except RequestError as error:
         fail(source, str(error))
-
-
-def _key(name: str) -> str:
-    return "memory_limit" if name == "limit" else name
+    if data.get("version", 1) == 1 and costs.memory_unit is None:
+        amounts = [
+            getattr(costs, name)
+            for name, about in columns_of(table).items()
+            if about.is_memory and name not in _OTHER_UNITS and name in values
+        ]
+        most = [max(x) if isinstance(x, tuple) else x for x in amounts]
+        if max(most, default=0.0) >= BYTES_FROM:
+            return replace(costs, memory_unit="bytes")
+    return costs
 
 
 def _read_columns(
@@ -215,7 +226,7 @@ def _read_columns(
     *other_keys: str,
 ) -> dict[str, Any]:
     """Read the columns that there are, and their units; null is as good as nothing."""
-    keys = (*map(_key, columns), *other_keys, "parts", "version", *_UNITS)
+    keys = (*columns, *other_keys, "parts", "version", *_UNITS)
     refuse_unknown(source, data, keys)
     version = data.get("version", 1)
     if version not in (1, 2, 3):
@@ -225,28 +236,11 @@ def _read_columns(
         fail(source, f"time_unit is {time_unit!r}, not a text such as 'ms'")
     if version == 2 and time_unit is None:
         fail(source, "time_unit is missing; version 2 names it, such as 'ms'")
-    values: dict[str, Any] = {}
-    for name, about in columns.items():
-        entry = data.get(_key(name))
-        if entry is None:
-            continue
-        values[name] = entries(source, _key(name), entry, is_memory=about.is_memory)
-        if about.per is Per.ALL and isinstance(values[name], tuple):
-            fail(source, f"{name} is a list; it must be one number")
-    amounts = [
-        amount
-        for name, value in values.items()
-        if columns[name].is_memory and name not in _OTHER_UNITS
-        for amount in (value if isinstance(value, tuple) else (value,))
-    ]
-    memory_unit = data.get("memory_unit")
-    is_large = version == 1 and max(amounts, default=0.0) >= BYTES_FROM
-    if memory_unit is None:
-        has_unit = any([isinstance(amount, Bytes) for amount in amounts])
-        memory_unit = "bytes" if has_unit or is_large else None
+    names = [*columns, *other_keys, "memory_unit"]
+    values = {name: data[name] for name in names if data.get(name) is not None}
     if data.get("parts") is not None:
         values["parts"] = _read_parts(source, data["parts"], version)
-    return values | {"time_unit": time_unit, "memory_unit": memory_unit}
+    return values | {"time_unit": time_unit}
 
 
 def _read_parts(source: str, entry: object, version: object) -> Any:

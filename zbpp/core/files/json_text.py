@@ -5,12 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Never
 
-from zbpp.core.costs import PerChunk, parse_memory
 from zbpp.core.errors import RequestError
 
 __all__ = [
-    "booleans",
-    "entries",
     "fail",
     "integer",
     "number",
@@ -90,41 +87,6 @@ def integer(source: str, name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         fail(source, f"{name} is {value!r}, not a whole number from 0 on")
     return value
-
-
-def entries(
-    source: str, name: str, value: object, *, is_memory: bool = False
-) -> PerChunk:
-    """Read an entry of a column, or a list of entries.
-
-    Args:
-        source: of the value, for errors.
-        name: of the column.
-        value: to read.
-        is_memory: texts such as "40GiB" are entries too.
-    """
-    read_one = _memory if is_memory else number
-    if isinstance(value, list) and value:
-        return tuple(read_one(source, f"{name}[{i}]", v) for i, v in enumerate(value))
-    return read_one(source, name, value)
-
-
-def _memory(source: str, name: str, value: object) -> float:
-    if not isinstance(value, str):
-        return number(source, name, value)
-    try:
-        return parse_memory(value)
-    except RequestError as error:
-        fail(source, f"{name}: {error}")
-
-
-def booleans(source: str, name: str, value: object) -> tuple[bool, ...]:
-    """Read a list of true or false, one a stage."""
-    if not isinstance(value, list) or not all(
-        isinstance(entry, bool) for entry in value
-    ):
-        fail(source, f"{name} is {value!r}, not a list of true or false, one a stage")
-    return tuple(value)
 
 
 def number(source: str, name: str, value: object) -> float:

@@ -66,7 +66,7 @@ def drawn(rng: Random, n_layers: int, limit: float | None) -> LayerCosts:
         loss=rng.random(),
         pass_f=rng.choice((0.0, rng.random())),
         pass_w=rng.choice((0.0, rng.random())),
-        limit=limit,
+        memory_limit=limit,
     )
 
 

@@ -16,7 +16,7 @@ LAYERS = LayerCosts(n_layers=16, f=TIMES, b=TIMES, w=TIMES)
 def llama(limit: float | None) -> LayerCosts:
     """32 layers of the same work; the last one has a head worth 2.4 more."""
     times = (1.0,) * 31 + (3.4,)
-    return LayerCosts(n_layers=32, f=times, b=times, w=times, limit=limit)
+    return LayerCosts(n_layers=32, f=times, b=times, w=times, memory_limit=limit)
 
 
 def test_a_heavy_head_is_worth_a_fifth_of_the_step() -> None:
@@ -61,7 +61,7 @@ def test_auto_takes_the_best_placement_with_its_own_split() -> None:
 
 def test_where_a_mode_holds_much_the_early_stages_get_few_layers() -> None:
     """1F1B holds p - s micro-batches: by loads alone no split would fit."""
-    layers = LayerCosts(n_layers=32, limit=13.0)
+    layers = LayerCosts(n_layers=32, memory_limit=13.0)
     found = plan_layers("1F1B", layers, n_stages=8, n_microbatches=16, effort="fast")
     assert found.split[0] == 1 and found.even_step is None and found.gain is None
     memory = found.costs.on(found.schedule.placement)
@@ -123,7 +123,7 @@ def test_layers_move_where_the_planner_says_though_the_load_is_the_same() -> Non
     f, b, w = (
         tuple(t * h for h in (*(1.0,) * 31, 3.4)) for t in (2.602, 2.551, 1.92575)
     )
-    layers = LayerCosts(32, f, b, w, comm=0.408, m_w=0.432432, limit=32.0)
+    layers = LayerCosts(32, f, b, w, comm=0.408, m_w=0.432432, memory_limit=32.0)
     split = balance(layers, placement, m).split
     sizes = {"n_stages": 8, "n_microbatches": m}
     balanced = plan_layers("ZB", layers, split=split, **sizes)

@@ -43,7 +43,7 @@ def paper(p: int, chunks: int, n_layers: int, limit: float) -> LayerCosts:
         m_r=M_R / share,
         message=1.0,
         delay=0.408,
-        limit=limit,
+        memory_limit=limit,
     )
 
 
@@ -95,7 +95,7 @@ def test_it_is_never_worse_than_none_or_all(chunks: int, seed: int) -> None:
         m_b=some(0.2, 0.6),
         m_w=some(0.1, 0.5),
         m_r=some(0.01, 0.2),
-        limit=rng.uniform(2.5, 5),
+        memory_limit=rng.uniform(2.5, 5),
     )
     plan, placement = sized(p, m, chunks)
     found = choose(layers, p, m, chunks)
@@ -163,7 +163,8 @@ def test_layers_that_save_nothing_are_not_recomputed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "text"), [({"m_r": None}, "needs m_r"), ({"limit": None}, "limit")]
+    ("change", "text"),
+    [({"m_r": None}, "needs m_r"), ({"memory_limit": None}, "limit")],
 )
 def test_a_choice_needs_to_know_what_it_saves(
     change: dict[str, None], text: str
