@@ -2,6 +2,7 @@
 
 engine          from orders and costs to a timeline, of one iteration or of several;
                 the time of a step among many, and of one that is rolled back
+arguments       a Plan for a Schedule; what is no timeline is refused
 metrics         figures of a timeline: spans, bubble rate, memory
 critical_path   the chain of jobs that fixed the time; who sends to whom
 boxes           a timeline as a list of boxes: what all of these draw:

@@ -38,6 +38,7 @@ from zbpp.core import (
     reader,
 )
 from zbpp.core.timeline import Place, sending_time
+from zbpp.simulator.arguments import takes_plans, takes_timelines
 from zbpp.simulator.engine import simulate
 
 __all__ = ["CriticalPath", "Message", "critical_path", "critical_places", "messages"]
@@ -93,6 +94,7 @@ class CriticalPath:
         return self.length - sum(slot.duration for slot in self.slots) + sent
 
 
+@takes_plans
 def critical_path(
     schedule: Schedule, costs: Costs = _UNIT, *, with_steps: bool = True
 ) -> CriticalPath:
@@ -227,6 +229,7 @@ def _is_before(earlier: Part, part: Part) -> bool:
     return earlier.of in sources
 
 
+@takes_timelines
 def messages(timeline: Timeline) -> Iterator[Message]:
     """Find the messages of a timeline, in the order of their targets.
 

@@ -51,6 +51,7 @@ from zbpp.core import (
     off_lane,
     replay,
 )
+from zbpp.simulator.arguments import takes_plans
 
 __all__ = [
     "IteratedSchedule",
@@ -70,6 +71,7 @@ _PATIENCE = 6  # iterations before a leap
 _LEAPS = 50
 
 
+@takes_plans
 def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     """Time every job of a schedule; the first one starts at 0, in the unit of costs.
 
@@ -98,6 +100,7 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     return _timeline(schedule, rows, times)
 
 
+@takes_plans
 def simulate_iterations(
     schedule: Schedule,
     costs: Costs = _UNIT,
@@ -242,6 +245,7 @@ def _end(row: Sequence[Slot]) -> float:
     return 0.0
 
 
+@takes_plans
 def steady_step_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     """Time of an iteration among many, optimizer included, in the unit of the costs.
 
@@ -254,6 +258,7 @@ def steady_step_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     return _settle(IteratedSchedule(schedule, costs))[0]
 
 
+@takes_plans
 def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     """Time by which one failed validation delays all that follows.
 
@@ -266,6 +271,7 @@ def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     return with_rollback(schedule, costs)[1]
 
 
+@takes_plans
 def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, float]:
     """`steady_step_time` and `rollback_time`, from one search for what repeats.
 
@@ -285,6 +291,7 @@ def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, floa
     return period, max(_lateness(late, state))
 
 
+@takes_plans
 def expected_step_time(
     schedule: Schedule, costs: Costs = _UNIT, *, failure_rate: float
 ) -> float:

@@ -30,6 +30,7 @@ from zbpp.core import (
     peaks,
 )
 from zbpp.core.timeline import extent
+from zbpp.simulator.arguments import takes_timelines
 
 __all__ = [
     "bubble_rate",
@@ -52,11 +53,13 @@ __all__ = [
 _BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 0.0}
 
 
+@takes_timelines
 def stage_span(timeline: Timeline, stage: int) -> float:
     """Time from the start of a stage's first pass to the end of its last one."""
     return pass_span(_slots(timeline, stage))
 
 
+@takes_timelines
 def span(timeline: Timeline) -> float:
     """Largest span of a stage: the time of a step if steps could follow tightly.
 
@@ -65,11 +68,13 @@ def span(timeline: Timeline) -> float:
     return longest_span([_slots(timeline, stage) for stage in _stages(timeline)])
 
 
+@takes_timelines
 def makespan(timeline: Timeline) -> float:
     """Time from the first start to the last end of a pass, over all stages."""
     return extent(chain.from_iterable(map(timeline.passes, _stages(timeline))))
 
 
+@takes_timelines
 def step_time(timeline: Timeline) -> float:
     """Time from the first start to the last end of any job, optimizer included.
 
@@ -79,12 +84,14 @@ def step_time(timeline: Timeline) -> float:
     return extent(chain.from_iterable(timeline.lines))
 
 
+@takes_timelines
 def work(timeline: Timeline) -> list[float]:
     """Time that each stage computes passes, its sends left out."""
     pairs = zip(_busy(timeline), sending(timeline), strict=True)
     return [busy - sent for busy, sent in pairs]
 
 
+@takes_timelines
 def sending(timeline: Timeline) -> list[float]:
     """Time that each stage only sends (`Costs.send_occupies`), else 0."""
     return [
@@ -95,6 +102,7 @@ def sending(timeline: Timeline) -> list[float]:
     ]
 
 
+@takes_timelines
 def idle(timeline: Timeline) -> list[float]:
     """Time that each stage neither computes nor sends, within its span."""
     return [
@@ -110,6 +118,7 @@ def _busy(timeline: Timeline) -> list[float]:
     ]
 
 
+@takes_timelines
 def bubble_rate(timeline: Timeline) -> float:
     """Bubble of the bottleneck, 0 to 1 (Qi et al., arXiv 2401.10241); of one iteration.
 
@@ -120,9 +129,10 @@ def bubble_rate(timeline: Timeline) -> float:
     end at different times without losing any.
     """
     longest = span(timeline)
-    return (longest - max(work(timeline))) / longest if longest > 0 else 0.0
+    return _above_zero(longest - max(work(timeline)), longest)
 
 
+@takes_timelines
 def waste(timeline: Timeline) -> tuple[str, float]:
     """Return the figure in a picture's title: bubble rate; of several iterations, idle.
 
@@ -134,18 +144,25 @@ def waste(timeline: Timeline) -> tuple[str, float]:
         return "bubble rate", bubble_rate(timeline)
     longest = max(extent(row) for row in timeline.rows)
     most = max(sum(slot.duration for slot in row) for row in timeline.rows)
-    return "idle", (longest - most) / longest if longest > 0 else 0.0
+    return "idle", _above_zero(longest - most, longest)
 
 
+@takes_timelines
 def overhead(timeline: Timeline) -> float:
     """Bubble over the work of the busiest stage, 0 or more; of one iteration.
 
     Other tools print this one as their bubble rate.
     """
     ideal = max(work(timeline))
-    return (span(timeline) - ideal) / ideal if ideal > 0 else 0.0
+    return _above_zero(span(timeline) - ideal, ideal)
 
 
+def _above_zero(part: float, whole: float) -> float:
+    """Share of a whole; where a sum was rounded below zero, zero."""
+    return max(0.0, part) / whole if whole > 0 else 0.0
+
+
+@takes_timelines
 def memory_over_time(
     timeline: Timeline, costs: Costs
 ) -> list[list[tuple[float, float]]]:
@@ -183,6 +200,7 @@ def memory_over_time(
     return curves
 
 
+@takes_timelines
 def memory_by_job(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
     """List for each job of each stage the most that it holds, and what it leaves.
 
@@ -206,6 +224,7 @@ def memory_by_job(timeline: Timeline, costs: Costs) -> list[list[tuple[float, fl
     return stages
 
 
+@takes_timelines
 def peak_memory(timeline: Timeline, costs: Costs) -> list[float]:
     """Largest memory that each stage holds, fixed memory and peaks included.
 

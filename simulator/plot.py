@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zbpp.core import Costs, RequestError, Timeline, format_memory, passes_in
 from zbpp.core.files.json_text import write_file
+from zbpp.simulator.arguments import takes_timelines
 from zbpp.simulator.boxes import (
     DARK,
     PALETTE,
@@ -62,6 +63,7 @@ _TITLE_PAD = 6.0  # points
 _NUMBER = "_number"  # label of the texts in boxes
 
 
+@takes_timelines
 def plot(
     timeline: Timeline | Sequence[Timeline],
     target: "str | Path | Axes | Iterable[Axes]",

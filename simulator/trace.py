@@ -29,6 +29,7 @@ from zbpp.core import (
     passes_in,
 )
 from zbpp.core.files.json_text import fail, object_of, read, write_file
+from zbpp.simulator.arguments import takes_timelines
 from zbpp.simulator.boxes import SEND, Drawing, origin_of
 from zbpp.simulator.critical_path import messages
 from zbpp.simulator.metrics import memory_over_time, waste
@@ -41,6 +42,7 @@ _MOMENT = 0.001  # microseconds: the finest time that is written
 Event = dict[str, Any]
 
 
+@takes_timelines
 def write_trace(
     timelines: Timeline | Sequence[Timeline],
     path: str | Path,
@@ -75,6 +77,7 @@ def write_trace(
     write_file(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{text}\n]}}\n')
 
 
+@takes_timelines
 def trace_events(
     timeline: Timeline,
     *,

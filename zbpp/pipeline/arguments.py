@@ -165,6 +165,11 @@ def join(
     if isinstance(mesh, dist.ProcessGroup):
         return find_place(None, mesh, n_stages=n_stages), DataParallel()
     replicas = mesh if isinstance(mesh, DataParallel) else DataParallel(mesh=mesh)
+    if not isinstance(replicas.mesh, DeviceMesh | None):
+        raise RequestError(
+            f"mesh is {replicas.mesh!r:.60}; give zbpp.mesh(stages=..), another "
+            "DeviceMesh, zbpp.DataParallel(mesh=..), or a process group of the stages"
+        )
     return find_place(replicas.mesh, None, n_stages=n_stages), replicas
 
 

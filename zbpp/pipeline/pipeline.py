@@ -474,7 +474,7 @@ class Pipeline:
                 "for it before you save"
             )
 
-    def switch(self, schedule: Schedule) -> None:
+    def switch(self, schedule: Schedule | Plan) -> None:
         """Run the next steps by another schedule (every rank must call, with the same).
 
         Layers stay where they are, and steps are validated as before. Gradients are
@@ -482,7 +482,8 @@ class Pipeline:
         the switch, to the bit; with ``exact_sums=False`` they are rounded differently.
 
         Args:
-            schedule: with the placement and the micro-batches of the present one.
+            schedule: or a plan, with the placement and the micro-batches of the present
+                one.
 
         Raises:
             RequestError: it has others, or another split; or the ranks were given
@@ -490,6 +491,14 @@ class Pipeline:
             PeerError: another stage died or does not switch.
         """
         self._refuse_between_parts()
+        if isinstance(schedule, Plan):
+            schedule = schedule.schedule
+        if not isinstance(schedule, Schedule):
+            sizes = f"n_stages={self.schedule.n_stages}, n_microbatches="
+            raise RequestError(
+                f"switch takes a Schedule or a Plan, not {schedule!r:.60}; "
+                f"zbpp.plan(mode, {sizes}{self.schedule.n_microbatches}) returns one"
+            )
         self._check_same_jobs(schedule)
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
         lower(schedule, ties=self._ties.chunks)  # it may be that it cannot be run

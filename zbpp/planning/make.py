@@ -17,6 +17,7 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
+    a_kind,
     format_memory,
     parse_schedule,
     peaks,
@@ -73,6 +74,12 @@ def make_plan(request: PlanRequest) -> Plan:
         RequestError: the mode is unknown, a file is invalid or does not agree, sizes
             are missing, or costs, split and recompute do not fit the request.
     """
+    if not isinstance(request, PlanRequest):
+        raise RequestError(
+            f"make_plan takes a PlanRequest, not {a_kind(request)}; give "
+            "zbpp.PlanRequest(schedule=.., n_stages=.., n_microbatches=..), or call "
+            "zbpp.plan(mode, ..)"
+        )
     check_effort(request.effort)
     has_costs = request.costs is not None
     orders = given_orders(request)

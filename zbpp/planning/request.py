@@ -96,7 +96,7 @@ class PlanRequest:
         """Convert what is unambiguous; this is the one place where that is done."""
         if not isinstance(self.schedule, str | Path | Schedule | Plan):
             raise RequestError(
-                f"schedule is {a_kind(self.schedule)}; give a mode such as 'ZBH1', the "
+                f"schedule is {self.schedule!r:.60}; give a mode such as 'ZBH1', the "
                 "path of a schedule or plan file, a Schedule, or a Plan"
             )
         limit = Costs(memory_limit=self.memory_limit).memory_limit
