@@ -18,6 +18,7 @@ from zbpp.core import (
     ChunkCosts,
     Costs,
     Job,
+    Order,
     Pair,
     Part,
     Pass,
@@ -38,6 +39,8 @@ def lay_out(
 ) -> Schedule:
     """Give a schedule rows of parts: the same passes in the same order.
 
+    On stages that cannot split the backward it comes in one piece, where B was.
+
     Args:
         schedule: any, without UNSHARDs and the like.
         costs: with parts.
@@ -49,14 +52,28 @@ def lay_out(
     """
     times = costs.on(schedule.placement)
     m = schedule.n_microbatches
+    pairs = zip(schedule.orders, times.splits, strict=True)
+    orders = tuple(tuple(_joined(order, splits=splits)) for order, splits in pairs)
     plans = []
     for first in (False, True) if w_first is None else (w_first,):
         rows = tuple(
             tuple(part for job in order for part in _parts(job, times, w_first=first))
-            for order in schedule.orders
+            for order in orders
         )
         plans.append((longest_span(replay(rows, times, n_microbatches=m)), rows))
-    return replace(schedule, parts=min(plans, key=lambda plan: plan[0])[1])
+    parts = min(plans, key=lambda plan: plan[0])[1]
+    return replace(schedule, orders=orders, parts=parts)
+
+
+def _joined(order: Order, *, splits: bool) -> Iterator[Job]:
+    """Run backwards in one piece on a stage that cannot split them."""
+    for job in order:
+        match job:
+            case Pass(kind=PassKind.B | PassKind.W) if not splits:
+                if job.kind is B:
+                    yield Pass(BW, job.chunk, job.microbatch)
+            case _:
+                yield job
 
 
 def _parts(job: Job, times: ChunkCosts, *, w_first: bool) -> Iterator[Job]:

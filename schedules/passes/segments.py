@@ -93,6 +93,7 @@ def in_segments(
         times = unit_times(schedule.placement, rows)
     else:
         times = costs.on(schedule.placement)
+        rows = schedule.rows_for(times)
     slots = replay(rows, times, n_microbatches=schedule.n_microbatches)
     return min(
         (_put_in_order(schedule, slots, times, late, adds_up) for late in _LATE),

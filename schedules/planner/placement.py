@@ -104,7 +104,9 @@ def plan_placement(
         held = capped(held, memory_cap=memory_cap, default_limit=default_limit)
         return PlacementProblem(held.above_fixed(), n_microbatches)
 
-    whole = costs if costs.parts is None else replace(costs, parts=None)
+    whole = costs
+    if costs.parts is not None:  # W's without parts are not split
+        whole = replace(costs, parts=None, splits=costs.on(placement).splits)
     problems = [problem_of(each) for each in (whole, *_without_overhead(whole))]
     efforts = shares(effort if costs.parts is None else "fast", len(problems))
     plans = [_best(problem, next(efforts)) for problem in problems]

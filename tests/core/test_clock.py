@@ -21,7 +21,7 @@ from zbpp.core import (
     parse_job,
     replay,
 )
-from zbpp.core.clock import by_clock
+from zbpp.core.clock import by_clock, replay_until_stuck
 
 F, B, W, BW = PassKind
 TWO = Placement.single(2)
@@ -169,7 +169,7 @@ def test_orders_of_passes_are_timed_as_job_by_job(seed, placement, m, has_steps)
     f, b, w = (tuple(rng.choice((0.0, 0.7, 1.3)) for _ in range(n)) for _ in "fbw")
     times = Costs(f, b, w, comm=0.3, optimizer=0.4).on(placement)
     free = [rng.choice((0.0, 2.1)) for _ in range(placement.n_stages)]
-    timed = replay(orders, times, n_microbatches=m, free=free)
+    timed = replay_until_stuck(orders, times, n_microbatches=m, free=free)
     assert timed == by_clock(orders, Clock(times, n_microbatches=m, free=free))
     ENDED.add([len(row) for row in timed] == [len(order) for order in orders])
 
@@ -182,5 +182,5 @@ def test_orders_that_end_and_that_do_not_were_timed():
 def test_other_jobs_are_timed_too(job):
     orders = [[Pass(F, 0, 0), job, Pass(F, 0, 1)], []]
     times = Costs(f=2.0).on(TWO)
-    timed = replay(orders, times, n_microbatches=2)
+    timed = replay_until_stuck(orders, times, n_microbatches=2)
     assert timed == by_clock(orders, Clock(times, n_microbatches=2))

@@ -2,7 +2,13 @@
 
 from zbpp.core.amounts import format_bytes, format_memory
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
-from zbpp.core.clock import Clock, off_lane, replay, step_behind_barrier
+from zbpp.core.clock import (
+    Clock,
+    off_lane,
+    replay,
+    replay_until_stuck,
+    step_behind_barrier,
+)
 from zbpp.core.costs import (
     ChunkCosts,
     CollectiveOperation,
@@ -183,6 +189,7 @@ __all__ = [
     "reads",
     "recomputed",
     "replay",
+    "replay_until_stuck",
     "schedule_text",
     "stage_of",
     "step_behind_barrier",

@@ -8,6 +8,7 @@ tested to give the same times.
 from collections.abc import Iterator, Sequence
 
 from zbpp.core.costs import ChunkCosts
+from zbpp.core.errors import RequestError
 from zbpp.core.jobs import (
     KINDS,
     Job,
@@ -40,6 +41,7 @@ __all__ = [
     "can_finish",
     "off_lane",
     "replay",
+    "replay_until_stuck",
     "step_behind_barrier",
 ]
 
@@ -192,6 +194,31 @@ def replay(
     free: Sequence[float] | None = None,
     known: Sequence[float] | None = None,
 ) -> list[list[Slot]]:
+    """Time every job; `replay_until_stuck`, where all must come to their end.
+
+    Raises:
+        RequestError: a job never starts, as what it waits for is not in the orders.
+    """
+    rows = replay_until_stuck(
+        orders, times, n_microbatches=n_microbatches, free=free, known=known
+    )
+    for order, row in zip(orders, rows, strict=True):
+        if len(row) < len(order):
+            raise RequestError(
+                f"{order[len(row)]} never starts: what it waits for is not in the "
+                "orders of the stages"
+            )
+    return rows
+
+
+def replay_until_stuck(
+    orders: Sequence[Sequence[Job]],
+    times: ChunkCosts,
+    *,
+    n_microbatches: int,
+    free: Sequence[float] | None = None,
+    known: Sequence[float] | None = None,
+) -> list[list[Slot]]:
     """Time every job that can run; a row shorter than its order is stuck there.
 
     Slots of UNSHARD, REDUCE_GRAD and parts on the network are those of the lane (see
@@ -274,7 +301,7 @@ def step_behind_barrier(
 def can_finish(
     orders: Sequence[Sequence[Job]], placement: Placement, *, n_microbatches: int
 ) -> bool:
-    """True if it is plain that no stages wait for one another; False: `replay` tells.
+    """True if it is plain that no stages wait for one another; False: a replay tells.
 
     It is the rule without times, of F, B, W and BW: an F needs the F of the chunk
     before, a B the B of the chunk after. Each order must hold each of its passes once,

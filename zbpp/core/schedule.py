@@ -5,12 +5,14 @@ are given, measured or estimated per chunk are those without recompute, and `rec
 is the one place where the others are made of them.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.costs.layers import chunk_layers, with_m_r
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Check, Collective, Job, PassKind, passes_in
+from zbpp.core.jobs import Check, Collective, Job, Part, Pass, PassKind, passes_in
 from zbpp.core.placement import Placement
 from zbpp.core.validation import (
     Recompute,
@@ -92,8 +94,30 @@ class Schedule:
         return replace(self, orders=orders, parts=parts or None)
 
     def rows_for(self, times: ChunkCosts) -> tuple[Order, ...]:
-        """The jobs of each stage: parts where the costs have them too, else passes."""
-        return self.parts if self.parts is not None and times.parts else self.orders
+        """The jobs of each stage: parts where the costs have them too, else passes.
+
+        Raises:
+            RequestError: the passes have other parts there.
+        """
+        if self.parts is None or not times.parts:
+            return self.orders
+        for chunk in range(self.placement.n_chunks):
+            for kind in (PassKind.F, PassKind.B, PassKind.W):
+                n, of = self._part_counts[kind, chunk], Pass(kind, chunk, 0)
+                if n != len(times.parts_of(of)):
+                    lanes = ", ".join(str(lane) for lane, _ in times.parts_of(of))
+                    raise RequestError(
+                        f"the schedule has {n} part(s) of {of}, but the costs have "
+                        f"{lanes or 'none'}; plan again with these costs"
+                    )
+        return self.parts
+
+    @cached_property
+    def _part_counts(self) -> Counter[tuple[PassKind, int]]:
+        """Parts of the passes of each chunk: those of micro-batch 0."""
+        jobs = [job for row in self.parts or () for job in row]
+        parts = (job for job in jobs if isinstance(job, Part) and not job.of.microbatch)
+        return Counter((part.kind, part.chunk) for part in parts)
 
     def recomputes(self, chunk: int, n_layers: int) -> frozenset[int]:
         """Layers of a chunk, counted from 0 in it, that B computes again."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from zbpp.core.amounts import format_memory
-from zbpp.core.clock import can_finish, replay
+from zbpp.core.clock import can_finish, replay_until_stuck
 from zbpp.core.costs import ChunkCosts, Costs, Parts, held_during
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import (
@@ -355,7 +355,8 @@ def _check_progress(orders: Orders, placement: Placement, n_microbatches: int) -
     if can_finish(orders, placement, n_microbatches=n_microbatches):
         return
     passes = [[job for job in order if passes_in(job)] for order in orders]
-    rows = replay(passes, Costs().on(placement), n_microbatches=n_microbatches)
+    times = Costs().on(placement)
+    rows = replay_until_stuck(passes, times, n_microbatches=n_microbatches)
     stuck = [
         (stage, order[len(row)])
         for stage, (order, row) in enumerate(zip(passes, rows, strict=True))
@@ -409,7 +410,8 @@ def _part_breaches(
         for column, reason in _row_breaches(order, row, counts):
             yield stage, column, reason
     times = unit_times(placement, rows)
-    for stage, slots in enumerate(replay(rows, times, n_microbatches=n_microbatches)):
+    timed = replay_until_stuck(rows, times, n_microbatches=n_microbatches)
+    for stage, slots in enumerate(timed):
         if len(slots) < len(rows[stage]):
             reason = "deadlock: what this waits for on another stage waits for it"
             yield stage, len(slots), reason

@@ -59,6 +59,12 @@ def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
             "give a mode, or plan a file with zbpp plan --recompute auto"
         )
     schedule = _best_split(mode, request).schedule
+    if not schedule.recomputing and request.chunk_costs.parts is not None:
+        # layers join parts, and without recompute the costs are those of the chunks
+        _, m = request.sizes(mode.name)
+        planner = _planner(mode, schedule.placement, m)
+        again = planner(request.chunk_costs, request.effort)
+        schedule = replace(again, split=schedule.split, recompute=None)
     if not callable(request.split):
         schedule = replace(schedule, split=None if preset is None else preset.split)
     costs = recomputed(request.chunk_costs, schedule)

@@ -218,8 +218,8 @@ def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
             if not kinds.isdisjoint((PassKind.B, PassKind.W)):
                 raise RequestError(
                     f"{schedule.name} runs {job}, but stage {stage} cannot split its "
-                    f"backward (splits[{stage}] of the costs is false); plan again "
-                    f"with these costs, or choose {JOINT_WORDS}"
+                    f"backward (splits[{stage}] of the costs is false, or w has no "
+                    f"parts); plan again with these costs, or choose {JOINT_WORDS}"
                 )
     if costs.memory_limit is None:
         return schedule

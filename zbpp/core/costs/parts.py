@@ -35,7 +35,7 @@ class Parts:
     Args:
         f: the parts of a layer's F.
         b: the parts of its B.
-        w: the parts of its W; there may be none.
+        w: the parts of its W; none: the backward is in one piece.
         layers: how many there are; a pass has the parts of all, one after the other.
 
     Raises:

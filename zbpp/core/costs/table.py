@@ -214,6 +214,12 @@ class Costs(MemoryModel, Times):
             raise RequestError(
                 f"splits has {len(splits)} entries for {placement.n_stages} stages"
             )
+        dealt = self._dealt_parts(placement)
+        if dealt:  # what has no W has nothing to put off
+            splits = tuple(
+                can and all(dealt[chunk].w for chunk in chunks)
+                for can, chunks in zip(splits, placement.chunks_of, strict=True)
+            )
 
         def chunks(name: str) -> tuple[float, ...]:
             return per_chunk(name, getattr(self, name), placement)
@@ -241,7 +247,7 @@ class Costs(MemoryModel, Times):
             f = tuple(map(add, f, (*sending, 0.0)))
             b = tuple(map(add, b, (0.0, *sending)))
             hops = tuple(map(sub, hops, sending))
-        parts = self._parts_on(placement, splits)
+        parts = self._parts_on(dealt, placement, splits)
         m_b, m_w = chunks("m_b"), chunks("m_w")
         none = (0.0,) * placement.n_chunks
         peak_b = self._peaks(
@@ -283,10 +289,8 @@ class Costs(MemoryModel, Times):
             memory_unit=self.memory_unit,
         )
 
-    def _parts_on(
-        self, placement: Placement, splits: Sequence[bool]
-    ) -> tuple[Parts, ...]:
-        """Parts of each chunk, the loss with the last F; () without."""
+    def _dealt_parts(self, placement: Placement) -> tuple[Parts, ...]:
+        """Parts of each chunk; () without."""
         if self.parts is None:
             return ()
         for name in ("send_occupies", "gathers"):
@@ -294,7 +298,15 @@ class Costs(MemoryModel, Times):
                 raise RequestError(
                     f"costs with parts cannot have {name}; leave one of both out"
                 )
-        parts = list(chunk_parts(self.parts, placement))
+        return chunk_parts(self.parts, placement)
+
+    def _parts_on(
+        self, dealt: tuple[Parts, ...], placement: Placement, splits: Sequence[bool]
+    ) -> tuple[Parts, ...]:
+        """Those of stages that cannot split joined, the loss with the last F."""
+        if not dealt:
+            return ()
+        parts = list(dealt)
         for chunk, stage in enumerate(placement.stage_of):
             if not splits[stage]:
                 of, bw = parts[chunk], parts[chunk].of(PassKind.BW)
