@@ -173,6 +173,7 @@ class Stage:
             loss_fn: in place of the usual one.
             keeps_outputs: keep what the last chunk puts out, before the loss.
         """
+        torch.clear_autocast_cache()  # weights may have changed since they were cast
         self.ties.refresh()
         self.step, self.inputs = step, inputs
         self._uploads.begin(inputs)
@@ -204,7 +205,8 @@ class Stage:
             self._orders[chunk].listen(self.n_microbatches, progress)
 
     def discard(self) -> None:
-        """Forget the forwards so far; they will run once more."""
+        """Forget the forwards so far; they will run once more, with other weights."""
+        torch.clear_autocast_cache()
         self._saved.clear()
         self.loss.discard()
 
