@@ -95,9 +95,6 @@ class Inverse:
     def commit(self) -> None:
         """Nothing."""
 
-    def forget(self) -> None:
-        """Nothing."""
-
     @torch.no_grad()
     def undo(self) -> None:
         """Go backwards through the formula, for all parameters at once."""
@@ -215,7 +212,6 @@ def rollback(options: Cost) -> None:
         steps.append(step)
         rows["copy p"].append((timed(copy) / step, 0.0, 0.0))
         for name, way in ways.items():
-            way.forget()  # the other ways have stepped
             way.take()
             way.commit()
             early = timed(way.take)

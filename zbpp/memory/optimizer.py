@@ -15,12 +15,8 @@ from torch import Tensor, nn
 from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.rollback import DeferredStep, can_defer, is_elementwise
-from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["OptimizerMemory", "optimizer_memory", "part_of", "part_shape"]
-
-_PIECES = 3 * 2**20
-"""Numbers of a parameter that are stepped here piece by piece: enough pieces."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ def optimizer_memory(
     parameters = list(names)
     tracker = _StepTracker(granularity=granularity)
     with mode:
-        stands = [_stand_in(p, p.shape, p in gradients) for p in parameters]
+        stands = [_stand_in(p, p in gradients) for p in parameters]
         tracker.ignore(stands)
         tracker.ignore(p.grad for p in stands if p.grad is not None)
         with tracker:
@@ -106,22 +102,9 @@ def _deferred_peaks(
     make_optimizer: MakeOptimizer,
     granularity: int,
 ) -> tuple[int, int]:
-    """Most that `DeferredStep` needs for a step, and to commit it.
-
-    Pieces are stepped one after the other, so of large parameters a few are enough.
-    """
+    """Peak bytes of `DeferredStep`, of a step and of its commit."""
     tracker = _StepTracker(granularity=granularity)
-    stands: list[tuple[str, nn.Parameter]] = []
-    seen: set[Any] = set()
-    for p, name in names.items():
-        is_cut = p.device.type == "cpu" and not is_sharded(p)
-        large = is_cut and p.numel() > _PIECES
-        key = (p.dtype, p.requires_grad, p in gradients, p.dim() > 1)
-        if large and key in seen:
-            continue  # each is stepped by itself
-        seen |= {key} if large else set()
-        shape = (_PIECES,) if large else p.shape
-        stands.append((name, _stand_in(p, shape, p in gradients)))
+    stands = [(name, _stand_in(p, p in gradients)) for p, name in names.items()]
     tracker.ignore(p for _, p in stands)
     tracker.ignore(p.grad for _, p in stands if p.grad is not None)
     most = later = 0
@@ -142,11 +125,8 @@ def _deferred_peaks(
     return max(0, most), later
 
 
-def _stand_in(parameter: Tensor, shape: Any, has_gradient: bool) -> nn.Parameter:
-    if is_sharded(parameter):
-        empty = torch.empty_like(parameter, requires_grad=False)
-    else:
-        empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+def _stand_in(parameter: Tensor, has_gradient: bool) -> nn.Parameter:
+    empty = torch.empty_like(parameter, requires_grad=False)
     stand = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     if has_gradient:
         stand.grad = torch.empty_like(empty)

@@ -56,8 +56,6 @@ def training_kept(
             for restore in restores:
                 restore()
         set_random()
-        for executor in executors.values():
-            executor.optimizer.optimizers.forget()
 
 
 def _keep_value(tensor: Tensor) -> Restore:

@@ -1,38 +1,33 @@
 """Take an optimizer step that can be rolled back to the bit.
 
     Deferred   take     copy p; step p with a temporary copy of the state (m, v, step)
-               commit   step the copy of p with the state itself; it ends as p
-               undo     put the copy back; the state was never touched
+               commit   step the copy of p with the state itself
+               undo     copy the copy back to p; the state has not changed
     Snapshot   take     copy p and the state; step
                commit   drop the copies
-               undo     put the copies back
+               undo     copy the copies back
 
-Deferred keeps one copy of the parameters, which its second step brings up to date. It
-asks for an optimizer that treats every parameter by itself, as torch's do: the same
-numbers come out of both steps, and of a step on a few parameters at a time, which is
-all the temporary state that there is. Snapshot serves every other optimizer. Arithmetic
-inverses of a step do not give the bits back, and none can take an Inf out of m.
+`DeferredStep` holds one copy of the parameters. It needs an optimizer that updates each
+parameter independently of the others, as torch's do: then both steps give the same
+bits, also for a few parameters at a time, which limits the temporary state. A private
+optimizer of the same class takes both steps. `SnapshotStep` works for every optimizer.
 
-Large parameters are stepped in parts where the optimizer treats every element by
-itself; so is this process's shard of a DTensor, which torch steps faster as a plain
-tensor. Both steps of Deferred are taken by a private optimizer of the same class: the
-user's own never holds a stand-in.
+Parameters are copied in every step: a layer may have written to them through ``.data``,
+which leaves no trace. The arithmetic inverse of a step would not restore the bits.
 """
 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.support.sharded import is_sharded, layout_of, own_shard
-from zbpp.runtime.support.torch_internals import has_plain_step, is_fake, plain_step
+from zbpp.runtime.support.sharded import is_sharded
+from zbpp.runtime.support.torch_internals import has_plain_step, plain_step
 
 __all__ = [
     "DeferredStep",
@@ -45,7 +40,7 @@ __all__ = [
 ]
 
 State = dict[str, Any]
-"""The values that an optimizer keeps for one parameter, by name."""
+"""The optimizer's state of one parameter, by name."""
 
 _ELEMENTWISE = (
     "ASGD",
@@ -62,33 +57,25 @@ _ELEMENTWISE = (
 )
 _PER_PARAMETER = (*_ELEMENTWISE, "Adafactor", "Muon")
 _BUCKET_BYTES = {"cpu": 2**22}
-"""Of parameters that are stepped together. On CPUs the temporary state of larger ones
-leaves the cache, and its pages are mapped anew in every step: a speculative step of
-fused AdamW then takes 3.8 plain ones (16 MiB) or 7.6 (all at once) in place of 2.0."""
+"""Parameters that are stepped together: on a CPU their state fits in the cache."""
 _DEVICE_BUCKET_BYTES = 2**28
-_ALIGNED = 64
-"""Elements; parts begin at multiples of it, as vectorized kernels round the elements
-behind the last full vector otherwise."""
 
 
 class Rollback(Protocol):
-    """A step that is decided later: `take`, then `commit` or `undo`."""
+    """A speculative step: `take`, then `commit` or `undo`."""
 
     def take(self) -> None:
-        """Step on the gradients as they are. If that raises, nothing has changed."""
+        """Step with the current gradients. If that raises, nothing has changed."""
 
     def commit(self) -> None:
-        """Keep the step, which has turned out valid."""
+        """Keep the step: it was valid."""
 
     def undo(self) -> None:
-        """Put the state before the step back; may be called more than once."""
-
-    def forget(self) -> None:
-        """Trust no copy any more, as others may write to parameters and state."""
+        """Restore the parameters and state before the step; may be called again."""
 
 
 def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The values of all groups but the parameters; tensors are copied."""
+    """The options of all parameter groups; tensors are copied."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -105,7 +92,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """True if a step treats every element of every parameter by itself."""
+    """True if a step updates each element independently of the others."""
     return _is_one_of(optimizer, _ELEMENTWISE)
 
 
@@ -118,301 +105,136 @@ def _is_one_of(optimizer: Optimizer, names: Sequence[str]) -> bool:
     return any(type(optimizer) is getattr(torch.optim, name, None) for name in names)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A parameter that has a gradient, or a part of one.
-
-    Args:
-        parameter: the optimizer's own.
-        gradient: of the whole parameter.
-        group: place of the parameter's group.
-        cut: where the part lies in this process's flat shard; None: the parameter
-            is stepped as it is.
-    """
-
-    parameter: Tensor
-    gradient: Tensor
-    group: int
-    cut: slice | None = None
-
-    @property
-    def is_last(self) -> bool:
-        """True if no part of the same parameter comes after this one."""
-        return self.cut is None or self.cut.stop == own_shard(self.parameter).numel()
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor of the parameter's shape; it shares the memory."""
-        if self.cut is None:
-            return tensor
-        flat: Tensor = own_shard(tensor).detach().view(-1)
-        return flat[self.cut]
-
-    def state(self, held: State) -> State:
-        """The part of the parameter's state, with single numbers of its own."""
-        if self.cut is None:
-            return held
-        return {
-            name: self.view(value)
-            if self.has_shape(value)
-            else own_shard(value).clone()
-            for name, value in held.items()
-        }
-
-    def has_shape(self, value: Tensor) -> bool:
-        """True if a value of the state is cut as the parameter is."""
-        shard: Tensor = own_shard(value)
-        parameter: Tensor = own_shard(self.parameter)
-        return shard.shape == parameter.shape
-
-
 class DeferredStep:
-    """Steps twice, and keeps one copy of the parameters.
-
-    Args:
-        optimizer: one that `can_defer`.
-    """
+    """Steps twice, with one copy of the parameters; needs an optimizer of torch."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups: list[dict[str, Any]] = []
-        self._buckets: list[list[_Part]] = []
-        self._copies: dict[Tensor, Tensor] = {}
-        self._equal_at: dict[Tensor, Mark] = {}
-        """The copy of a parameter equals it as it was at this mark."""
-        self._stepped: dict[Tensor, Mark] = {}
+        self._before: dict[Tensor, Tensor] = {}
+        self._stepped: list[Tensor] = []
+        self._buckets: list[list[Member]] = []
 
     @torch.no_grad()
     def take(self) -> None:
-        """Step the parameters, and leave the state as it is."""
+        """Step the parameters with a copy of the state."""
         self._groups = copy_groups(self._optimizer)
-        self._buckets = list(_buckets(self._optimizer))
-        self._stepped = {}
-        scratch = _Scratch()
+        self._buckets, self._stepped = list(_buckets(self._optimizer)), []
         try:
             for bucket in self._buckets:
-                for part in bucket:
-                    if part.parameter not in self._stepped:
-                        self._copy(part.parameter)
-                        self._stepped[part.parameter] = None
-                states = [scratch.copy(part.state(self._held(part))) for part in bucket]
-                self._step(
-                    bucket, [part.view(part.parameter) for part in bucket], states
-                )
-                scratch.reuse()
+                for p, *_ in bucket:
+                    if p not in self._before:
+                        self._before[p] = torch.empty_like(p, requires_grad=False)
+                    self._before[p].copy_(p)
+                    self._stepped.append(p)
+                states = [_copy_value(self._state(p), Tensor.clone) for p, *_ in bucket]
+                self._step(bucket, [p for p, *_ in bucket], states)
         except BaseException:
             self.undo()
             raise
-        self._stepped = {p: mark(own_shard(p)) for p in self._stepped}
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Step the state: on the old parameters, which end as the new ones."""
+        """Step the state with the copies of the parameters."""
         for bucket in self._buckets:
-            self._commit(bucket)
-        self._buckets = []  # gradients live in there
-        self._equal_at.update(self._stepped)
-
-    def _commit(self, bucket: Sequence[_Part]) -> None:
-        targets = [part.view(self._copies[part.parameter]) for part in bucket]
-        states = [part.state(self._held(part)) for part in bucket]
-        stepped = self._step(bucket, targets, states)
-        for part, target in zip(bucket, targets, strict=True):
-            if part.cut is None:  # a first step has made the state
-                self._optimizer.state[part.parameter] = stepped[target]
-            elif part.is_last:
-                for name, value in self._held(part).items():
-                    if not part.has_shape(value):
-                        own_shard(value).copy_(stepped[target][name])
+            targets = [self._before[p] for p, *_ in bucket]
+            states = [self._state(p) for p, *_ in bucket]
+            stepped = self._step(bucket, targets, states)
+            for (p, *_), target in zip(bucket, targets, strict=True):
+                self._optimizer.state[p] = stepped[target]  # new in the first step
+        self._buckets = []  # they hold gradients
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put the parameters back."""
+        """Restore the parameters."""
         self._buckets = []
-        for parameter in self._stepped:
-            own_shard(parameter).copy_(own_shard(self._copies[parameter]))
+        for p in self._stepped:
+            p.copy_(self._before[p])
 
-    def forget(self) -> None:
-        """Copy all parameters anew in the next step."""
-        self._equal_at = {}
-
-    def _held(self, part: _Part) -> State:
-        held: State = self._optimizer.state.get(part.parameter, {})
-        return held
-
-    def _copy(self, parameter: Tensor) -> None:
-        """Make the copy equal to the parameter, unless it is known to be."""
-        at = mark(own_shard(parameter))
-        if at is not None and self._equal_at.pop(parameter, None) == at:
-            return
-        if parameter not in self._copies:
-            self._copies[parameter] = torch.empty_like(parameter, requires_grad=False)
-        own_shard(self._copies[parameter]).copy_(own_shard(parameter))
+    def _state(self, p: Tensor) -> State:
+        state: State = self._optimizer.state.get(p, {})
+        return state
 
     def _step(
         self,
-        bucket: Sequence[_Part],
+        bucket: Sequence["Member"],
         targets: Sequence[Tensor],
         states: Sequence[State],
     ) -> Mapping[Tensor, State]:
-        """Step tensors that stand for the parts; return their state after it."""
+        """Step targets in place of a bucket's parameters; return their new state."""
         members: dict[int, list[Tensor]] = defaultdict(list)
-        held: defaultdict[Tensor, State] = defaultdict(dict)
-        for part, target, state in zip(bucket, targets, states, strict=True):
-            members[part.group].append(target)
-            if target is not part.parameter:
-                target.grad = part.view(part.gradient)
+        stepped: defaultdict[Tensor, State] = defaultdict(dict)
+        for (_, gradient, group), target, state in zip(
+            bucket, targets, states, strict=True
+        ):
+            members[group].append(target)
+            target.grad = gradient
             if state:
-                held[target] = state
-        shadow = _shadow_of(self._optimizer)
-        shadow.state = held
+                stepped[target] = state
+        # The constructor would need parameters, and would call the class's hooks.
+        shadow = object.__new__(type(self._optimizer))
+        vars(shadow).update(vars(self._optimizer))
+        shadow.state = stepped
         shadow.param_groups = [
-            {**self._groups[number], "params": group}
-            for number, group in members.items()
+            {**self._groups[number], "params": targets_of_group}
+            for number, targets_of_group in members.items()
         ]
         try:
             plain_step(shadow)
         finally:
-            for part, target in zip(bucket, targets, strict=True):
-                if target is not part.parameter:
+            for (p, *_), target in zip(bucket, targets, strict=True):
+                if target is not p:
                     target.grad = None
-        return held
+        return stepped
 
 
-def _shadow_of(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class that gets groups and state of its own.
-
-    Its constructor is not run: it would ask for parameters, and call its hooks.
-    """
-    shadow = object.__new__(type(optimizer))
-    vars(shadow).update(vars(optimizer))
-    return shadow
+Member = tuple[Tensor, Tensor, int]
+"""A parameter with a gradient, the gradient, and the index of its group."""
 
 
-def _buckets(optimizer: Optimizer) -> Iterator[list[_Part]]:
-    """All parameters that have a gradient, in order, in buckets of about one size."""
-    bucket: list[_Part] = []
-    room, in_dtensors = 0, False
-    for part in _parts(optimizer):
-        n_bytes = part.view(part.parameter).nbytes
-        # a DTensor and a plain tensor cannot be stepped together
-        is_dtensor = part.cut is None and is_sharded(part.parameter)
-        if bucket and (n_bytes > room or is_dtensor != in_dtensors):
-            yield bucket
-            bucket = []
-        if not bucket:
-            room, in_dtensors = _bucket_bytes(part.parameter), is_dtensor
-        bucket.append(part)
-        room -= n_bytes
+def _buckets(optimizer: Optimizer) -> Iterator[list[Member]]:
+    """Yield the parameters with a gradient, in order, in buckets of about one size."""
+    bucket: list[Member] = []
+    room = 0
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            # torch cannot step DTensors and plain tensors together
+            is_other = bool(bucket) and is_sharded(p) != is_sharded(bucket[0][0])
+            if bucket and (p.nbytes > room or is_other):
+                yield bucket
+                bucket = []
+            if not bucket:
+                room = _BUCKET_BYTES.get(p.device.type, _DEVICE_BUCKET_BYTES)
+            bucket.append((p, p.grad, number))
+            room -= p.nbytes
     if bucket:
         yield bucket
 
 
-def _parts(optimizer: Optimizer) -> Iterator[_Part]:
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            whole = _Part(parameter, parameter.grad, number)
-            shard: Tensor = own_shard(parameter)
-            size = _bucket_bytes(parameter)
-            is_large = shard.nbytes > size
-            if (is_large or is_sharded(parameter)) and _can_cut(optimizer, whole):
-                length = max(1, size // shard.element_size() // _ALIGNED) * _ALIGNED
-                for start in range(0, shard.numel(), length):
-                    cut = slice(start, min(start + length, shard.numel()))
-                    yield replace(whole, cut=cut)
-            else:
-                yield whole
-
-
-def _bucket_bytes(parameter: Tensor) -> int:
-    return _BUCKET_BYTES.get(parameter.device.type, _DEVICE_BUCKET_BYTES)
-
-
-def _can_cut(optimizer: Optimizer, whole: _Part) -> bool:
-    """True if parts can be stepped; a first step, which makes the state, is not cut."""
-    p: Any = whole.parameter
-    g: Any = whole.gradient
-    state = optimizer.state.get(p)
-    if not state or not is_elementwise(optimizer) or p.is_complex():
-        return False
-    if is_sharded(p) and not (is_sharded(g) and p.placements == g.placements):
-        return False
-    shard = own_shard(p)
-    return (
-        shard.dim() > 0
-        and shard.numel() > 0
-        and (type(shard) in (Tensor, nn.Parameter) or is_fake(shard))
-        and _is_flat(shard, shard.shape)
-        and _is_flat(own_shard(g), shard.shape)
-        and all(
-            isinstance(value, Tensor)
-            and (value.numel() == 1 or _is_flat(own_shard(value), shard.shape))
-            for value in state.values()
-        )
-    )
-
-
-def _is_flat(tensor: Tensor, shape: torch.Size) -> bool:
-    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_dense and tensor.shape == shape
-
-
-class _Scratch:
-    """Temporary copies of state, whose memory the next ones use again."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-        self._used: list[tuple[tuple[Any, ...], Tensor]] = []
-
-    def copy(self, state: State) -> State:
-        """A copy for use until `reuse`."""
-        copied: State = _copy_value(state, self._copy)
-        return copied
-
-    def reuse(self) -> None:
-        """Let the next copies take the memory of those so far."""
-        for key, tensor in self._used:
-            self._free[key].append(tensor)
-        self._used = []
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        layout = tensor.shape, tensor.stride(), *layout_of(tensor)
-        key = (layout, tensor.dtype, tensor.device)
-        free = self._free[key]
-        copied = free.pop().copy_(tensor) if free else tensor.clone()
-        self._used.append((key, copied))
-        return copied
-
-
 class SnapshotStep:
-    """Copies the parameters and all state in the step, until it is decided.
-
-    Args:
-        optimizer: its step may change its state, its groups and its attributes.
-    """
+    """Copies parameters, state and attributes of the optimizer until the decision."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters: dict[Tensor, Tensor] = {}
-        self._state: dict[Any, Any] = {}
-        self._attributes: dict[str, Any] = {}
+        self._copies: tuple[Any, ...] = ({}, {}, {})
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy, then step."""
         optimizer = self._optimizer
-        self._parameters = {
+        parameters = {
             p: p.clone()
             for p in parameters_of(optimizer)
             if p.requires_grad or p.grad is not None or p in optimizer.state
         }
-        self._state = _copy_value(optimizer.state, Tensor.clone)
-        self._attributes = {
+        attributes = {
             name: _copy_value(value, Tensor.clone)
             for name, value in vars(optimizer).items()
             if isinstance(value, bool | int | float | Tensor)
         }
+        state = _copy_value(optimizer.state, Tensor.clone)
+        self._copies = parameters, state, attributes
         try:
             with torch.enable_grad():
                 optimizer.step()
@@ -422,21 +244,19 @@ class SnapshotStep:
 
     def commit(self) -> None:
         """Drop the copies."""
-        self._parameters, self._state, self._attributes = {}, {}, {}
+        self._copies = ({}, {}, {})
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put everything back."""
-        for parameter, copied in self._parameters.items():
+        """Restore everything."""
+        parameters, state, attributes = self._copies
+        for parameter, copied in parameters.items():
             parameter.copy_(copied)
         self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        vars(self._optimizer).update(self._attributes)
-
-    def forget(self) -> None:
-        """No copy outlives its step."""
+        self._optimizer.state.update(state)
+        vars(self._optimizer).update(attributes)
 
 
 def _copy_value(value: Any, copy_tensor: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a value in which tensors may be nested in dicts, lists and tuples."""
+    """Copy a value; its tensors may be nested in dicts, lists and tuples."""
     return map_tensors(value, copy_tensor, copy.copy)
