@@ -38,7 +38,6 @@ from zbpp.core import output_of as written_by
 from zbpp.emulation.layers import EmulatedLayer, sleep_until
 from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
-from zbpp.runtime.policies import Patience
 from zbpp.schedules import lower
 from zbpp.simulator import steady_step_time
 
@@ -184,9 +183,7 @@ def measure(options: Options, mode: str, file: str) -> None:
         loss_fn=lambda outputs, targets: outputs.mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         device="cpu",
-        step=zbpp.StepPolicy(
-            post_validation=options.post_validation, patience=Patience(failures=11)
-        ),
+        step=zbpp.StepPolicy(post_validation=options.post_validation),
         execution=zbpp.Execution(watch=False),
     )
     if len(cores) >= options.stages:

@@ -11,7 +11,6 @@ from small_model import adamw, batch, build, loss_fn
 
 import zbpp
 from zbpp import diagnostics
-from zbpp.runtime import Patience
 
 MADE_OF: dict[str, Any] = {
     "optimizer": adamw,
@@ -25,7 +24,6 @@ OLD: dict[str, Any] = {
     "exact_sums": True,
     "weigh": "samples",
     "post_validation": True,
-    "patience": Patience(failures=11),
     "max_consecutive_skips": 2,
     "watch": False,
     "timeout_s": 30.0,
@@ -71,7 +69,7 @@ def test_old_keywords_are_taken_each_with_a_warning_that_names_the_new_place() -
         optimizer=adamw,
         loss_fn=loss_fn,
         numerics=zbpp.Numerics(seed=7, first_step=3),
-        step=zbpp.StepPolicy(post_validation=True, patience=Patience(failures=11)),
+        step=zbpp.StepPolicy(post_validation=True),
     )
     assert old.plan.recompute == new.plan.recompute == {0, 2}
     assert old.n_steps == new.n_steps == 3

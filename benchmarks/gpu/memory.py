@@ -11,7 +11,6 @@ from torch import Tensor
 import zbpp
 from zbpp.memory.api import estimate
 from zbpp.memory.model import default_optimizer
-from zbpp.runtime.policies import Patience
 
 __all__ = ["errors", "measure"]
 
@@ -94,7 +93,6 @@ def _pair(
         n_microbatches=m,
         device=device,
         numerics=zbpp.Numerics(autocast=autocast),
-        step=zbpp.StepPolicy(patience=Patience(failures=11, window=10)),
         execution=zbpp.Execution(watch=False),
     )
     x, y = (_times(part, m).to(device) for part in batch)

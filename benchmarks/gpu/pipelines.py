@@ -23,10 +23,9 @@ from torch.nn.functional import mse_loss
 
 import zbpp
 from zbpp import diagnostics
-from zbpp.core import Costs, Schedule
+from zbpp.core import Costs, PassKind, Schedule
 from zbpp.planning import plan
 from zbpp.runtime.backward.queue import current_queue
-from zbpp.runtime.policies import Patience
 from zbpp.simulator import bubble_rate, steady_step_time
 
 __all__ = ["SpinningLayer", "measure"]
@@ -204,7 +203,7 @@ def _pipeline(
         numerics=zbpp.Numerics(
             autocast=torch.bfloat16 if on_gpu and optimizer is _adamw else None
         ),
-        step=zbpp.StepPolicy(patience=Patience(failures=11, window=10)),
+        step=zbpp.StepPolicy(post_validation=schedule.runs(PassKind.W) or None),
         execution=zbpp.Execution(watch=False, stage_streams=True, cuda_graphs=graphs),
     )
 

@@ -17,7 +17,6 @@ from torch.profiler import record_function
 
 import zbpp
 from zbpp.runtime.comm.links import PendingSum
-from zbpp.runtime.policies import Patience
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["real_peaks"]
@@ -75,7 +74,7 @@ def _train(one: Configuration, mode: str, n_microbatches: int) -> None:
         n_microbatches=n_microbatches,
         clip_grad_norm=1e9,
         numerics=zbpp.Numerics(autocast=one.autocast),
-        step=zbpp.StepPolicy(patience=Patience(failures=11, window=10)),
+        step=zbpp.StepPolicy(post_validation=mode.startswith("ZB") or None),
     )
     mine = {id(layer) for _, layer in pipeline.named_layers()}
     layers[:] = [layer if id(layer) in mine else None for layer in layers]  # type: ignore[misc]

@@ -40,7 +40,6 @@ from zbpp.planning.pipelines import choose_validation
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.rollback import Rollback
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
-from zbpp.runtime.policies import Patience
 
 WAYS = ("barrier", "free", "deferred", "snapshot")
 
@@ -111,10 +110,7 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
         ),
         schedule=schedule,
         clip_grad_norm=1e9,
-        step=zbpp.StepPolicy(
-            post_validation=way != "barrier",
-            patience=Patience(failures=11),  # speculative from the first step on
-        ),
+        step=zbpp.StepPolicy(post_validation=way != "barrier"),
     )
     for executor in pipeline.stages.executors.values():
         give_gradients(executor.optimizer)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from flat import flat_pipeline
-from histories import ALWAYS
 from torch import Tensor, nn
 
 import zbpp
@@ -40,7 +39,7 @@ def pipeline_of(modules: list[nn.Module]) -> zbpp.Pipeline:
         n_stages=4,
         n_microbatches=N_MICROBATCHES,
         clip_grad_norm=CLIP,
-        patience=ALWAYS,
+        post_validation=True,
     )
 
 

@@ -16,7 +16,6 @@ from trained_modes import MODES
 from zbpp import diagnostics
 from zbpp.core import Pass, PassKind
 from zbpp.pipeline import Pipeline
-from zbpp.runtime import Patience
 from zbpp.runtime.microbatches import Uploads
 from zbpp.runtime.support.streams import HostCopy, SideStream
 from zbpp.runtime.values import mapped
@@ -45,7 +44,7 @@ def pipeline_on_gpu(mode: str, n_stages: int, **more: object) -> Pipeline:
         "optimizer": fused,
         "device": GPU,
         "clip_grad_norm": 0.5,
-        "patience": Patience(failures=11, window=10),
+        "post_validation": True,
     }
     return make_pipeline(mode, n_stages, **(settings | more))
 

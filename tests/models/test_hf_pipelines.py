@@ -11,7 +11,6 @@ from tiny_hf import FAMILIES, batch_of, tiny, untied
 
 import zbpp
 from zbpp import RequestError
-from zbpp.runtime import Patience
 
 pytest.importorskip("transformers")
 
@@ -193,7 +192,7 @@ def test_steps_recomputed_and_rolled_back_are_a_plain_loop():
         n_stages=2,
         n_microbatches=M,
         clip_grad_norm=0.5,
-        patience=Patience(failures=11, clean=1),
+        post_validation=True,
         recompute="all",
     ) as pipeline:
         results = [pipeline.step(batch) for batch in batches]

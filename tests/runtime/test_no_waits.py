@@ -11,7 +11,6 @@ from fake_stream import FakeStream
 from small_model import batch, make_pipeline
 from torch import Tensor
 
-from zbpp.runtime import Patience
 from zbpp.runtime.comm import local
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.streams import HostCopy
@@ -47,7 +46,7 @@ def test_v_waits_for_the_step_before_and_not_for_the_forwards_since(
         return forward(self, *args)
 
     monkeypatch.setattr(Stage, "forward", slow)
-    pipeline = make_pipeline("ZBH1", 2, patience=Patience(failures=11, window=10))
+    pipeline = make_pipeline("ZBH1", 2, post_validation=True)
     for step in range(3):
         pipeline.step(*batch(step))
         assert stream.n_waits == 2 * step, "V alone waits, for the sum of each stage"

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from histories import ALWAYS
 from pool import Pool
 from small_model import assert_same, batch, build, loss_fn, make_pipeline, refusal
 from torch import Tensor, nn
@@ -70,7 +69,6 @@ def test_the_number_of_calls_makes_a_difference_in_the_last_bits() -> None:
 def test_speculative_steps_are_validated_in_the_first_call(clip: float) -> None:
     more: dict[str, Any] = {
         "clip_grad_norm": clip,
-        "patience": ALWAYS,
         "post_validation": True,
         "model": dropping,
         "seed": 5,

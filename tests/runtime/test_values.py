@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from zbpp.models import Layered
 from zbpp.pipeline import Pipeline
-from zbpp.runtime import Patience
 
 
 def train_plainly(steps: int = 10) -> tuple[list[float], dict[str, Tensor]]:
@@ -72,8 +71,7 @@ def test_dicts_of_changing_lengths(
 
 
 def test_rolled_back_steps(alone: masked_model.Found) -> None:
-    patience = Patience(failures=2, window=1)
-    pipeline = make("ZBV", 2, post_validation=True, patience=patience)
+    pipeline = make("ZBV", 2, post_validation=True)
     results = [pipeline.step(*cut(batch(step))) for step in range(10)]
     assert [(result.loss, result.grad_norm) for result in results] == alone[0]
     assert sum(result.rollbacks for result in results) > 5
@@ -83,8 +81,7 @@ def test_rolled_back_steps(alone: masked_model.Found) -> None:
 def train_rank(mode: str, rolls_back: bool) -> masked_model.Found:
     if not rolls_back:
         return train(mode, None)
-    always = Patience(failures=2, window=1)
-    return train(mode, None, post_validation=True, patience=always)
+    return train(mode, None, post_validation=True)
 
 
 @pytest.mark.dist

@@ -48,7 +48,7 @@ ONLY_HOST = {
     "comm/process_group.py",
 }
 """Their waits are for threads and stores of the host, or for times to be measured."""
-AT_THE_END = {"_end_sum", "_is_idle", "_end_at_exit", "let_go"}
+AT_THE_END = {"_is_idle", "_end_at_exit", "let_go"}
 """Functions for failures and the end of Python: what they wait for is of the host."""
 
 DROPPED = {

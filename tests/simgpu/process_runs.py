@@ -11,7 +11,6 @@ from torch import Tensor
 import simgpu
 from simgpu.processes import Found, watched
 from zbpp import Costs, plan
-from zbpp.runtime import Patience
 
 __all__ = ["Case", "all_of", "on_mesh", "small"]
 
@@ -49,7 +48,7 @@ def small(
         "optimizer": foreach,
         "device": simgpu.DEVICE,
         "clip_grad_norm": 0.5,
-        "patience": Patience(failures=11, window=10),
+        "post_validation": True,
         "timeout_s": 60.0,
     } | more
     numbers = []

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import simgpu
 import zbpp
 from zbpp import diagnostics
-from zbpp.runtime import Patience
 
 __all__ = ["ONE_PROCESS", "TWO_PROCESSES", "Outcome", "Scenario", "differences"]
 
@@ -127,7 +126,7 @@ def pipeline(mode: str, n_stages: int | None, **more: Any) -> zbpp.Pipeline:
         "optimizer": foreach,
         "clip_grad_norm": 0.7,
         "n_microbatches": 4,
-        "patience": Patience(failures=99, window=10),
+        "post_validation": True,
         "timeout_s": 30.0,
         "first_timeout_s": 20.0,
     }

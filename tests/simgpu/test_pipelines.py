@@ -18,14 +18,12 @@ from zoo import Checkpointed
 import simgpu
 from simgpu.jobs import name_jobs
 from zbpp import plan
-from zbpp.runtime import Patience
 
 name_jobs()
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
 STREAMS = ({}, {"stage_streams": True})
 GRAPHS = ({"cuda_graphs": True}, {"cuda_graphs": True, "stage_streams": True})
-SPECULATIVE = Patience(failures=11, window=10)  # from the first step on
 Outcome = tuple[list[float], dict[str, Tensor]]
 
 
@@ -71,12 +69,12 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "rolled back": {"clip_grad_norm": 0.5, "patience": SPECULATIVE},
+    "rolled back": {"clip_grad_norm": 0.5, "post_validation": True},
     "barrier": {"clip_grad_norm": 0.5, "post_validation": False},
     "fused, scaled": {"optimizer": fused, "loss_scale": 8.0},
     "snapshot": {
         "clip_grad_norm": 0.5,
-        "patience": SPECULATIVE,
+        "post_validation": True,
         "snapshots": True,
     },
     "checkpoint": {"model": with_blocks(Checkpointed)},
@@ -159,7 +157,7 @@ def test_a_switch_changes_no_bit() -> None:
         simgpu.begin("random", 5)
         pipeline = make_pipeline(
             "ZBH1", 2, optimizer=adamw, device=simgpu.DEVICE, stage_streams=True,
-            clip_grad_norm=0.5, patience=SPECULATIVE,
+            clip_grad_norm=0.5, post_validation=True,
         )  # fmt: skip
         losses = [pipeline.step(*batch(0)).loss]
         if switches:
@@ -183,7 +181,7 @@ def test_each_step_may_be_called_under_another_stream(
         simgpu.begin("random", 8)
         pipeline = make_pipeline(
             mode, 2, optimizer=adamw, device=simgpu.DEVICE, clip_grad_norm=0.5,
-            patience=SPECULATIVE, **how,
+            post_validation=True, **how,
         )  # fmt: skip
         losses, here = [], torch.cuda.current_stream()
         for step in range(4):

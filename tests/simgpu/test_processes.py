@@ -20,7 +20,6 @@ from small_model import N_LAYERS, assert_same, batch, make_pipeline
 import simgpu
 from simgpu.process_runs import Case, Trained, all_of, small
 from simgpu.processes import Found, SimulatedPool, watched
-from zbpp.runtime import Patience
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
 TIED = {"ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]}
@@ -111,7 +110,7 @@ def waits_of_steps(mode: str) -> set[tuple[str, str]]:
     simgpu.begin("random", 3)
     pipeline = make_pipeline(
         mode, None, optimizer=fused, device=simgpu.DEVICE, clip_grad_norm=0.5,
-        patience=Patience(failures=11, window=10),
+        post_validation=True,
     )  # fmt: skip
     for step in range(3):
         pipeline.step(*batch(step))

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import zbpp
-from zbpp.runtime import Patience
 
 N_STEPS, DIM = 4, 32
 
@@ -29,7 +28,7 @@ def train(where: str, clip: float, mode: str = "ZBH1") -> tuple[list[float], int
         n_microbatches=4,
         clip_grad_norm=clip,
         numerics=zbpp.Numerics(autocast=dtype if where == "inside" else None),
-        step=zbpp.StepPolicy(patience=Patience(failures=11, window=10)),
+        step=zbpp.StepPolicy(post_validation=True),
     )
     generator = torch.Generator().manual_seed(1)
     results = []

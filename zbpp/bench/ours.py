@@ -22,7 +22,7 @@ from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan
-from zbpp.runtime.policies import Execution, Numerics, Patience, StepPolicy
+from zbpp.runtime.policies import Execution, Numerics, StepPolicy
 from zbpp.simulator import simulate, steady_step_time
 
 __all__ = ["Ours", "Promised", "build_ours", "resolved"]
@@ -152,6 +152,7 @@ def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipelin
             timeout_s=request.timeout_s,
         ),
     }
+    speculates = False
     plan: Schedule | Plan | str = schedule
     if isinstance(schedule, str):
         plan = plan_model(
@@ -161,11 +162,13 @@ def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipelin
             memory_limit=request.memory_limit,
             **made_as,
         )
+    else:
+        speculates = steps and schedule.runs(PassKind.W) and schedule.n_stages > 1
     return Pipeline(
         model,
         plan,
         clip_grad_norm=request.clip_grad_norm if steps else None,
-        # speculative from the first step on
-        step=StepPolicy(patience=Patience(failures=11)),
+        # True: from the first step on
+        step=StepPolicy(post_validation=True if speculates else None),
         **made_as,
     )

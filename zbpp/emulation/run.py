@@ -26,7 +26,7 @@ from zbpp.emulation.network import DelayedTransport, SleepingCollectives
 from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline
 from zbpp.planning.answer import recomputed_layers
-from zbpp.runtime.policies import Execution, Patience, StepPolicy
+from zbpp.runtime.policies import Execution, StepPolicy
 from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
 
@@ -188,10 +188,7 @@ def emulated_pipeline(
         loss_fn=_mean,
         optimizer=sleeping_optimizer,
         device="cpu",
-        step=StepPolicy(
-            post_validation=bool(post_validation),
-            patience=Patience(failures=11),  # speculative from the first step on
-        ),
+        step=StepPolicy(post_validation=bool(post_validation)),
         execution=Execution(timeout_s=timeout_s),
     )
     for stage, executor in pipeline.stages.executors.items():

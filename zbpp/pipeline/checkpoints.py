@@ -137,6 +137,7 @@ class Checkpoints:
                 )
 
             failure = self._saver.begin(Path(folder), take, keep=keep)
+            self._stages.checkpoints = str(folder)
             self._warn(failure, "a checkpoint was not saved, the run goes on")
 
     def finish_saving(self) -> None:
@@ -185,6 +186,7 @@ class Checkpoints:
             n_steps = self._take(
                 state, checked, names_in(manifest), model_only=model_only
             )
+        self._stages.checkpoints = str(path)
         return dict(state.get("extra") or {}), n_steps
 
     def _take(

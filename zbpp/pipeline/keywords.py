@@ -27,7 +27,6 @@ _PLACES = {
     "first_step": "numerics=zbpp.Numerics(first_step=...)",
     "exact_sums": "numerics=zbpp.Numerics(exact_sums=...)",
     "post_validation": "step=zbpp.StepPolicy(post_validation=...)",
-    "patience": "step=zbpp.StepPolicy(patience=...)",
     "max_consecutive_skips": "step=zbpp.StepPolicy(max_consecutive_skips=...)",
     "loss_scale": "step=zbpp.StepPolicy(loss_scale=...)",
     "compile": "execution=zbpp.Execution(compile=...)",

@@ -74,7 +74,6 @@ from zbpp.runtime.policies import (
     check_count,
 )
 from zbpp.runtime.stage import LossFn
-from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.ties.plan import TiePlan, check_ties
 from zbpp.schedules import lower, lower_forward
 from zbpp.tuning.watch import make_watcher
@@ -402,12 +401,17 @@ class Pipeline:
 
     @contextmanager
     def _step_under_way(self) -> Iterator[None]:
-        """Within this the programs of a step run; one that fails may still count."""
+        """Within this the programs of a step run."""
         try:
             with self.stages.running():
                 yield
-        except BaseException as error:
-            self._note_failure(error)
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(
+                    f"out of memory in {self.schedule.name} with {self.n_microbatches} "
+                    "micro-batches: `zbpp estimate` tells which modes, splits and "
+                    "sizes fit, `zbpp doctor` what this machine has"
+                )
             raise
 
     def _refuse_parts(self) -> None:
@@ -455,24 +459,6 @@ class Pipeline:
         if return_outputs:
             result = replace(result, outputs=stages.last_outputs())
         return result
-
-    def _note_failure(self, error: BaseException) -> None:
-        """Count the step that an error ends if the state will be the one after it."""
-        if is_out_of_memory(error):
-            error.add_note(
-                f"out of memory in {self.schedule.name} with {self.n_microbatches} "
-                "micro-batches: `zbpp estimate` tells which modes, splits and sizes "
-                "fit, `zbpp doctor` what this machine has"
-            )
-        if isinstance(error, PeerError) and self.stages.transport.on_device:
-            return  # the host was ahead: a gradient that it counts may never come
-        if all(x.optimizer.counts for x in self.stages.executors.values()):
-            self._n_steps += 1
-            error.add_note(
-                f"step {self._n_steps - 1} had all its gradients and counts: the state "
-                f"is that after {self._n_steps} steps; step learning-rate schedulers "
-                "for it before you save"
-            )
 
     def switch(self, schedule: Schedule | Plan) -> None:
         """Run the next steps by another schedule (every rank must call, with the same).

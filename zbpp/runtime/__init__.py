@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from zbpp.runtime.backward.torch_stage import SplitModule
     from zbpp.runtime.comm.process_group import use_loopback
     from zbpp.runtime.optim.decision import StepResult
-    from zbpp.runtime.policies import LossScaler, Patience
+    from zbpp.runtime.policies import LossScaler
     from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 
 _HOMES = {
     "LossScaler": "policies",
     "NonFiniteError": "support.errors",
-    "Patience": "policies",
     "PeerError": "support.errors",
     "ShapeError": "support.errors",
     "SplitGraph": "backward.split",
@@ -37,7 +36,6 @@ _HOMES = {
 __all__ = [
     "LossScaler",
     "NonFiniteError",
-    "Patience",
     "PeerError",
     "ShapeError",
     "SplitGraph",

@@ -793,13 +793,9 @@ class Executor:
         """Leave the state after the last whole step; the caller may then write to it.
 
         Raises:
-            Exception: see `StageOptimizer.settle`; or a buffer cannot be restored.
+            Exception: see `StageOptimizer.settle`.
         """
         self.optimizer.settle()
-        if self.optimizer.counts:
-            self.replay.end()
-        else:
-            self.replay.restore_buffers()  # an exception has torn the step
 
 
 _NOTHING = nullcontext()

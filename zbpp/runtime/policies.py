@@ -25,7 +25,6 @@ __all__ = [
     "IsExpert",
     "LossScaler",
     "Numerics",
-    "Patience",
     "StepPolicy",
 ]
 
@@ -75,30 +74,6 @@ class Numerics:
                 f"first_step is {self.first_step!r}; give the number of steps done "
                 "before, from 0 on (pipeline.n_steps when the state was saved)"
             )
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Thresholds of the change.
-
-    Args:
-        failures: so many invalid steps end speculation; more than ``window``: none do,
-            and the first step of a run is speculative.
-        window: among so many speculative steps.
-        clean: so many steps in a row without a correction begin it, or begin it again.
-
-    Raises:
-        RequestError: one of them is below 1.
-    """
-
-    failures: int = 3
-    window: int = 10
-    clean: int = 10
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise RequestError(f"{name} is {value}; it must be at least 1")
 
 
 class LossScaler:
@@ -184,10 +159,9 @@ class StepPolicy:
 
     Args:
         post_validation: step without waiting for the other stages' gradient norms, and
-            roll the step back in the next one if they ask for it; None: where the
-            schedule splits the backward or has V's. The results are the same.
-        patience: when steps become speculative, or give way to a barrier again; None:
-            as a `zbpp.runtime.Patience` says that is given nothing.
+            roll the step back in the next one if they ask for it. None: where the
+            schedule splits the backward or has V's, after 10 steps in a row that no
+            norm has clipped or skipped; True: in every step. The results are the same.
         max_consecutive_skips: with an Inf or NaN gradient, before the run ends; None:
             any number.
         loss_scale: of fp16 gradients: a number, or a `zbpp.runtime.LossScaler`.
@@ -197,7 +171,6 @@ class StepPolicy:
     """
 
     post_validation: bool | None = None
-    patience: Patience | None = None
     max_consecutive_skips: int | None = 5
     loss_scale: LossScaler | float | None = None
 

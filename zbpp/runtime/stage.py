@@ -194,11 +194,6 @@ class Stage:
         for order in self._orders.values():
             order.begin()
 
-    def watch_gradients(self, look: Callable[[int, int], None]) -> None:
-        """Call ``look(chunk, microbatch)`` in this step after every addition."""
-        for chunk, order in self._orders.items():
-            order.watch(partial(look, chunk))
-
     def watch_weights(self, watches: Mapping[int, Progress]) -> None:
         """Let the last W's of this step's chunks tell how far they are, or all W's."""
         for chunk, progress in watches.items():

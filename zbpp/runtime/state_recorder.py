@@ -2,7 +2,6 @@
 
     who asks               what is brought back                 see
     replay after V         buffers (and batch, see `Replay`)    `BufferRecorder`
-    a torn step            buffers                              `BufferRecorder`
     B of recomputation     buffers, random generators           `ForwardState`
     CUDA graphs            nothing: they need forwards that
                            change none of it                    `ForwardState`

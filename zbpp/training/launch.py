@@ -41,7 +41,6 @@ from zbpp.runtime.support.devices import accelerator, asked_device
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = [
-    "error_that_came_first",
     "is_launched",
     "launch",
     "leave_with_parent",
@@ -256,16 +255,13 @@ def _fail(error: BaseException, *, rank: int, reports: Path | None = None) -> No
         rank: of this process.
         reports: the launcher's folder; None (torchrun): tell on stderr.
     """
-    first = error_that_came_first(error)
-    request = isinstance(first, RequestError)
-    is_clear = isinstance(first, RequestError | PeerError | WorkerError)
-    notes = [f"({note})" for note in getattr(first, "__notes__", [])]
-    message = " ".join([f"{type(first).__name__}: {first}", *notes])
+    request = isinstance(error, RequestError)
+    is_clear = isinstance(error, RequestError | PeerError | WorkerError)
+    notes = [f"({note})" for note in getattr(error, "__notes__", [])]
+    message = " ".join([f"{type(error).__name__}: {error}", *notes])
     if is_clear:
-        message = str(first)
-    if first is not error:
-        message += f"; and then {type(error).__name__}: {error}"
-    if isinstance(first, PeerError):
+        message = str(error)
+    if isinstance(error, PeerError):
         time.sleep(_VICTIM_STAYS_S)
     if reports is None:
         if not is_clear:
@@ -297,12 +293,3 @@ def _failure(error: ProcessExitedException, reports: Path) -> Exception:
         return RequestError(failure["message"])
     log = report.with_suffix(".txt")
     return WorkerError(f"rank {rank} failed: {failure['message']} (traceback: {log})")
-
-
-def error_that_came_first(error: BaseException) -> BaseException:
-    """Return the error that others came after, while it was handled."""
-    last: BaseException = error
-    while last.__cause__ is not None:
-        last = last.__cause__
-    before = None if last.__suppress_context__ else last.__context__
-    return error if before is None else error_that_came_first(before)

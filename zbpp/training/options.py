@@ -258,9 +258,6 @@ class Train(RunOptions):
     warmup_steps: int = flag("steps over which it rises", 10)
     weight_decay: float = flag("of AdamW", 0.1)
     clip_grad_norm: float = flag("largest norm of the model's gradient", 1.0)
-    post_validation_failures: int = flag("wait for the norm after so many invalid", 3)
-    post_validation_window: int = flag("of the last so many steps", 10)
-    post_validation_clean: int = flag("until so many in a row were valid", 10)
     max_consecutive_skips: int = flag("steps in a row with Inf or NaN, then stop", 5)
     validation_microbatches: int = flag("held-out text of the final loss", 32)
     data: Path | None = flag("text file or folder; else Python's own source", None)
@@ -277,10 +274,7 @@ class Train(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = ("steps", "validation_microbatches", "log_every", "save_every", "keep")
-        patience = [
-            f"post_validation_{name}" for name in ("failures", "window", "clean")
-        ]
-        check_at_least(self, 1, *counts, *patience, "max_consecutive_skips")
+        check_at_least(self, 1, *counts, "max_consecutive_skips")
         check_at_least(self, 0, "warmup_steps", "lr", "weight_decay", "max_restarts")
         if self.alternating_buffers and self.shard != "parameters":
             raise RequestError(

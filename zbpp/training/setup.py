@@ -38,7 +38,6 @@ from zbpp.runtime.policies import (
     Execution,
     LossScaler,
     Numerics,
-    Patience,
     StepPolicy,
 )
 from zbpp.runtime.support.devices import asked_device
@@ -280,11 +279,6 @@ def build_pipeline(
         ),
         "step": StepPolicy(
             post_validation=options.enable_optimizer_post_validation,
-            patience=Patience(
-                failures=options.post_validation_failures,
-                window=options.post_validation_window,
-                clean=options.post_validation_clean,
-            ),
             max_consecutive_skips=options.max_consecutive_skips,
             loss_scale=LossScaler() if options.dtype == "fp16" else None,
         ),

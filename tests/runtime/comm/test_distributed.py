@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from trained_modes import MODES
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime import Patience
 
 pytestmark = pytest.mark.dist
 
@@ -181,7 +180,6 @@ def drop_it_while_the_other_stage_is_late() -> str:
         "ZBH1",
         None,
         post_validation=True,
-        patience=Patience(failures=11),
         timeout_s=5.0,
         first_timeout_s=100.0,
     )

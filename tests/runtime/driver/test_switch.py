@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from zbpp import diagnostics
 from zbpp.core import Costs, Schedule
 from zbpp.planning import plan
-from zbpp.runtime import Patience
 
 SINGLE = ("ZBH1", "1F1B", "ZB", "FThenB")
 TWO_CHUNKS = ("ZBV", "VMin", "VHalf")
-SPECULATE = Patience(failures=3, window=2)
 
 
 def a_plan(mode: str, n_stages: int) -> Schedule:
@@ -32,7 +30,7 @@ def run(n_stages: int | None, modes: tuple[str, ...], **settings: object) -> Out
     """Two steps under each mode; steps are speculative, and often rolled back."""
     pipeline = make_pipeline(
         modes[0], n_stages, model=dropping, seed=3, clip_grad_norm=0.3,
-        post_validation=True, patience=SPECULATE, **settings,
+        post_validation=True, **settings,
     )  # fmt: skip
     losses, rollbacks = [], 0
     for step, mode in enumerate(mode for mode in modes for _ in range(2)):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from zbpp import diagnostics
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
-from zbpp.runtime import Patience
 from zbpp.runtime.graphed.slot import Totals
 from zbpp.runtime.graphed.stage import GraphedStage
 
@@ -63,7 +62,7 @@ def test_replays_have_the_bits_of_passes(mode: str) -> None:
 def test_so_they_do_through_rollbacks(exact: bool) -> None:
     """Clipped so that steps are rolled back, and forwards of the next one run again."""
     how: dict[str, Any] = {"clip_grad_norm": 0.3, "exact_sums": exact, "steps": 6}
-    how["patience"] = Patience(failures=11, window=10)
+    how["post_validation"] = True
     found, expected = trained("ZBV", cuda_graphs=True, **how), trained("ZBV", **how)
     assert (
         same(found, expected)

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from histories import ALWAYS
-from moments import uncertain_sums
 from small_model import batch, make_pipeline
 
 from zbpp.core import RequestError
@@ -40,7 +38,7 @@ WRITES = {
 
 def stepped() -> tuple[Any, dict[str, torch.nn.Parameter]]:
     """The second step is speculative, and not validated yet."""
-    pipeline = make_pipeline("ZBH1", 2, patience=ALWAYS)
+    pipeline = make_pipeline("ZBH1", 2, post_validation=True)
     parameters = dict(pipeline.named_parameters())
     for step in range(2):
         pipeline.step(*batch(step))
@@ -52,40 +50,37 @@ def stepped() -> tuple[Any, dict[str, torch.nn.Parameter]]:
     list(zip(WRITES, ("step", "synchronize", "state_dict"), strict=True)),
 )
 def test_it_is_named(write: Write, then: str) -> None:
-    with uncertain_sums(0, share=0):
-        pipeline, parameters = stepped()
-        write(parameters, pipeline)
-        with pytest.raises(RequestError, match=WRITES[write]) as caught:
-            if then == "step":
-                pipeline.step(*batch(2))
-            elif then == "synchronize":
-                pipeline.synchronize()
-            else:
-                pipeline.optimizers[0].state_dict()
+    pipeline, parameters = stepped()
+    write(parameters, pipeline)
+    with pytest.raises(RequestError, match=WRITES[write]) as caught:
+        if then == "step":
+            pipeline.step(*batch(2))
+        elif then == "synchronize":
+            pipeline.synchronize()
+        else:
+            pipeline.optimizers[0].state_dict()
     assert "call pipeline.synchronize() before you write" in str(caught.value)
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_after_synchronize_it_is_allowed(write: Write) -> None:
-    with uncertain_sums(0, share=0):
-        pipeline, parameters = stepped()
-        pipeline.synchronize()
-        write(parameters, pipeline)
-        pipeline.step(*batch(2))
-        pipeline.close()
+    pipeline, parameters = stepped()
+    pipeline.synchronize()
+    write(parameters, pipeline)
+    pipeline.step(*batch(2))
+    pipeline.close()
 
 
 def test_a_layer_that_writes_to_its_own_weight_is_none_of_it() -> None:
     """A replay does so again."""
-    with uncertain_sums(0, share=0):
-        pipeline = make_pipeline("ZBH1", 2, patience=ALWAYS, clip_grad_norm=0.1)
-        layer = dict(pipeline.named_layers())["layers.2"]
+    pipeline = make_pipeline("ZBH1", 2, post_validation=True, clip_grad_norm=0.1)
+    layer = dict(pipeline.named_layers())["layers.2"]
 
-        def bound(module: Any, _: Any) -> None:
-            with torch.no_grad():
-                module.up.weight.data = module.up.weight.data.clamp(-0.2, 0.2)
+    def bound(module: Any, _: Any) -> None:
+        with torch.no_grad():
+            module.up.weight.data = module.up.weight.data.clamp(-0.2, 0.2)
 
-        layer.register_forward_pre_hook(bound)
-        results = [pipeline.step(*batch(step)) for step in range(3)]
-        pipeline.close()
+    layer.register_forward_pre_hook(bound)
+    results = [pipeline.step(*batch(step)) for step in range(3)]
+    pipeline.close()
     assert sum(result.rollbacks for result in results) == 3

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from histories import ALWAYS, INF, SPIKE, History, Injector, batch, draw, make, run
+from histories import INF, SPIKE, History, Injector, batch, draw, make, run
 from outcomes import Outcome, difference, look, same
 from pool import Pool
 from small_model import batch as tokens
@@ -30,7 +30,6 @@ def test_histories_between_processes(
         seed,
         mode=mode,
         n_microbatches=4,
-        patience=ALWAYS,
         events=(SPIKE, None, INF, INF, None, SPIKE),
         looks=("read", "", "evaluate", "", "state_dict", ""),
     )
@@ -48,7 +47,7 @@ def run_unseeded(history: History, post_validation: bool) -> Outcome:
 @pytest.mark.dist
 def test_random_numbers_of_torch_are_replayed(pool: Pool) -> None:
     history = draw(
-        1, mode="ZBH2", dropout=0.3, n_microbatches=4, patience=ALWAYS,
+        1, mode="ZBH2", dropout=0.3, n_microbatches=4,
         events=(None, SPIKE, INF, None), looks=("",) * 4,
     )  # fmt: skip
     ours = pool.run(run_unseeded, 2, history, True)
@@ -80,7 +79,7 @@ def read_on_one_rank_only(history: History) -> tuple[list[float], dict[str, Any]
 def test_one_rank_may_look_while_the_others_go_on(pool: Pool) -> None:
     events = (None, SPIKE, SPIKE, INF, INF, None, SPIKE)
     history = draw(
-        1, mode="ZBV", n_microbatches=4, patience=ALWAYS, optimizer="fused",
+        1, mode="ZBV", n_microbatches=4, optimizer="fused",
         events=events, looks=("",) * len(events), scheduler=None,
     )  # fmt: skip
     looked = pool.run(read_on_one_rank_only, 3, history)
@@ -93,7 +92,7 @@ def test_one_rank_may_look_while_the_others_go_on(pool: Pool) -> None:
 def wait_at_v() -> str:
     """Rank 1 has sent all gradients, and then hangs until rank 0 has ended."""
     pipeline = make_pipeline(
-        "ZBH1", None, timeout_s=4.0, first_timeout_s=100.0, patience=ALWAYS
+        "ZBH1", None, timeout_s=4.0, first_timeout_s=100.0, post_validation=True
     )
     store = dist.distributed_c10d._get_default_store()
     for step in range(3):  # in which stages tell one another what they were handed

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from histories import ALWAYS, INF, SPIKE, Injector, batch, draw, make, run
-from moments import uncertain_sums
+from histories import INF, SPIKE, Injector, batch, draw, make, run
 from outcomes import bytes_of, look, same
 from small_model import batch as tokens
 from small_model import make_pipeline, refusal
@@ -13,8 +12,7 @@ from small_model import make_pipeline, refusal
 import zbpp
 from zbpp import diagnostics
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
-from zbpp.runtime import LossScaler, Patience
-from zbpp.runtime.optim.rollback import DeferredStep
+from zbpp.runtime import LossScaler
 from zbpp.simulator import bubble_rate
 
 
@@ -65,7 +63,6 @@ def test_how_to_roll_back_is_no_question_any_more() -> None:
 
 def test_requests_that_make_no_sense_are_refused() -> None:
     assert "from 1 on" in refusal(make_pipeline, "ZBH1", 2, max_consecutive_skips=0)
-    assert "failures is 0" in refusal(Patience, failures=0)
     assert "growth_interval is -1" in refusal(LossScaler, growth_interval=-1)
 
 
@@ -73,19 +70,18 @@ def test_gradients_are_gone_after_a_step_as_they_are_behind_a_barrier() -> None:
     """So a script that zeroes them itself does no harm."""
     history = draw(
         7, mode="ZBH1", n_stages=3, optimizer="adamw", events=(None, SPIKE, None),
-        looks=("",) * 3, patience=ALWAYS, scheduler=None, loss_scale=False,
+        looks=("",) * 3, scheduler=None, loss_scale=False,
     )  # fmt: skip
     plain = run(history, 3, post_validation=False).states[-1]
     pipeline = make(history, 3, post_validation=True)
     injector = Injector(pipeline)
     parameters = [p for _, p in pipeline.named_parameters()]
-    with uncertain_sums(0):
-        for step, event in enumerate(history.events):
-            injector.begin(event)
-            pipeline.step(*batch(history, step))
-            assert all(p.grad is None for p in parameters)
-            for optimizer in pipeline.optimizers:
-                optimizer.zero_grad(set_to_none=False)
+    for step, event in enumerate(history.events):
+        injector.begin(event)
+        pipeline.step(*batch(history, step))
+        assert all(p.grad is None for p in parameters)
+        for optimizer in pipeline.optimizers:
+            optimizer.zero_grad(set_to_none=False)
     state = look(pipeline, [])
     assert all(same(value, plain[key]) for key, value in state.items())
 
@@ -94,7 +90,7 @@ def test_gradients_are_gone_after_a_step_as_they_are_behind_a_barrier() -> None:
 def test_a_step_with_hooks_waits_so_that_they_see_the_valid_one_once(kind: str) -> None:
     """An average of the weights, say, cannot be rolled back."""
     history = draw(
-        2, mode="ZBH1", n_stages=3, optimizer="adamw", patience=ALWAYS,
+        2, mode="ZBH1", n_stages=3, optimizer="adamw",
         events=(None, SPIKE, INF, None), looks=("",) * 4, scheduler=None,
     )  # fmt: skip
     seen: dict[bool, list[bytes]] = {}
@@ -108,18 +104,17 @@ def test_a_step_with_hooks_waits_so_that_they_see_the_valid_one_once(kind: str) 
 
         for optimizer in pipeline.optimizers:
             getattr(optimizer, f"register_step_{kind}_hook")(note)
-        with uncertain_sums(0):
-            for step, event in enumerate(history.events):
-                injector.begin(event)
-                pipeline.step(*batch(history, step))
-            pipeline.close()
+        for step, event in enumerate(history.events):
+            injector.begin(event)
+            pipeline.step(*batch(history, step))
+        pipeline.close()
     assert seen[True] == seen[False] and len(seen[True]) == 3 * 3
 
 
 def test_the_timeline_of_a_replay_holds_what_really_ran() -> None:
     history = draw(
         7, mode="ZBH1", n_stages=3, optimizer="adamw", events=(SPIKE,), looks=("",),
-        patience=ALWAYS, n_microbatches=4,
+        n_microbatches=4,
     )  # fmt: skip
     pipeline = make(history, 3, post_validation=True)
     injector = Injector(pipeline)
@@ -142,46 +137,3 @@ def test_looking_from_within_a_step_is_refused() -> None:
     with pytest.raises(RuntimeError, match="in the middle of a step"):
         pipeline.step(*tokens(0))
     handle.remove()
-
-
-def test_an_interrupted_step_is_not_taken_for_a_whole_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pipeline = make_pipeline("ZBH1", 2, patience=ALWAYS)
-    with uncertain_sums(0, share=0):
-        pipeline.step(*tokens(0))
-
-    def interrupted(self: DeferredStep) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(DeferredStep, "commit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.synchronize()
-    with pytest.raises(RuntimeError, match="load a checkpoint in a new Pipeline"):
-        pipeline.synchronize()
-
-
-def test_an_interrupted_speculative_step_is_left_to_v(monkeypatch: Any) -> None:
-    plain = make_pipeline("ZBH1", 2, post_validation=False)
-    plain.step(*tokens(0))
-    pipeline = make_pipeline("ZBH1", 2, patience=ALWAYS)
-    step, calls = DeferredStep._step, []
-
-    def interrupted(self: DeferredStep, *args: Any) -> Any:
-        calls.append(1)
-        found = step(self, *args)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return found
-
-    monkeypatch.setattr(DeferredStep, "_step", interrupted)
-    with uncertain_sums(0), pytest.raises(KeyboardInterrupt):
-        pipeline.step(*tokens(0))
-    first = dict(
-        pipeline.stages.executors[0].stage.chunks[0].layers[0].named_parameters()
-    )
-    expected = dict(
-        plain.stages.executors[0].stage.chunks[0].layers[0].named_parameters()
-    )
-    weight = first["weight"].detach()
-    assert not same(weight, expected["weight"])  # not stepped

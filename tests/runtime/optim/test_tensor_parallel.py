@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from flat import flat_pipeline
-from histories import ALWAYS
 from mesh_runs import (
     N_MICROBATCHES,
     adamw,
@@ -20,12 +19,9 @@ from mesh_runs import (
     train_plainly,
     whole,
 )
-from moments import uncertain_sums
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-
-from zbpp.runtime.optim import stage_optimizer
 
 N_STEPS, CLIP = 6, 0.9  # as those of `train_plainly`
 
@@ -37,7 +33,6 @@ def train_sharded(mode: str, snapshots: bool, validated: bool) -> Any:
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     with (
-        uncertain_sums(0, share=0),
         flat_pipeline(
             cut_over(layers(), mesh["tp"]),
             loss_fn=loss_fn,
@@ -45,7 +40,6 @@ def train_sharded(mode: str, snapshots: bool, validated: bool) -> Any:
             schedule=mode,
             n_microbatches=N_MICROBATCHES,
             clip_grad_norm=CLIP,
-            patience=ALWAYS,
             snapshots=snapshots,
             post_validation=validated,
             group=mesh["pp"].get_group(),
@@ -83,7 +77,7 @@ def test_sharded_stages(pool: Pool, mode: str, snapshots: bool) -> None:
             assert torch.equal(value, theirs[name]), name
 
 
-def see_forwards(is_broken: bool) -> bool:
+def see_forwards() -> bool:
     """True if neighbours along ``tp`` have seen the same in all their forwards.
 
     Every step is clipped. One neighbour could tell by itself, as it counts the plain
@@ -103,28 +97,23 @@ def see_forwards(is_broken: bool) -> bool:
         block.norm.register_forward_hook(look)
         for dealt in (block.up, block.down):
             dealt.requires_grad_(False)
-    with pytest.MonkeyPatch.context() as patch, uncertain_sums(0, share=0):
-        if is_broken:
-            patch.setattr(stage_optimizer, "_shares_layers", lambda *_: False)
-        with flat_pipeline(
-            [*blocks, last],
-            loss_fn=loss_fn,
-            optimizer=adamw,
-            schedule="ZBH1",
-            n_microbatches=N_MICROBATCHES,
-            clip_grad_norm=1e-3,
-            patience=ALWAYS,
-            post_validation=True,
-            mesh=mesh,
-            timeout_s=100,
-        ) as pipeline:
-            results = [pipeline.step(*batch(step)) for step in range(4)]
-            assert [x.rollbacks for x in results] == [1] * 4
+    with flat_pipeline(
+        [*blocks, last],
+        loss_fn=loss_fn,
+        optimizer=adamw,
+        schedule="ZBH1",
+        n_microbatches=N_MICROBATCHES,
+        clip_grad_norm=1e-3,
+        post_validation=True,
+        mesh=mesh,
+        timeout_s=100,
+    ) as pipeline:
+        results = [pipeline.step(*batch(step)) for step in range(4)]
+        assert [x.rollbacks for x in results] == [1] * 4
     return all(seen)
 
 
 @pytest.mark.dist
 def test_neighbours_compute_the_same_before_a_rollback(pool: Pool) -> None:
     """A layer may choose by it what it communicates, as a router does."""
-    assert all(pool.run(see_forwards, 4, False))
-    assert not all(pool.run(see_forwards, 4, True))
+    assert all(pool.run(see_forwards, 4))

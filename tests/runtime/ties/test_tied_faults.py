@@ -19,11 +19,9 @@ from small_model import (
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime import Patience
 from zbpp.runtime.ties.plan import check_ties
 
 N_LAYERS = 6
-SPECULATES = Patience(failures=9, window=8, clean=1)
 
 
 class Spoiled(torch.autograd.Function):
@@ -82,7 +80,7 @@ def faulty_run(
     dice = random.Random(3)
     model = Model(more.pop("dtype", torch.float32))
     kind = dice.choices
-    settings = {"patience": SPECULATES, "max_consecutive_skips": None} | more
+    settings = {"max_consecutive_skips": None} | more
     pipeline = model.pipeline(mode, n_stages, **settings)
     results = []
     for step in range(steps):

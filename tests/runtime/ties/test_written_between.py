@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from flat import flat_pipeline
-from histories import ALWAYS
 from torch import Tensor, nn
 
 import zbpp
@@ -49,7 +48,6 @@ def trained(
         n_stages=n_stages,
         n_microbatches=4,
         clip_grad_norm=1.0,
-        patience=ALWAYS,
         post_validation=mode != "FThenB",
     ) as pipeline:
         for step in range(5):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moments import uncertain_sums
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +19,6 @@ from torch.nn import functional
 
 import zbpp
 from zbpp.checkpoint.tensors import whole
-from zbpp.runtime import Patience
 from zbpp.runtime.optim import norms
 from zbpp.runtime.optim.decision import clip_factor
 from zbpp.runtime.parallel import bind
@@ -29,7 +27,6 @@ from zbpp.runtime.parallel.mesh import Place
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_moe_experts.py"
 WIDTH, TOKENS, WORDS, N_LAYERS, N_EXPERTS = 8, 8, 16, 8, 4
 SAMPLES, N_MICROBATCHES, N_STEPS, CLIP = 16, 4, 20, 6.5
-ALWAYS = Patience(failures=99)
 
 Found = SimpleNamespace
 """The outcome of a training: losses, norms, rollbacks, whole parameters."""
@@ -175,7 +172,7 @@ def pipeline_on(
                 expert_parameters=None if dtensors else is_expert,
             ),
             numerics=zbpp.Numerics(weigh=weigh),
-            step=zbpp.StepPolicy(post_validation=True, patience=ALWAYS),
+            step=zbpp.StepPolicy(post_validation=True),
         )
 
 
@@ -192,7 +189,7 @@ def train(
 ) -> Found:
     """Train on a mesh up to a number of steps, from a checkpoint on if it is given."""
     pipeline = pipeline_on(mode, sizes, broken=broken, **how)
-    with breaking(broken), uncertain_sums(0, share=0), pipeline:
+    with breaking(broken), pipeline:
         if loads:
             pipeline.load(loads)
         profile = None

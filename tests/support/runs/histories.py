@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from flat import flat_pipeline
-from moments import small_buckets, uncertain_sums
+from moments import small_buckets
 from outcomes import Outcome, difference, look
 from stock_optimizers import OF_ALL_PARAMETERS, OPTIMIZERS
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime import LossScaler, Patience
+from zbpp.runtime import LossScaler
 
 N_LAYERS = 8
 WIDTH = 8
 MODES = ("ZBH1", "ZBH2", "ZBV", "1F1B")
 CLIP = 40.0  # far above the norm of a clean step
-ALWAYS = Patience(failures=11)
 
 
 class Layer(nn.Module):
@@ -107,7 +106,6 @@ class History:
     dropout: float
     loss_scale: bool
     rollback: str
-    patience: Patience
     events: tuple[Event | None, ...]
     looks: tuple[str, ...]
     noise: bool = False
@@ -132,7 +130,6 @@ def draw(seed: int, **fixed: Any) -> History:
         "dropout": rng.choice([0.0, 0.3]),
         "loss_scale": rng.random() < 0.3,
         "rollback": rng.choice(["deferred", "deferred", "snapshot"]),
-        "patience": rng.choice([ALWAYS, ALWAYS, Patience(2, 3, 2)]),
         "looks": tuple(
             rng.choice(["", "", "read", "synchronize", "state_dict", "evaluate"])
             for _ in range(n_steps)
@@ -206,7 +203,6 @@ def make(history: History, n_stages: int | None, **more: Any) -> Pipeline:
         "loss_scale": scaler,
         "clip_grad_norm": CLIP,
         "snapshots": history.rollback == "snapshot",
-        "patience": history.patience,
         "max_consecutive_skips": None,
         "seed": history.seed,
     }
@@ -276,7 +272,7 @@ def run(history: History, n_stages: int | None, **more: Any) -> Outcome:
 
 def compare(history: History) -> tuple[str | None, Outcome]:
     """Run with and without post-validation."""
-    with uncertain_sums(history.seed), small_buckets():
+    with small_buckets():
         ours = run(history, history.n_stages, post_validation=True)
     theirs = run(history, history.n_stages, post_validation=False)
     return difference(ours, theirs), ours

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import zbpp
 from zbpp import Costs, diagnostics
 from zbpp.checkpoint.tensors import whole as gathered
-from zbpp.runtime import Patience
 from zbpp.runtime.optim.decision import clip_factor
 from zbpp.runtime.parallel import buffers
 from zbpp.runtime.parallel.buffers import GradientTurn, Turn
@@ -175,7 +174,6 @@ def train(
             made = cut_over(made, tp or mesh["tp"])
         made = wrapped(made, how, shard_mesh(mesh), bf16=bf16)
     shard = how if how in ("optimizer", "gradients", "parameters") else "none"
-    patience = Patience(failures=99, window=10)
     with (
         breaking(broken),
         flat_pipeline(
@@ -188,7 +186,7 @@ def train(
             mesh=mesh,
             n_stages=1 if mesh is None else None,
             shard=shard,
-            patience=patience,
+            post_validation=True,
             **more,
         ) as pipeline,
     ):

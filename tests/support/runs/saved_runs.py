@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from zbpp.checkpoint import load
 from zbpp.pipeline import Pipeline
-from zbpp.runtime import Patience
 
 SEED, CLIP, STEPS, SAVED_AFTER = 7, 0.9, 6, 3
-ALWAYS = Patience(failures=11)
 RUNS = {"ZBV": 4, "1F1B": 2, "VPP": 2, "ZBH1": 4}
 
 
@@ -61,7 +59,7 @@ def make(mode: str, n_stages: int | None, **more: Any) -> tuple[Pipeline, list[A
         "model": layers_of,
         "seed": SEED,
         "clip_grad_norm": CLIP,
-        "patience": ALWAYS,
+        "post_validation": True,
         "optimizer": two_groups,
     } | more
     pipeline = make_pipeline(mode, n_stages, **settings)

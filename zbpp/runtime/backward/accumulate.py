@@ -92,7 +92,6 @@ class GradientOrder:
 
     def begin(self) -> None:
         """Start a step."""
-        self._look: Callable[[int], object] | None = None
         self._b, self._w = _Turns(), _Turns()
         self._n_microbatches = 0
         self._progress: Progress | None = None
@@ -106,10 +105,6 @@ class GradientOrder:
         """Of each micro-batch whose B has been added, what its W will add to."""
         self._late: dict[int, PendingGrads] = {}
         """Of each micro-batch, what its B has made and its W adds first."""
-
-    def watch(self, look: Callable[[int], object]) -> None:
-        """Call ``look`` in this step with each micro-batch that has added gradients."""
-        self._look = look
 
     def listen(self, n_microbatches: int, progress: Progress) -> None:
         """Tell how far the step's last W is, or all, if each is summed by itself."""
@@ -216,7 +211,7 @@ class GradientOrder:
     def _listener(self) -> Progress | None:
         """Return the listener of the W that runs now: of the last one, or of each."""
         if self._each is not None:
-            return self._each if self._look is None else None  # it sees whole gradients
+            return self._each
         return self._progress if self._n_w == self._n_microbatches else None
 
     def run_bw(
@@ -230,7 +225,7 @@ class GradientOrder:
         With released sums B and W add within the products, which is as fast.
         """
         at_once = microbatch == self._b.turn == self._w.turn
-        if self._is_released or self._look is not None or not at_once:
+        if self._is_released or not at_once:
             result = self.run_b(microbatch, graph, gradients)
             self.run_w(microbatch, graph)
             return result
@@ -251,8 +246,6 @@ class GradientOrder:
     def _end_addition(self, microbatch: int) -> None:
         if self._widen is not None:
             self._widen()
-        if self._look is not None:
-            self._look(microbatch)
 
 
 class _Turns:

@@ -12,7 +12,6 @@ What moves single tensors is a link (`links`): gloo on CPUs, NCCL on GPUs.
 
 import atexit
 import logging
-import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -58,8 +57,6 @@ __all__ = ["Mailbox", "StageLinks", "connect"]
 
 _log = logging.getLogger("zbpp")
 
-_SUM_PATIENCE_S = 10.0  # before others are told: for the end of their last step
-_SUM_POLL_S = 0.01
 _EXIT_PATIENCE_S = 10.0  # where a script has not called close
 
 _FIRST = Value(What.ACTIVATION, 0, 0)
@@ -417,18 +414,7 @@ class Mailbox(Transport):
         if ends:
             if first:
                 error.add_note(first)
-            self._end_sum()
             self._failures.abort()
-
-    def _end_sum(self) -> None:
-        """Let the sum of the step that has ended come: the caller may want its state.
-
-        The other stages begin it without anything more from this one.
-        """
-        patience_s = min(_SUM_PATIENCE_S, self._failures.timeout_s)
-        deadline = time.monotonic() + patience_s
-        while self._sum and not self._sum.done() and time.monotonic() < deadline:
-            time.sleep(_SUM_POLL_S)
 
     # The end.
 

@@ -24,7 +24,6 @@ from zbpp.runtime.comm.stage_group import EXPERT_DIM, StageGroup, single_dims
 from zbpp.runtime.driver.first_weights import FirstWeights, check_first_weights
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, check_samples
-from zbpp.runtime.optim.norms import parameter_names
 from zbpp.runtime.optim.rollback import copy_groups
 from zbpp.runtime.parallel.experts import sharded_dims
 from zbpp.runtime.parallel.wrap import Unsharded
@@ -90,7 +89,7 @@ def check_agreement(
     ties: TiePlan = NO_TIES,
     weights: FirstWeights | None = None,
 ) -> None:
-    """Compare what the ranks were asked for, and exchange the parameters' names.
+    """Compare what the ranks were asked for.
 
     Args:
         executors: of this process, by stage.
@@ -102,14 +101,9 @@ def check_agreement(
         RequestError: the ranks were asked for different things, are about to step a
             tied parameter differently, or begin with weights of other layers.
     """
-    names = {
-        layer: (stage, names)
-        for stage, executor in executors.items()
-        for layer, names in parameter_names(executor.stage).items()
-    }
     transport = next(iter(executors.values())).transport
     digest = hashlib.sha256(repr((request, ties.ties)).encode()).hexdigest()
-    answers = transport.gather((digest, names, _describe_tied(executors), weights))
+    answers = transport.gather((digest, _describe_tied(executors), weights))
     ranks = [
         rank
         for rank, (rank_digest, *_) in enumerate(answers)
@@ -120,11 +114,8 @@ def check_agreement(
             f"rank(s) {ranks} and rank 0 were started with different schedules, "
             "splits or settings; start all ranks with the same arguments"
         )
-    _check_tied(ties, [tied for _, _, tied, _ in answers])
+    _check_tied(ties, [tied for _, tied, _ in answers])
     check_first_weights(weights or {} for *_, weights in answers)
-    for executor in executors.values():
-        for _, rank_names, *_ in answers:
-            executor.optimizer.history.names.update(rank_names)
 
 
 def _describe_tied(executors: Mapping[int, Executor]) -> TiedTexts:

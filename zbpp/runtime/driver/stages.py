@@ -1,6 +1,6 @@
 """The stages of this process: what they do together, from the first step to the end.
 
-No step follows a failure, and none is left without its decision.
+A failed step ends the pipeline: its state may be between two steps, so it is refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +17,6 @@ from zbpp.runtime.loss import names_text
 from zbpp.runtime.microbatches import merge
 from zbpp.runtime.optim.decision import StepSums, StepVectorLayout
 from zbpp.runtime.optim.step_state import History
-from zbpp.runtime.support.errors import torn_step
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["LocalStages", "eval_mode"]
@@ -36,6 +35,9 @@ class LocalStages:
         self._last = placement.stage_of[-1]
         self._is_running = False
         self._ended: str | None = None
+        self._failure: str | None = None
+        self.checkpoints: str | None = None
+        """Folder of the last save or load."""
         self._hooks = _StateHooks(
             (layer for _, layer in self.layers()), self.optimizers, self.synchronize
         )
@@ -85,9 +87,9 @@ class LocalStages:
         """Within this block programs run; after a failure in it nothing runs again.
 
         Raises:
-            RuntimeError: an earlier call has failed: messages and gradients are half
-                done.
+            RuntimeError: an earlier call has failed, or the pipeline is closed.
         """
+        self.refuse_after_failure()
         if self._ended is not None:
             raise RuntimeError(f"{self._ended}; build a new Pipeline")
         self._is_running = True
@@ -95,7 +97,9 @@ class LocalStages:
             with self.failures_told():
                 yield
         except BaseException as error:
-            self._ended = f"an earlier step failed ({type(error).__name__}: {error})"
+            text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
+            self._ended = self._failure = f"{self.transport.doing} failed ({text})"
+            self._hooks.remove()  # the modules are the caller's again
             raise
         finally:
             self._is_running = False
@@ -125,18 +129,32 @@ class LocalStages:
 
         Raises:
             RuntimeError: it is called from within a step, say by a signal handler; or
-                a torn step counts on one stage and not on another.
+                a step has failed.
         """
+        self.refuse_after_failure()
         if self._is_running:
             raise RuntimeError(
                 "parameters and optimizer state are asked for in the middle of a step; "
                 "note the wish (a signal handler sets a flag) and ask between steps"
             )
-        stages = self.executors.values()
-        if self._ended is not None and len({x.optimizer.counts for x in stages}) > 1:
-            raise torn_step(self.first.stage.step)
-        for executor in stages:
+        for executor in self.executors.values():
             executor.settle()
+
+    def refuse_after_failure(self) -> None:
+        """Refuse every call after a failure.
+
+        Raises:
+            RuntimeError: a call that ran passes has failed; names the last checkpoint.
+        """
+        if self._failure is None:
+            return
+        way_out = "no checkpoint was saved or loaded"
+        if self.checkpoints is not None:
+            way_out = f"load the last checkpoint, from {self.checkpoints}"
+        raise RuntimeError(
+            f"{self._failure}, and the pipeline has ended: its state may be between "
+            f"two steps; build a new Pipeline ({way_out})"
+        )
 
     def close(self) -> None:
         """Settle the last step, finish the messages, give back all that is held."""

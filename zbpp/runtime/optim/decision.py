@@ -64,29 +64,26 @@ def decide(norm: float, max_norm: float | None) -> Decision:
 class StepVectorLayout:
     """The places of a step's numbers in the vector that is summed over the stages.
 
-        squared norms | losses, weights, metrics | tied parameters | bad gradients
-        by layer      | rows of micro-batches    | by slot         | by layer
+        squared norms | losses, weights, metrics | tied parameters
+        by layer      | rows of micro-batches    | by slot
 
     Args:
         n_layers: of the whole model.
         n_microbatches: of the step.
         metrics: names of the metrics that ``loss_fn`` returns.
         n_tied: numbers that stages tell of their copies of tied parameters.
-        has_notes: gradients were searched for those that are not finite.
     """
 
     n_layers: int
     n_microbatches: int
     metrics: tuple[str, ...] = ()
     n_tied: int = 0
-    has_notes: bool = False
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of each kind, in their order."""
         n_losses = (2 + len(self.metrics)) * self.n_microbatches
-        n_notes = self.n_layers if self.has_notes else 0
-        return [self.n_layers, n_losses, self.n_tied, n_notes]
+        return [self.n_layers, n_losses, self.n_tied]
 
     def vector(
         self,
@@ -95,7 +92,6 @@ class StepVectorLayout:
         norms: Iterable[tuple[int, Tensor]],
         losses: Tensor | None,
         tied: Mapping[int, Tensor],
-        notes: Mapping[int, int],
     ) -> Tensor:
         """Make one stage's vector, float64; each entry of another stage is zero.
 
@@ -105,19 +101,16 @@ class StepVectorLayout:
             losses: of the stage with the last chunk; None: another process of the
                 stage counts them.
             tied: fingerprints by slot.
-            notes: of layers whose gradients are not finite.
         """
         sizes = self.sizes
         vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        norm_part, loss_part, tied_part, note_part = torch.split(vector, sizes)
+        norm_part, loss_part, tied_part = torch.split(vector, sizes)
         for layer, squared in norms:
             norm_part[layer] = squared
         if losses is not None:
             loss_part.copy_(losses.flatten())
         for slot, fingerprint in tied.items():
             tied_part[slot] = fingerprint
-        for layer, note in notes.items():
-            note_part[layer] = note
         return vector
 
 
@@ -164,8 +157,11 @@ class StepSums:
 
     def norm(self, job: Job | None = None) -> float:
         """Norm of all gradients of all stages, before clipping."""
-        by_layer = self._part(0, job).sum(dim=0)
-        return float(by_layer.sum().sqrt())
+        return float(self.squared_norms(job).sum().sqrt())
+
+    def squared_norms(self, job: Job | None = None) -> Tensor:
+        """Squared norm of the gradients of each layer."""
+        return self._part(0, job).sum(dim=0)
 
     def losses(self) -> Tensor:
         """Losses of the micro-batches of all replicas, and their weights."""
@@ -192,10 +188,6 @@ class StepSums:
     def tied(self) -> Tensor:
         """Fingerprints of tied parameters, of this process's peers on other stages."""
         return self._part(2)[self._peers.row]
-
-    def notes(self) -> Tensor:
-        """Notes on gradients that are not finite, of the peer that has found most."""
-        return self._part(3).amax(dim=0)
 
     def _part(self, number: int, job: Job | None = None) -> Tensor:
         """The numbers of one kind, a row for each peer."""

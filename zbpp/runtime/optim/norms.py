@@ -1,4 +1,4 @@
-"""One stage's gradients: their norms by layer, and where one is first not finite.
+"""One stage's gradients: their norms by layer.
 
 Gradients may be dense, complex, sparse (COO) or sharded over a tensor-parallel mesh: a
 norm is always that of all numbers, the same on every process of the mesh.
@@ -14,7 +14,7 @@ from zbpp.runtime.comm.stage_group import ALONE, EXPERT_DIM, StageGroup
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
-__all__ = ["NonFiniteFinder", "multiply_gradients", "parameter_names", "squared_norms"]
+__all__ = ["multiply_gradients", "squared_norms"]
 
 
 def squared_norms(
@@ -124,12 +124,6 @@ def _squares(every: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch.stack(norms).square().unbind()
 
 
-def _is_finite(gradient: Tensor) -> bool:
-    part = _part(gradient)
-    n_bad = (~torch.isfinite(part.numbers)).sum()
-    return not bool(sum_over_meshes([part], [n_bad])[0])
-
-
 def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients that there are, in place; nothing is done for 1."""
     if factor == 1.0:
@@ -150,62 +144,3 @@ def _is_plain(x: Tensor) -> bool:
     In 16 bits torch rounds the factor otherwise.
     """
     return x.dtype in (torch.float32, torch.float64) and _is_real(x)
-
-
-def parameter_names(stage: Stage) -> dict[int, list[str]]:
-    """The model's own names of the parameters of each layer, in the layer's order."""
-    return {
-        index: [name for name, _ in chunk.named_leaves(index)]
-        for chunk in stage.chunks.values()
-        for index, _ in chunk.numbered()
-    }
-
-
-class NonFiniteFinder:
-    """Looks at a chunk's gradients whenever a micro-batch has been added to them.
-
-    What it finds of a layer is one number, so that it can travel with the sums:
-    0 for nothing, else 1 + its parameter's place + the micro-batch times `STRIDE`.
-
-    Args:
-        stage: the one to watch in the step that begins now.
-    """
-
-    STRIDE = 2**20
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self.found: dict[int, int] = {}
-        self.watch()
-
-    def watch(self) -> None:
-        """Look also at the micro-batches of the step's part that begins now."""
-        self._stage.watch_gradients(self._look)
-
-    def _look(self, chunk_index: int, microbatch: int) -> None:
-        chunk = self._stage.chunks[chunk_index]
-        for index, _ in chunk.numbered():
-            if index in self.found:
-                continue
-            for place, (_, p) in enumerate(chunk.named_leaves(index)):
-                if p.grad is not None and not _is_finite(p.grad):
-                    number = self._stage.first + microbatch
-                    self.found[index] = 1 + place + number * self.STRIDE
-                    break
-
-    @classmethod
-    def first(cls, notes: Tensor) -> tuple[int, int, int] | None:
-        """Layer, place of the parameter and micro-batch that were not finite first.
-
-        The backward comes from the last layer, so among those of one micro-batch the
-        last layer was first.
-        """
-        places = [
-            (int(note - 1) // cls.STRIDE, -layer, int(note - 1) % cls.STRIDE)
-            for layer, note in enumerate(notes.tolist())
-            if note > 0
-        ]
-        if not places:
-            return None
-        microbatch, layer, place = min(places)
-        return -layer, place, microbatch

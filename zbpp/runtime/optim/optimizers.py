@@ -240,11 +240,6 @@ class StageOptimizers:
         for optimizer in self.all:
             optimizer.zero_grad(set_to_none=True)
 
-    def forget(self) -> None:
-        """Trust no copy any more, as others may write to parameters and state."""
-        for rollback in self._rollbacks.values():
-            rollback.forget()
-
 
 def _skip() -> None:
     """Take no step."""

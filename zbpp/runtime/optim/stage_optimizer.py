@@ -11,17 +11,15 @@ exact, and its entries are then added in layer order. The norm, the clip factor 
 the decision are therefore the same bits on every stage, for any number of stages.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import torch
 from torch import Tensor
 
 from zbpp.core import Job, RequestError
 from zbpp.runtime.chunk import OwnName
-from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.decision import (
     Decision,
@@ -31,19 +29,14 @@ from zbpp.runtime.optim.decision import (
     decide,
 )
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.optim.norms import (
-    NonFiniteFinder,
-    multiply_gradients,
-    squared_norms,
-)
+from zbpp.runtime.optim.norms import multiply_gradients, squared_norms
 from zbpp.runtime.optim.optimizers import GroupValues, StageOptimizers
 from zbpp.runtime.optim.step_state import History, StepRules
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.support.devices import runs_ahead
-from zbpp.runtime.support.errors import NonFiniteError, torn_step
+from zbpp.runtime.support.errors import NonFiniteError
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.marks import Mark, mark
-from zbpp.runtime.support.sharded import is_sharded, layout_of, place_gradients
+from zbpp.runtime.support.sharded import is_sharded, place_gradients
 
 __all__ = ["MutationGuard", "StageOptimizer", "StepState"]
 
@@ -66,8 +59,6 @@ class StepState(Enum):
     INVALID = auto()
     """The step is done right, but forwards after it have used wrong parameters, here
     or on another stage: the next V must ask for a replay."""
-    TORN = auto()
-    """An exception has interrupted a step that cannot be taken back any more."""
 
 
 class MutationGuard:
@@ -144,11 +135,6 @@ class _Pending:
     Args:
         sums: of all stages, under way.
         speculative: O does not wait for them.
-        local_norm: norm of this stage's gradients, or 0: if they alone ask for a
-            correction, there is no use in stepping before it.
-        in_step: O does as it does on processes that share the layers, whatever this one
-            knows already: their forwards communicate, and may do so by what they
-            compute, as a router's do.
         groups: values of the parameter groups that the step belongs to.
         has_stepped: the optimizers have stepped at O.
         gradients: of the step, taken from the parameters at O.
@@ -156,8 +142,6 @@ class _Pending:
 
     sums: StepSums
     speculative: bool
-    local_norm: float
-    in_step: bool = False
     groups: Sequence[GroupValues] = ()
     has_stepped: bool = False
     gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
@@ -199,13 +183,13 @@ class StageOptimizer:
         self._guard = MutationGuard(stage, self.optimizers)
         self.speculates = rules.post_validation
         """Some steps may be speculative."""
-        self.history = History(rules, is_reporter=is_reporter)
-        self._finder: NonFiniteFinder | None = None
-        self._sums: StepSums | None = None
+        self.history = History(rules)
         self._state = StepState.IDLE
         self._pending: _Pending | None = None
         self._error: NonFiniteError | RequestError | None = None
         """Found at O, and raised at V, where all stages find it."""
+        self._before_replay: list[tuple[Tensor, Tensor]] = []
+        """Parameters and copies, where forwards may write to them and run again."""
         self.result: StepResult | None = None
         """Of the last step."""
         self._inject_fault = inject_fault
@@ -220,16 +204,14 @@ class StageOptimizer:
         """
         self._guard.check()
         self._guard.end()  # forwards may change parameters: replays do so again
-        self._sums = None
+        if self._state is StepState.INVALID:
+            parameters = self.optimizers.parameters()
+            self._before_replay = [(p, p.detach().clone()) for p in parameters]
 
     def begin_backward(self) -> None:
         """Begin the backwards; the last step has been decided."""
         if self.history.scaler is not None:
             self._stage.loss_scale = self.history.scaler.scale
-        if self._finder is not None:
-            self._finder.watch()
-        elif self.history.searches:
-            self._finder = NonFiniteFinder(self._stage)
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
@@ -244,7 +226,6 @@ class StageOptimizer:
             stage.first + stage.n_microbatches,
             metrics=stage.loss.names,
             n_tied=len(stage.ties.plan.slots),
-            has_notes=self._finder is not None,
         )
         peers = transport.peers
         counted = [p for p in parameters if p not in stage.ties.copies]
@@ -253,28 +234,12 @@ class StageOptimizer:
             norms=squared_norms(stage, counted, peers),
             losses=stage.loss.table() if peers.counts_losses else None,
             tied=stage.ties.fingerprints(),
-            notes={} if self._finder is None else self._finder.found,
         )
-        self._finder = None
         speculative = self.history.speculates
-        local_norm, in_step = 0.0, _shares_layers(sharded, peers)
-        # on a device it would hold up the host
-        if speculative and not (in_step or runs_ahead(vector.device)):
-            local_norm = float(vector[: self._n_layers].sum().sqrt())
         sums = StepSums(transport.reduce(vector), layout, step=stage.step, peers=peers)
-        self._sums = sums
-        self._pending = _Pending(sums, speculative, local_norm, in_step)
+        self._pending = _Pending(sums, speculative)
         self._state = StepState.REDUCING
         self.result = StepResult(sums, self._clip, speculative=speculative)
-
-    @property
-    def counts(self) -> bool:
-        """True if the step has all its gradients, on all stages of this process.
-
-        It is then decided like any other, even if an exception tears the rest of it.
-        """
-        sums = self._sums
-        return sums is not None and sums.step == self._stage.step and sums.ready()
 
     @property
     def steps_at_once(self) -> bool:
@@ -295,9 +260,7 @@ class StageOptimizer:
         self.optimizers.mark_called()
         if not pending.speculative:
             self.settle(job)
-        elif self.optimizers.needs_barrier or (
-            pending.sums.done() and not pending.in_step
-        ):
+        elif self.optimizers.needs_barrier:
             self._decide(job)  # if it is invalid, V says so, where all stages are
         else:
             self._speculate(pending)
@@ -324,6 +287,10 @@ class StageOptimizer:
         self._raise()
         must_replay = self._state is StepState.INVALID
         self._state = StepState.IDLE
+        with torch.no_grad():
+            for parameter, copy in self._before_replay:
+                parameter.copy_(copy)
+        self._before_replay = []
         return must_replay
 
     def wait(self, job: Job | None = None) -> None:
@@ -334,36 +301,27 @@ class StageOptimizer:
     def settle(self, job: Job | None = None) -> None:
         """Wait for the decision on the last step and leave the state that it asks for.
 
-        The caller may then write to parameters and state. A step that an exception has
-        torn before all stages had their gradients is taken back.
+        The caller may then write to parameters and state.
 
         Raises:
             NonFiniteError: too many steps in a row were skipped.
             RequestError: others have written to what the step has changed.
-            RuntimeError: an exception has interrupted an optimizer step.
         """
         self._guard.check()
-        pending = self._pending
-        if pending is not None and not pending.sums.ready():
-            self._finish(pending, decide(math.nan, self._clip))
-            self._pending, self._state = None, StepState.IDLE
         self._decide(job)
-        self.optimizers.forget()
         self._raise()
 
     # The transitions.
 
     def _speculate(self, pending: _Pending) -> None:
-        """Step at once, unless it is known already that the step is invalid."""
+        """Step before the norm is known."""
         optimizers = self.optimizers
         if optimizers:
             pending.groups = optimizers.group_values()
-            if not decide(pending.local_norm, self._clip).requires_rollback:
-                optimizers.speculate()
-                pending.has_stepped = True
-                for values in pending.groups:
-                    values.end()
-            # also where nothing is stepped yet: other stages' copies are refreshed
+            optimizers.speculate()
+            pending.has_stepped = True
+            for values in pending.groups:
+                values.end()
             self._stage.ties.note_write()
             pending.gradients = [(p, p.grad) for p in optimizers.parameters()]
             optimizers.zero_grad()  # the caller might do so too
@@ -372,8 +330,6 @@ class StageOptimizer:
 
     def _decide(self, job: Job | None) -> None:
         """Wait for the sums, and end the step as they ask for."""
-        if self._state is StepState.TORN:
-            raise torn_step(self._stage.step)
         pending = self._pending
         if pending is None:
             return
@@ -396,44 +352,22 @@ class StageOptimizer:
             return
         if pending.has_stepped and not decision.requires_rollback:
             self._inject_fault("commit")
-            with self._tearing():
-                optimizers.commit()
-                optimizers.zero_grad()
-                self._stage.ties.note_write()
+            optimizers.commit()
+            optimizers.zero_grad()
+            self._stage.ties.note_write()
             return
-        optimizers.forget()
         for parameter, gradient in pending.gradients:
             parameter.grad = gradient
         if pending.has_stepped:
             self._inject_fault("undo")
             optimizers.undo()
         self._inject_fault("redo")
-        with self._tearing():
-            multiply_gradients(optimizers.parameters(), decision.factor)
-            optimizers.step(pending.groups, skipped=decision.skipped)
-            optimizers.zero_grad()
-            self._stage.ties.note_write()
-
-    @contextmanager
-    def _tearing(self) -> Iterator[None]:
-        """Within this an exception leaves a state that is neither old nor new."""
-        state, self._state = self._state, StepState.TORN
-        yield
-        self._state = state
+        multiply_gradients(optimizers.parameters(), decision.factor)
+        optimizers.step(pending.groups, skipped=decision.skipped)
+        optimizers.zero_grad()
+        self._stage.ties.note_write()
 
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-
-def _shares_layers(sharded: Iterable[Tensor], peers: StageGroup) -> bool:
-    """True if other processes run the same passes, each with parts of the layers.
-
-    Args:
-        sharded: the parameters here that are DTensors.
-        peers: the processes of the stage.
-    """
-    return peers.n > len(peers.replicas) or any(
-        not peers.has_dims(layout_of(p)[0].mesh_dim_names or ("",)) for p in sharded
-    )
