@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from zbpp.core import Placement
 from zbpp.runtime.support.collectives import wire_of
-from zbpp.runtime.values import Nested, Tensors, as_tensors, as_value, nested
+from zbpp.runtime.values import (
+    Nested,
+    Structure,
+    Tensors,
+    as_tensors,
+    as_value,
+    nested,
+)
 
 __all__ = ["PeerChunk", "learn_structures"]
 
@@ -41,9 +48,9 @@ class PeerChunk(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers).to(device)
         self.first = first
-        self.takes: str | None = None
+        self.takes: Structure | None = None
         """Structure of the inputs."""
-        self.puts: str | None = None
+        self.puts: Structure | None = None
         """Structure of the outputs."""
         self.sizes: dict[str, Tensors] = {}
         """Inputs and outputs of a micro-batch, without data; as a stage takes them."""
@@ -116,7 +123,7 @@ def learn_structures(
         )
 
 
-def _told(tensors: Tensors) -> tuple[str | None, Tensors]:
+def _told(tensors: Tensors) -> tuple[Structure | None, Tensors]:
     structure = tensors.structure if isinstance(tensors, Nested) else None
     return structure, tuple(
         tensor.detach().cpu().requires_grad_(tensor.requires_grad) for tensor in tensors
@@ -132,5 +139,5 @@ def _empty(tensor: Tensor) -> Tensor:
     return meta.requires_grad_(tensor.requires_grad)
 
 
-def _with(tensors: Tensors, structure: str | None) -> Tensors:
+def _with(tensors: Tensors, structure: Structure | None) -> Tensors:
     return tensors if structure is None else nested(tensors, structure)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 from zbpp.runtime.support.devices import runs_ahead
-from zbpp.runtime.support.pytree import map_tensors, tensors_in
+from zbpp.runtime.support.pytree import REGISTERED, map_tensors, tensors_in
 from zbpp.runtime.support.streams import Event, SideStream
 from zbpp.runtime.values import Tensors, UnfitValueError, as_tensors, mapped
 
@@ -155,7 +155,8 @@ def _split_container(name: str, batch: Any, n: int) -> list[Any]:
 
 def _plain(piece: Any) -> Any:
     """A dict in place of those that tokenizers and collators make."""
-    return dict(piece) if isinstance(piece, dict | UserDict) else piece
+    is_unknown = isinstance(piece, dict | UserDict) and type(piece) not in REGISTERED
+    return dict(piece) if is_unknown else piece
 
 
 def _cut(name: str, tensor: Tensor, n: int) -> Sequence[Tensor]:

@@ -1,9 +1,9 @@
-"""Values between chunks: their tensors in order, and a text that tells the rest.
+"""Values between chunks: their tensors in order, and the structure that holds them.
 
     value       {"h": h, "mask": m, "cache": None, "router": (r0, r1)}
     tensors     (h, m, r0, r1)
-    structure   torch's text of the pytree, and below it one entry for each leaf:
-                [[], [-1, 1], null, [], []]
+    structure   containers    torch's TreeSpec of the value, with the types of all
+                entries       [[], [-1, 1], null, [], []], as JSON: one for each leaf
 
     []        the next tensor
     [c, i]    the next one too, which chunk c put out as its tensor i, and the chunks
@@ -11,8 +11,9 @@
     [i]       tensor i again
     else      itself: None, a number or a text
 
-A tensor, and a tuple of several, have no text: they travel as they always did. The text
-is JSON, so that a receiver parses it and runs nothing.
+Containers are what torch's pytrees know (tuples, lists, dicts, named tuples, classes
+that are registered with them, as transformers' ModelOutput is) and dataclasses. A
+tensor, and a tuple of several, have no structure.
 
 A tensor that a value holds twice travels once, and is one tensor for who reads it too.
 Gradients of all its uses are then added in the order in which they would be without a
@@ -21,8 +22,9 @@ cut: two copies would have two sums, which are rounded apart.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +33,11 @@ from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import (
+    LEAF,
+    REGISTERED,
     TreeSpec,
-    dump_tree,
     flatten_tree,
-    load_tree,
+    register_dataclass,
     unflatten_tree,
 )
 from zbpp.runtime.support.strides import copy_of
@@ -45,6 +48,7 @@ __all__ = [
     "Nested",
     "Origin",
     "SomeGradients",
+    "Structure",
     "Tensors",
     "UnfitValueError",
     "as_tensors",
@@ -73,11 +77,42 @@ Origin = tuple[int, int]
 _PLAIN = {type(None), bool, int, float, str}
 
 
+class Structure(NamedTuple):
+    """The rest of a value; see above."""
+
+    containers: TreeSpec
+    entries: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without torch's class of leaves, which warns when it is loaded."""
+        return _load_structure, (_dump_containers(self.containers), self.entries)
+
+
+def _dump_containers(spec: TreeSpec) -> Any:
+    """Class, context and children of each container; None: a leaf."""
+    if spec.is_leaf():
+        return None
+    return spec.type, spec.context, [*map(_dump_containers, spec.children())]
+
+
+def _load_structure(containers: Any, entries: str) -> Structure:
+    return Structure(_load_containers(containers), entries)
+
+
+def _load_containers(dumped: Any) -> TreeSpec:
+    if dumped is None:
+        return LEAF
+    kind: type
+    kind, context, children = dumped
+    if is_dataclass(kind) and kind not in REGISTERED:  # so far only the sender has
+        register_dataclass(kind)
+    return TreeSpec(kind, context, [*map(_load_containers, children)])
+
+
 class Nested(tuple[Tensor, ...]):
     """The tensors of a value that is neither a tensor nor a tuple of several."""
 
-    structure: str
-    """Tells the rest of the value; see above."""
+    structure: Structure
 
 
 class SomeGradients(tuple[Tensor, ...]):
@@ -96,8 +131,9 @@ class UnfitValueError(TypeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what}; it must be a tensor, or tuples, lists and dicts (with texts as "
-            "keys) of tensors, None, numbers and texts"
+            f"{what}; it must be a tensor, or a container of tensors, None, numbers "
+            "and texts: a tuple, list, dict, dataclass, or a class that is registered "
+            "with torch.utils._pytree.register_pytree_node"
         )
 
 
@@ -116,13 +152,16 @@ def as_tensors(
     """
     if isinstance(value, leaf):
         return (value,)  # type: ignore[return-value]
-    items, spec = flatten_tree(value)
-    containers = _dumped(spec)
+    items, containers = flatten_tree(value)
     tensors: list[Any] = []
     entries: list[str] = []
     places: dict[int, int] = {}
     for item in items:
         if not isinstance(item, leaf):
+            kind: type = type(item)
+            if is_dataclass(kind):
+                register_dataclass(kind)
+                return as_tensors(value, origins, leaf=leaf)
             entries.append(_plain(item))
         elif id(item) in places:
             entries.append(f"[{places[id(item)]}]")
@@ -134,7 +173,7 @@ def as_tensors(
     is_flat = type(value) is tuple and all(isinstance(x, leaf) for x in value)
     if is_flat and len(entries) > 1 and all(entry == "[]" for entry in entries):
         return tuple(tensors)
-    return nested(tensors, f"{containers}\n[{', '.join(entries)}]")
+    return nested(tensors, Structure(containers, f"[{', '.join(entries)}]"))
 
 
 def _plain(item: Any) -> str:
@@ -146,50 +185,23 @@ def _plain(item: Any) -> str:
 
 
 @lru_cache(1024)
-def _dumped(spec: TreeSpec) -> str:
-    """The containers of a value as a text."""
-    _check_containers(spec)
-    return dump_tree(spec)
+def _parsed(entries: str) -> list[Any]:
+    """The entries of the leaves of a value."""
+    parsed: list[Any] = json.loads(entries)
+    return parsed
 
 
-def _check_containers(spec: TreeSpec) -> None:
-    """Refuse what would not be the same on the other side.
-
-    Raises:
-        UnfitValueError: there is some.
-    """
-    if spec.is_leaf():
-        return
-    if spec.type is dict:
-        for key in spec.context:
-            if type(key) is not str:
-                raise UnfitValueError(f"a dict with the key {key!r}")
-    elif spec.type not in (tuple, list):
-        kind = spec.context if isinstance(spec.context, type) else spec.type
-        raise UnfitValueError(f"a {kind.__name__}")
-    for child in spec.children():
-        _check_containers(child)
-
-
-@lru_cache(1024)
-def _parsed(structure: str) -> tuple[TreeSpec, list[Any]]:
-    """The containers of a value, and the entries of its leaves."""
-    containers, _, entries = structure.partition("\n")
-    return load_tree(containers), json.loads(entries)
-
-
-def _filled(structure: str, items: Sequence[Any]) -> Any:
+def _filled(structure: Structure, items: Sequence[Any]) -> Any:
     """Put items in the places of the tensors of a value."""
-    spec, entries = _parsed(structure)
     following = iter(items)
     return unflatten_tree(
         [
             entry
             if type(entry) is not list
             else (items[entry[0]] if len(entry) == 1 else next(following))
-            for entry in entries
+            for entry in _parsed(structure.entries)
         ],
-        spec,
+        structure.containers,
     )
 
 
@@ -201,14 +213,13 @@ def as_value(tensors: Tensors) -> Any:
 
 
 @lru_cache(1024)
-def origins_in(structure: str) -> tuple[Origin | None, ...]:
+def origins_in(entries: str) -> tuple[Origin | None, ...]:
     """Origin of each tensor of a value, None for those that are new."""
-    _, entries = _parsed(structure)
-    tensors = (x for x in entries if type(x) is list and len(x) != 1)
+    tensors = (x for x in _parsed(entries) if type(x) is list and len(x) != 1)
     return tuple((entry[0], entry[1]) if entry else None for entry in tensors)
 
 
-def described(structure: str | None, texts: Iterable[str]) -> str:
+def described(structure: Structure | None, texts: Iterable[str]) -> str:
     """Return words for a value whose tensors are described by texts."""
     if structure is None:
         return ", ".join(texts)
@@ -236,7 +247,7 @@ def mapped(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     return with_tensors(tensors, map(function, tensors))
 
 
-def nested(tensors: Iterable[Tensor], structure: str) -> Nested:
+def nested(tensors: Iterable[Tensor], structure: Structure) -> Nested:
     """Make a value of its two parts."""
     value = Nested(tensors)
     value.structure = structure
@@ -326,7 +337,7 @@ class GivenConstants:
     def __init__(self, chunk: Chunk, inputs: Tensors) -> None:
         origins: Sequence[Origin | None] = (None,) * len(inputs)
         if isinstance(inputs, Nested):
-            origins = origins_in(inputs.structure)
+            origins = origins_in(inputs.structure.entries)
         self._chunk = chunk
         self._given: list[tuple[Tensor, Mark, Origin]] = [
             (x, mark(x), origin or (chunk.index - 1, place))

@@ -223,9 +223,9 @@ class Mailbox(Transport):
             if known_spec is None or not known_spec.fits(tensors):
                 self._announce(value, known_spec, spec_of(value, tensors), peer)
             if isinstance(tensors, Nested):
-                structure = tensors.structure
-                places = omitted(structure, value.chunk, self._stage_of)
-                self._passthrough.keep(value, structure, tensors)
+                entries = tensors.structure.entries
+                places = omitted(entries, value.chunk, self._stage_of)
+                self._passthrough.keep(value, entries, tensors)
         device = self._link.device
         for place, tensor in enumerate(tensors):
             if place in places:
@@ -298,9 +298,9 @@ class Mailbox(Transport):
                 for tensor, strides in zip(tensors, sent, strict=True)
             ]
         if posted.omitted:
-            assert isinstance(value, Value) and spec.structure is not None
+            assert isinstance(value, Value) and spec.entries is not None
             places = posted.omitted
-            tensors = self._passthrough.fill(value, spec.structure, places, tensors)
+            tensors = self._passthrough.fill(value, spec.entries, places, tensors)
         if self._passthrough.kept and isinstance(value, Value):
             self._passthrough.release(value)
         for tensor, needs in zip(tensors, spec.needs_grad, strict=True):
@@ -329,7 +329,7 @@ class Mailbox(Transport):
     def _start(self, posted: _PostedReceive, spec: Spec) -> None:
         value, posted.spec = posted.value, spec
         if spec.structure is not None:
-            posted.omitted = omitted(spec.structure, value.chunk, self._stage_of)
+            posted.omitted = omitted(spec.entries, value.chunk, self._stage_of)
         for place in range(len(spec.shapes)):
             if place not in posted.omitted:
                 buffer = spec.empty(place, self._link.device)
@@ -384,7 +384,7 @@ class Mailbox(Transport):
             chunk: sum(
                 n_bytes
                 for place, n_bytes in enumerate(spec.bytes_each)
-                if place not in omitted(spec.structure, chunk, self._stage_of)
+                if place not in omitted(spec.entries, chunk, self._stage_of)
             )
             for chunk, spec in self._shapes.latest.items()
         }

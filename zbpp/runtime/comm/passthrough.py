@@ -22,21 +22,21 @@ __all__ = ["PassthroughCache", "omitted"]
 
 @lru_cache(1024)
 def omitted(
-    structure: str | None, chunk: int, stage_of: tuple[int, ...]
+    entries: str | None, chunk: int, stage_of: tuple[int, ...]
 ) -> frozenset[int]:
     """Places of the tensors that the receiver of a chunk's outputs has had.
 
     Args:
-        structure: of the outputs; None: they are plain tensors.
+        entries: of the outputs' structure; None: they are plain tensors.
         chunk: that puts them out.
         stage_of: stage of every chunk.
     """
-    if structure is None:
+    if entries is None:
         return frozenset()
     receiver = stage_of[chunk + 1]
     return frozenset(
         place
-        for place, origin in enumerate(origins_in(structure))
+        for place, origin in enumerate(origins_in(entries))
         if origin is not None and receiver in stage_of[origin[0] + 1 : chunk + 1]
     )
 
@@ -60,18 +60,18 @@ class PassthroughCache:
         self.kept: dict[int, dict[Origin, Tensor]] = {}
         """By micro-batch."""
 
-    def keep(self, value: Value, structure: str, tensors: Tensors) -> None:
+    def keep(self, value: Value, entries: str, tensors: Tensors) -> None:
         """Keep what a message hands on, if messages will come that may omit it."""
         if value.chunk >= self._last:
             return
-        for tensor, origin in zip(tensors, origins_in(structure), strict=True):
+        for tensor, origin in zip(tensors, origins_in(entries), strict=True):
             if origin is not None:
                 self.kept.setdefault(value.microbatch, {})[origin] = tensor
 
     def fill(
         self,
         value: Value,
-        structure: str,
+        entries: str,
         places: Collection[int],
         tensors: Sequence[Tensor],
     ) -> list[Tensor]:
@@ -79,14 +79,14 @@ class PassthroughCache:
 
         Args:
             value: that has come.
-            structure: its own.
+            entries: of its structure.
             places: of the tensors that were omitted.
             tensors: the others.
         """
         kept, rest = self.kept[value.microbatch], iter(tensors)
         return [
             kept[origin] if place in places and origin is not None else next(rest)
-            for place, origin in enumerate(origins_in(structure))
+            for place, origin in enumerate(origins_in(entries))
         ]
 
     def release(self, value: Value) -> None:

@@ -20,8 +20,8 @@ learnt: the next micro-batch of the kind may have them. Where the shapes are kno
 or without headers, zeros are sent for what is missing.
 """
 
-import json
 import math
+import pickle
 import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from zbpp.runtime.support.strides import Strides, strides_of
 from zbpp.runtime.values import (
     Nested,
     SomeGradients,
+    Structure,
     Tensors,
     described,
     gradients_in,
@@ -59,8 +60,7 @@ MAX_TENSORS = 250
 MAX_KINDS = 1024
 """Kinds that are remembered; beyond, all are forgotten and learnt anew."""
 
-_WHATS = (What.ACTIVATION, What.GRADIENT)
-_DTYPES = (
+_DTYPES = {
     torch.float32,
     torch.bfloat16,
     torch.float16,
@@ -73,7 +73,7 @@ _DTYPES = (
     torch.bool,
     torch.complex64,
     torch.complex128,
-)
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Spec:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     needs_grad: tuple[bool, ...]
-    structure: str | None = None
+    structure: Structure | None = None
     """Of a `Nested` value."""
     strides: tuple[Strides | None, ...] = field(default=(), compare=False)
     """Of each tensor as `strides_of` tells them; empty: all are contiguous."""
@@ -96,6 +96,11 @@ class Spec:
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
         return described(self.structure, texts)
+
+    @property
+    def entries(self) -> str | None:
+        """Of the structure."""
+        return None if self.structure is None else self.structure.entries
 
     @cached_property
     def bytes_each(self) -> tuple[int, ...]:
@@ -187,20 +192,21 @@ def _refuse_others(value: Value, tensor: Tensor) -> None:
 
 
 def pack(value: Value, spec: Spec) -> Tensor:
-    """Write a header: JSON, so that a receiver parses it and runs nothing.
+    """Write a header.
 
     Raises:
-        ShapeError: too many tensors, or a dtype that cannot be sent.
+        ShapeError: too many tensors, or something that cannot be sent.
     """
     for dtype in spec.dtypes:
         if dtype not in _DTYPES:
             raise ShapeError(f"{value}: {dtype} cannot be sent between stages")
-    dtypes = map(_DTYPES.index, spec.dtypes)
-    tensors = zip(spec.shapes, dtypes, spec.needs_grad, strict=True)
-    place = [_WHATS.index(value.what), value.chunk, value.microbatch]
-    about = [place, [*tensors], spec.structure, spec.strides, spec.missing]
-    text = json.dumps(about).encode()
-    header = zlib.compress(text, 1)
+    try:
+        header = zlib.compress(pickle.dumps((value, spec)), 1)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ShapeError(
+            f"{value}: a container cannot be sent between stages: {error}; define its "
+            "class in a module, and not in a function"
+        ) from error
     if len(spec.shapes) > MAX_TENSORS or len(header) > HEADER_BYTES:
         raise ShapeError(
             f"{value}: {len(spec.shapes)} tensors are too many for one message, which "
@@ -211,19 +217,12 @@ def pack(value: Value, spec: Spec) -> Tensor:
 
 def unpack(header: Tensor, expected: Value) -> Spec:
     """Read a header; it must announce the value that this end expects."""
+    value: Value
+    spec: Spec
     text = zlib.decompressobj().decompress(header.numpy().tobytes())
-    place, tensors, structure, strides, missing = json.loads(text)
-    what, chunk, microbatch = place
-    value = Value(_WHATS[what], chunk, microbatch)
+    value, spec = pickle.loads(text)
     assert value == expected, f"{expected} was due, but {value} came"
-    return Spec(
-        tuple(tuple(shape) for shape, _, _ in tensors),
-        tuple(_DTYPES[dtype] for _, dtype, _ in tensors),
-        tuple(bool(needs) for _, _, needs in tensors),
-        structure,
-        tuple(steps and tuple(steps) for steps in strides),
-        tuple(missing),
-    )
+    return spec
 
 
 class Shapes:

@@ -17,12 +17,13 @@ from torch.utils import _pytree as torch_pytree
 from zbpp.core import RequestError
 
 __all__ = [
+    "LEAF",
+    "REGISTERED",
     "TreeSpec",
-    "dump_tree",
     "flatten_tree",
-    "load_tree",
     "map_tensors",
     "refuse_hidden",
+    "register_dataclass",
     "tensors_in",
     "unflatten_tree",
 ]
@@ -36,9 +37,9 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 TreeSpec = torch_pytree.TreeSpec
 flatten_tree = torch_pytree.tree_flatten
 unflatten_tree = torch_pytree.tree_unflatten
-dump_tree = torch_pytree.treespec_dumps
-load_tree = torch_pytree.treespec_loads
-_REGISTERED = torch_pytree.SUPPORTED_NODES
+register_dataclass = torch_pytree.register_dataclass
+REGISTERED = torch_pytree.SUPPORTED_NODES
+_, LEAF = flatten_tree(None)
 
 
 def map_tensors(thing: Any, change: Change, change_object: Other = None) -> Any:
@@ -57,7 +58,7 @@ def map_tensors(thing: Any, change: Change, change_object: Other = None) -> Any:
         return thing
     if kind is tuple or kind is list:  # the common case, for speed
         return kind([map_tensors(item, change, change_object) for item in thing])
-    node = _REGISTERED.get(kind)
+    node = REGISTERED.get(kind)
     if node is not None:
         children, context = node.flatten_fn(thing)
         changed = [map_tensors(child, change, change_object) for child in children]
