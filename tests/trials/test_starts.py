@@ -1,5 +1,6 @@
 """What stops one rank at the start stops all of them, at once, with the same words."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp.runtime import PeerError
@@ -200,3 +202,124 @@ def test_a_refusal_of_one_rank_is_that_of_all(pool: Pool) -> None:
             assert one[name][0] == "PeerError" and "rank 1 failed" in one[name][1]
         else:
             assert one[name] == last[name] and one[name][0] == "RequestError", name
+
+
+# Optimizers that step a part, or nothing.
+
+
+class Scale(nn.Module):
+    """No matrix, so a stage of these alone has nothing for Muon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.gain)
+
+
+def chooses(pattern: str) -> Callable[[Any], list[Any]]:
+    def make(named_parameters: list[tuple[str, nn.Parameter]]) -> list[Any]:
+        chosen = [p for name, p in named_parameters if pattern in name]
+        return [torch.optim.SGD(chosen, lr=0.1)] if chosen else []
+
+    return make
+
+
+def start_and_step(pattern: str, frozen: bool, n_stages: int | None) -> list[str]:
+    """All that is said, in warnings and in a refusal."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Scale(), Scale())
+    model.requires_grad_(not frozen)
+    x = torch.randn(8, WIDTH)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            pipeline = pipeline_of(
+                model, "ZBH1", n_stages=n_stages, optimizer=chooses(pattern),
+                loss_fn=nn.functional.mse_loss,
+            )  # fmt: skip
+        except zbpp.RequestError as error:
+            return [f"refused: {error}"]
+        for _ in range(3):
+            pipeline.step(x, x)
+        pipeline.close()
+    texts = [str(w.message) for w in said]
+    return [text for text in texts if "gains little" not in text]
+
+
+HALF = "4 parameter(s) have gradients, but no optimizer steps them (0.bias, 1.bias, 2."
+
+
+@pytest.mark.parametrize(
+    ("pattern", "frozen", "words"),
+    [
+        ("", False, ""),
+        ("weight", False, HALF),
+        ("block.", False, "refused: optimizer= steps none of the 6 parameters"),
+        ("", True, "all parameters of the model are frozen"),
+        ("block.", True, "all parameters of the model are frozen"),
+    ],
+)
+def test_what_is_not_trained_is_told_once(
+    pool: Pool, pattern: str, frozen: bool, words: str
+) -> None:
+    one = start_and_step(pattern, frozen, 2)
+    first, last = pool.run(start_and_step, 2, pattern, frozen, None)
+    if words.startswith("refused"):
+        assert last == first
+    else:
+        assert not last
+    assert one == first
+    assert len(one) == bool(words) and all(words in text for text in one)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed again in the backward, as the model asks for it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class InLayer(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return out
+
+
+def in_layers(reentrant: bool) -> Any:
+    model = Checkpointed(reentrant)
+    return [model.front, *(InLayer(block, reentrant) for block in model.blocks)]
+
+
+def cut_checkpointed(reentrant: bool) -> Any:
+    return zbpp.cut(Checkpointed(reentrant), "blocks", before=["front"])
+
+
+def first_losses(model: Any) -> list[float]:
+    x = torch.arange(64.0).view(8, WIDTH) / 64
+    mse = nn.functional.mse_loss
+    with pipeline_of(model, "1F1B", n_stages=2, loss_fn=mse) as pipeline:
+        return [pipeline.step(x, x).loss for _ in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_reentrant_checkpoints() -> None:
+    expected = first_losses(cut_checkpointed(False))
+    assert first_losses(in_layers(False)) == first_losses(in_layers(True)) == expected
+    with pytest.raises(zbpp.RequestError, match="needs use_reentrant=False"):
+        first_losses(cut_checkpointed(True))

@@ -73,7 +73,8 @@ class Recorder:
         if self.hidden is not None and args[0] is not self.hidden:
             raise RequestError(
                 f"block {index} is not called with what block {index - 1} puts out; "
-                "what the model does between two blocks must move into a block"
+                "what the model does between two blocks must move into a block, and "
+                "torch.utils.checkpoint around blocks needs use_reentrant=False"
             )
         self.hidden = args[0]
         self.calls.append((args[1:], kwargs))

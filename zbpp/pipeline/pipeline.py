@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -45,7 +46,11 @@ from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import is_out_of_memory
 from zbpp.profiling.profile import Profile
 from zbpp.runtime.backward.self_check import check_split
-from zbpp.runtime.driver.agreement import check_agreement, refuse_together
+from zbpp.runtime.driver.agreement import (
+    check_agreement,
+    check_chosen,
+    refuse_together,
+)
 from zbpp.runtime.driver.batches import Batches, StepPart
 from zbpp.runtime.driver.build import (
     StageOptions,
@@ -264,6 +269,11 @@ class Pipeline:
         )
         check_agreement(executors, request, self._ties, weights)
         share_first_bits(executors, self._ties)
+        if optimizer is not None:
+            warning = check_chosen(executors)
+            if warning is not None and self.rank == 0:
+                warnings.warn(warning, stacklevel=3)
+        self._has_stepped = False
         if self.layered.parts is not None:
             release(self.layered.parts, (layer for _, layer in self.stages.layers()))
 
@@ -456,9 +466,34 @@ class Pipeline:
             with stages.failures_told():
                 result = replace(result, first_metrics=stages.learn_metrics())
             self._has_learned_metrics = True
+        self._warn_of_unstepped()
         if return_outputs:
             result = replace(result, outputs=stages.last_outputs())
         return result
+
+    def _warn_of_unstepped(self) -> None:
+        """Warn once of parameters that no optimizer steps: in the first step for all.
+
+        Those that are unfrozen later are known to their own process alone.
+        """
+        names: list[str] = []
+        for executor in self.stages.executors.values():
+            names += executor.optimizer.optimizers.unstepped
+            executor.optimizer.optimizers.unstepped.clear()
+        is_first, self._has_stepped = not self._has_stepped, True
+        if is_first:
+            with self.stages.failures_told():
+                gathered = self.gather(names)
+            names = list(dict.fromkeys(chain(*gathered))) if self.rank == 0 else []
+        if names:
+            shown = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
+            warnings.warn(
+                f"{len(names)} parameter(s) have gradients, but no optimizer steps "
+                f"them ({shown}): their gradients are cleared, and do not count in the "
+                "norm; if that is not meant, let the optimizer's builder take all the "
+                "parameters that it is called with",
+                stacklevel=4,
+            )
 
     def switch(self, schedule: Schedule | Plan) -> None:
         """Run the next steps by another schedule (every rank must call, with the same).

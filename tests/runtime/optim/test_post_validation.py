@@ -5,6 +5,9 @@ from histories import History, compare, draw, run, vary
 from moments import small_buckets
 from outcomes import difference
 
+# of histories that step matrices alone
+pytestmark = pytest.mark.filterwarnings("ignore:.*no optimizer steps them:UserWarning")
+
 
 def check(seeds: range) -> int:
     """Compare the histories of some seeds; return how many steps were rolled back."""

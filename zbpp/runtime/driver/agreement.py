@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +38,7 @@ __all__ = [
     "Beginning",
     "check_agreement",
     "check_alike",
+    "check_chosen",
     "describe_batch",
     "describe_parameters",
     "has_plain",
@@ -116,6 +118,34 @@ def check_agreement(
         )
     _check_tied(ties, [tied for _, tied, _ in answers])
     check_first_weights(weights or {} for *_, weights in answers)
+
+
+def check_chosen(executors: Mapping[int, Executor]) -> str | None:
+    """Look whether the optimizers of all stages train anything; all must call.
+
+    Returns:
+        A warning, if all parameters are frozen.
+
+    Raises:
+        RequestError: parameters could learn, and none of them is stepped.
+    """
+    transport = next(iter(executors.values())).transport
+    chosen = [x.optimizer.optimizers.chosen() for x in executors.values()]
+    every = list(chain.from_iterable(transport.gather(chosen)))
+    learning = list(dict.fromkeys(name for _, names, _ in every for name in names))
+    if any(n for n, _, _ in every) or not any(n for *_, n in every):
+        return None
+    if not learning:
+        return (
+            "all parameters of the model are frozen (requires_grad is False), so steps "
+            "train nothing; unfreeze some, or call evaluate() and predict()"
+        )
+    shown = ", ".join(learning[:_SHOWN]) + (", ..." if len(learning) > _SHOWN else "")
+    raise RequestError(
+        f"optimizer= steps none of the {len(learning)} parameters of the model that "
+        f"learn ({shown}); compare these names with those that it looks for, or give "
+        "optimizer=None to step yourself"
+    )
 
 
 def _describe_tied(executors: Mapping[int, Executor]) -> TiedTexts:

@@ -116,6 +116,8 @@ class StageOptimizers:
         self._rollbacks: dict[int, Rollback] = {}
         """Of the optimizers in their places, as they have stepped last."""
         self._reported: set[Tensor] = set()
+        self.unstepped: list[str] = []
+        """Parameters that have gradients and no optimizer, not warned of yet."""
 
     def __bool__(self) -> bool:
         return bool(self.all)
@@ -128,7 +130,7 @@ class StageOptimizers:
         return list(dict.fromkeys(owned))
 
     def clear_unowned_grads(self) -> None:
-        """Clear gradients that no optimizer steps; name their parameters once.
+        """Clear gradients that no optimizer steps; note their parameters once.
 
         Left alone, they would grow from step to step, and take up memory. To leave
         parameters out is a known way to freeze them, so it is no error.
@@ -140,21 +142,16 @@ class StageOptimizers:
         unowned: set[Tensor] = {p for p in learning if p not in owned}
         for p in unowned:
             p.grad = None
-        if unowned - self._reported:
-            self._warn_unstepped(unowned - self._reported)
-            self._reported |= unowned
+        if new := unowned - self._reported:
+            self._reported |= new
+            names = (n for _, n, p in self._stage.named_stepped() if p in new)
+            self.unstepped.extend(names)
 
-    def _warn_unstepped(self, parameters: set[Tensor]) -> None:
-        names = [n for _, n, p in self._stage.named_stepped() if p in parameters]
-        _log.warning(
-            "%d parameter(s) have gradients, but no optimizer steps them (%s%s): their "
-            "gradients are cleared, and do not count in the norm; if that is not "
-            "meant, let the optimizer's builder take all the parameters that it is "
-            "called with",
-            len(names),
-            ", ".join(names[:5]),
-            ", ..." if len(names) > 5 else "",
-        )
+    def chosen(self) -> tuple[int, list[str], int]:
+        """Count what is stepped and learns; name what learns; count all parameters."""
+        every = [(name, p) for _, name, p in _numbered(self._stage)]
+        n_stepped = sum(p.requires_grad for p in self.parameters())
+        return n_stepped, [n for n, p in every if p.requires_grad], len(every)
 
     @property
     def needs_barrier(self) -> bool:
