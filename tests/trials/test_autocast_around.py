@@ -28,7 +28,7 @@ def train(where: str, clip: float, mode: str = "ZBH1") -> tuple[list[float], int
         n_microbatches=4,
         clip_grad_norm=clip,
         numerics=zbpp.Numerics(autocast=dtype if where == "inside" else None),
-        step=zbpp.StepPolicy(post_validation=True),
+        step=zbpp.StepPolicy(post_validation=mode != "1F1B"),
     )
     generator = torch.Generator().manual_seed(1)
     results = []

@@ -13,6 +13,8 @@ from zbpp.core import RequestError, Schedule, a_kind
 from zbpp.models import Layered
 from zbpp.planning import Plan
 from zbpp.runtime.comm.process_group import initialise
+from zbpp.runtime.loss import is_sum, loss_modules
+from zbpp.runtime.microbatches import Weigh, WeighName
 from zbpp.runtime.parallel.mesh import Place, find_place
 from zbpp.runtime.policies import (
     DataParallel,
@@ -32,6 +34,7 @@ __all__ = [
     "join",
     "loss_of",
     "warn_of_plan",
+    "weigh_of",
 ]
 
 Processes = DeviceMesh | DataParallel | dist.ProcessGroup
@@ -98,13 +101,42 @@ def _check_loss(loss_fn: Any) -> None:
             "torch.nn.functional.mse_loss or torch.nn.MSELoss()"
         )
     bound = loss_fn.keywords if isinstance(loss_fn, partial) else {}
-    reduction = bound.get("reduction", getattr(loss_fn, "reduction", "mean"))
-    if reduction in ("sum", "none"):
+    if bound.get("reduction", getattr(loss_fn, "reduction", "mean")) == "none":
         raise RequestError(
-            f"loss_fn has reduction={reduction!r}; the loss of the batch is the mean "
-            "over micro-batches, so give reduction='mean', and scale what it returns "
-            "if a sum is meant"
+            "loss_fn has reduction='none'; it must return one number: give "
+            "reduction='mean' or 'sum'"
         )
+    for module in loss_modules(loss_fn):
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        if trained:
+            raise RequestError(
+                f"loss_fn has parameters to train ({', '.join(trained[:3])}), which no "
+                "stage steps or saves; compute with them in the last layer, or freeze "
+                "them (requires_grad_(False))"
+            )
+
+
+def weigh_of(
+    loss_fn: LossFn, weigh: WeighName | Weigh | None, default: WeighName | Weigh
+) -> WeighName | Weigh:
+    """Return what the loss of the batch is a mean over, or ``"sum"``.
+
+    Args:
+        loss_fn: one with ``reduction="sum"`` is added up.
+        weigh: the caller's choice; None: the default.
+        default: for a loss that is a mean.
+
+    Raises:
+        RequestError: loss_fn is a sum, and weigh asks for a mean.
+    """
+    if not is_sum(loss_fn):
+        return weigh or default
+    if weigh not in (None, "sum"):
+        raise RequestError(
+            f"loss_fn has reduction='sum', and weigh is {weigh!r}, which is for means; "
+            "leave weigh out for the sum over the batch, or give reduction='mean'"
+        )
+    return "sum"
 
 
 def loss_of(layered: Layered, loss_fn: LossFn | None) -> LossFn:

@@ -34,6 +34,7 @@ from zbpp.pipeline.arguments import (
     join,
     loss_of,
     warn_of_plan,
+    weigh_of,
 )
 from zbpp.pipeline.checkpoints import Checkpoints
 from zbpp.pipeline.keywords import accepts_old_keywords, missing_attribute
@@ -65,6 +66,7 @@ from zbpp.runtime.driver.first_weights import FirstWeights, describe_first_weigh
 from zbpp.runtime.driver.release import release
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
 from zbpp.runtime.executor import drive
+from zbpp.runtime.loss import loss_modules
 from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.optim.decision import StepResult
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
@@ -235,13 +237,17 @@ class Pipeline:
         self.n_switches = 0
         """Times that the schedule was changed."""
         self._n_steps = numerics.first_step
+        weigh = weigh_of(
+            loss_fn,
+            numerics.weigh,
+            self.layered.weigh
+            or ("tokens" if self.place.n_sequence_slices > 1 else "samples"),
+        )
         self._batches = Batches(
             executors,
             placement,
             self.layered.cut_batch,
-            weigh=numerics.weigh
-            or self.layered.weigh
-            or ("tokens" if self.place.n_sequence_slices > 1 else "samples"),
+            weigh=weigh,
         )
         finalizer = weakref.finalize(self, self.stages.let_go)
         finalizer.atexit = False  # then transports wait a little for the others
@@ -263,7 +269,8 @@ class Pipeline:
             schedule_text(self.schedule),
             self.split,
             rules,
-            replace(numerics, weigh=None),  # a function looks different on each rank
+            # a function looks different on each rank
+            replace(numerics, weigh=None if callable(weigh) else weigh),
             execution.compile,
             execution.overlap,  # else processes would communicate in other orders
         )
@@ -464,6 +471,7 @@ class Pipeline:
             if (warning := split_warning(self)) is not None:
                 warnings.warn(warning, stacklevel=3)
             with stages.failures_told():
+                self._refuse_lost_buffers()
                 result = replace(result, first_metrics=stages.learn_metrics())
             self._has_learned_metrics = True
         self._warn_of_unstepped()
@@ -494,6 +502,26 @@ class Pipeline:
                 "parameters that it is called with",
                 stacklevel=4,
             )
+
+    def _refuse_lost_buffers(self) -> None:
+        """Refuse a loss whose forward changes buffers that a checkpoint should hold.
+
+        Raises:
+            RequestError: names one of them.
+        """
+        for executor in self.stages.executors.values():
+            for module, name in executor.replay.changing:
+                if (
+                    any(
+                        module in loss.modules() for loss in executor.stage.loss.modules
+                    )
+                    and name not in module._non_persistent_buffers_set
+                ):
+                    raise RequestError(
+                        f"loss_fn changes its buffer {name}, and a checkpoint holds no "
+                        "state of a loss; move it into the last layer, or register it "
+                        "with persistent=False if it need not be saved"
+                    )
 
     def switch(self, schedule: Schedule | Plan) -> None:
         """Run the next steps by another schedule (every rank must call, with the same).
@@ -650,8 +678,9 @@ class Pipeline:
             keeps_outputs=keeps_outputs,
             loss_fn=loss_fn,
         )
-        layers = (layer for _, layer in self.stages.layers())
-        with self.stages.running(), eval_mode(layers):
+        modules = [layer for _, layer in self.stages.layers()]
+        modules += loss_modules(loss_fn or self._options.loss_fn)
+        with self.stages.running(), eval_mode(modules):
             drive(self.stages.executors, self._forward_programs, training=False)
             yield
             self.stages.flush()

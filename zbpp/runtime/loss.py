@@ -2,16 +2,25 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.microbatches import Uploads, shares
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 
-__all__ = ["Loss", "LossFn", "Metrics", "loss_alone", "names_text"]
+__all__ = [
+    "Loss",
+    "LossFn",
+    "Metrics",
+    "is_sum",
+    "loss_alone",
+    "loss_modules",
+    "names_text",
+]
 
 Metrics = Mapping[str, Tensor | float]
 """Scalars of one micro-batch by name, averaged as the loss is."""
@@ -39,6 +48,9 @@ class Loss:
         self._loss_fn = loss_fn
         self._device = device
         self._uploads = uploads
+        self.modules = loss_modules(loss_fn)
+        self.adds = False
+        """The loss of the batch is the sum over micro-batches, not their mean."""
         self._instead: tuple[object] | None = None
         self.returned: tuple[str, ...] | None = None
         """Names of the metrics that loss_fn returns; None: it has not run here."""
@@ -195,6 +207,20 @@ class Loss:
         if isinstance(value, Tensor) and value.device.type == self._device.type:
             return value.double()
         return sent_ahead(torch.as_tensor(value).double(), self._device)
+
+
+def loss_modules(loss_fn: LossFn) -> list[nn.Module]:
+    """The module that a loss function is, also as a partial; empty for a function."""
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    return [loss_fn] if isinstance(loss_fn, nn.Module) else []
+
+
+def is_sum(loss_fn: LossFn) -> bool:
+    """True if a loss function says that it is a sum: ``reduction="sum"``."""
+    bound = loss_fn.keywords if isinstance(loss_fn, partial) else {}
+    reduction = bound.get("reduction", getattr(loss_fn, "reduction", None))
+    return bool(reduction == "sum")
 
 
 def loss_alone(loss_fn: LossFn) -> Callable[..., Tensor]:

@@ -44,7 +44,7 @@ CutBatch = Callable[[Any], tuple[Any, Any]]
 Weigh = Callable[[Any], float]
 """From the targets of a micro-batch to the number that its loss is a mean over."""
 
-WeighName = Literal["samples", "tokens"]
+WeighName = Literal["samples", "tokens", "sum"]
 
 IGNORED = -100
 """Target that torch's losses leave out unless they are told otherwise."""
@@ -197,7 +197,8 @@ def find_weigh(weigh: WeighName | Weigh) -> Weigh:
 
     Args:
         weigh: ``"samples"``; ``"tokens"``: targets that are not ``IGNORED``, of a
-            tensor or of the labels in a dict; or a function of the targets.
+            tensor or of the labels in a dict; ``"sum"``: 1 for each micro-batch; or a
+            function of the targets.
 
     Raises:
         RequestError: it is none of them.
@@ -210,7 +211,12 @@ def find_weigh(weigh: WeighName | Weigh) -> Weigh:
             f"weigh is {weigh!r}; choose one of {choices}, or give a function of the "
             "targets of a micro-batch"
         )
-    return count_samples if weigh == "samples" else _count_tokens
+    counts: dict[str, Weigh] = {
+        "samples": count_samples,
+        "tokens": _count_tokens,
+        "sum": lambda targets: 1,
+    }
+    return counts[weigh]
 
 
 def _count_tokens(targets: object) -> int:

@@ -48,8 +48,11 @@ class Numerics:
             within the matrix products: a few per cent faster, with less memory.
         weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
             the targets (or ``targets["labels"]``) that are not -100; or a function
-            that counts the targets of a micro-batch. None: the model's, else samples,
-            or tokens where processes read slices of the same sequences.
+            that counts the targets of a micro-batch. ``"sum"``: ``loss_fn`` is a sum
+            over its micro-batch, and the loss of the batch is the sum of all, over
+            replicas too. None: the sum if ``loss_fn`` has ``reduction="sum"``; else the
+            model's, or samples, or tokens where processes read slices of the same
+            sequences.
 
     Raises:
         RequestError: a value is none of these.

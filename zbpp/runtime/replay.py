@@ -9,7 +9,7 @@ A replayed pass draws its numbers again, and leaves the generators as they were:
 comes next draws what it would have drawn, on all stages that share the process.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zbpp.core import Pass
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.state_recorder import BufferRecorder, BufferSnapshot
+from zbpp.runtime.state_recorder import BufferName, BufferRecorder, BufferSnapshot
 from zbpp.runtime.support.marks import mark
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.random_state import (
@@ -45,13 +45,20 @@ class Replay:
     def __init__(self, stage: Stage, *, replays: bool) -> None:
         self._stage = stage
         self.replays = replays
-        layers = (layer for _, layer in stage.numbered())
-        self._recorder = BufferRecorder(layers, small_bytes=_SMALL_BYTES)
+        modules = [layer for _, layer in stage.numbered()]
+        if stage.has_loss:
+            modules += stage.loss.modules
+        self._recorder = BufferRecorder(modules, small_bytes=_SMALL_BYTES)
         self._buffers: BufferSnapshot | None = None
         self._changes_batch = False
         self._forget_batch()
         self._may_rewind = self._is_rewound = False
         self._random: dict[Pass, RandomState] = {}
+
+    @property
+    def changing(self) -> Iterable[BufferName]:
+        """Buffers that forwards have changed so far."""
+        return self._recorder.changing
 
     def begin(self, *, may_rewind: bool) -> None:
         """Begin a step.

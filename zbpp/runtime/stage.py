@@ -194,6 +194,11 @@ class Stage:
         for order in self._orders.values():
             order.begin()
 
+    @property
+    def has_loss(self) -> bool:
+        """True if the stage has the last chunk."""
+        return self._last in self.chunks
+
     def watch_weights(self, watches: Mapping[int, Progress]) -> None:
         """Let the last W's of this step's chunks tell how far they are, or all W's."""
         for chunk, progress in watches.items():

@@ -32,7 +32,7 @@ from zbpp.runtime.support.random_state import (
     set_random_state,
 )
 
-__all__ = ["BufferRecorder", "BufferSnapshot", "ForwardState"]
+__all__ = ["BufferName", "BufferRecorder", "BufferSnapshot", "ForwardState"]
 
 BufferName = tuple[nn.Module, str]
 """A module, and the name of a buffer that it registered itself."""
@@ -107,7 +107,7 @@ class BufferRecorder:
     def __init__(self, layers: Iterable[nn.Module], *, small_bytes: int = 0) -> None:
         self._layers = list(layers)
         self._small_bytes = small_bytes
-        self._changing: set[BufferName] = set()
+        self.changing: set[BufferName] = set()
         self._is_first = True
 
     def snapshot(self) -> BufferSnapshot:
@@ -134,19 +134,19 @@ class BufferRecorder:
     def learn(self, snapshot: BufferSnapshot) -> None:
         """Learn what has changed since a snapshot."""
         changed = snapshot.changed(compares=self._is_first)
-        self._changing.update(name for name, _ in changed)
+        self.changing.update(name for name, _ in changed)
         self._is_first = False
 
     def drop_constants(self, snapshot: BufferSnapshot) -> None:
         """Drop the copies of what has never changed so far."""
         for name, buffer in snapshot.named():
-            if name not in self._changing:
+            if name not in self.changing:
                 snapshot.copies.pop(buffer, None)
 
     def _may_change(self, name: BufferName, buffer: Tensor) -> bool:
         return (
             self._is_first
-            or name in self._changing
+            or name in self.changing
             or buffer.nbytes <= self._small_bytes
             or mark(buffer) is None
         )

@@ -111,6 +111,9 @@ class Batches:
         ]
         self._cut_batch = cut_batch
         self._weigh = find_weigh(weigh or "samples")
+        self._adds = weigh == "sum"
+        for executor in executors.values():
+            executor.stage.loss.adds = self._adds
 
     def pair(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
         """Return inputs and targets of a batch that may have been given as one."""
@@ -185,11 +188,15 @@ class Batches:
             if cut_targets is not None:
                 cut_targets = repeat_first(cut_targets, m, map_tensors)
         total = None
-        if training and weights is not None:
+        if training and weights is not None and not self._adds:
             weight = torch.tensor([sum(weights)], dtype=torch.float64)
             total = self._transport.add_over_replicas(weight)
         whole = None if total is None else partial(_number, total)
-        if part is not None and weights is not None:
+        if self._adds:
+            whole = partial(float, 1.0)
+            if part is not None and weights is not None:
+                part.divisor = part.weight = 1.0
+        elif part is not None and weights is not None:
             whole = partial(float, part.weigh(sum(weights)))
         for stage, executor in self._executors.items():
             executor.begin(

@@ -204,12 +204,13 @@ class LocalStages:
             counts = [0 if sums else count or 0 for count in samples]
             vector = torch.cat([table.flatten(), table.new_tensor(counts)])
             sums.append(executor.transport.reduce(vector))
+        adds = self.first.stage.loss.adds
         rows = peers.rows(sums[0].result())
         losses, weights = (
             peers.replica_rows(rows)[:, :-2].reshape(-1, *table.shape)[:, :2].unbind(1)
         )
         n_inputs, n_targets = (int(count) or None for count in rows[peers.row, -2:])
-        mean = float((losses * weights).sum() / weights.sum())
+        mean = float((losses * weights).sum() / (1 if adds else weights.sum()))
         return mean, (n_inputs, n_targets)
 
     def losses(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
     norm finite, within the limit    the step stands as it was taken
     norm finite, above the limit     the gradients are clipped first
-    norm Inf or NaN                  there is no step
+    norm Inf or NaN, or loss NaN     there is no step
 
 A step that was taken before the sums were known is invalid in the last two cases.
 """
@@ -50,13 +50,13 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-def decide(norm: float, max_norm: float | None) -> Decision:
-    """Judge a step by its global gradient norm.
+def decide(norm: float, max_norm: float | None, loss: float = 0.0) -> Decision:
+    """Judge a step by its global gradient norm and its loss.
 
     >>> decide(4.0, 2.0).requires_rollback, decide(1.0, 2.0).requires_rollback
     (True, False)
     """
-    skipped = not math.isfinite(norm)
+    skipped = not math.isfinite(norm) or math.isnan(loss)
     return Decision(norm, 1.0 if skipped else clip_factor(norm, max_norm), skipped)
 
 
@@ -71,12 +71,14 @@ class StepVectorLayout:
         n_layers: of the whole model.
         n_microbatches: of the step.
         metrics: names of the metrics that ``loss_fn`` returns.
+        adds: the loss of the batch is the sum over micro-batches.
         n_tied: numbers that stages tell of their copies of tied parameters.
     """
 
     n_layers: int
     n_microbatches: int
     metrics: tuple[str, ...] = ()
+    adds: bool = False
     n_tied: int = 0
 
     @property
@@ -168,8 +170,15 @@ class StepSums:
         return self._table()[:2]
 
     def loss(self) -> float:
-        """Mean over the micro-batches by weight; NaN if all weights are 0."""
-        return _mean(*self.losses())
+        """Mean over the micro-batches by weight, or their sum; NaN without weights."""
+        losses, weights = self.losses()
+        if self._layout.adds:
+            return float((losses * weights).sum())
+        return _mean(losses, weights)
+
+    def decision(self, max_norm: float | None, job: Job | None = None) -> Decision:
+        """Judge the step."""
+        return decide(self.norm(job), max_norm, self.loss())
 
     def metrics(self) -> dict[str, float]:
         """Mean of each metric over the micro-batches by weight."""
@@ -230,9 +239,10 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the batch, before the step; see ``weigh`` of `Pipeline`.
+        """Mean loss over the batch, before the step; see ``weigh`` of `Numerics`.
 
-        NaN if no sample or token counts.
+        NaN if no sample or token counts, or one micro-batch's loss is; then the step is
+        skipped.
         """
         return self.sums.loss()
 
@@ -253,7 +263,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """True if the optimizer left the parameters alone: the norm was Inf or NaN."""
+        """True if there was no step: the norm was Inf or NaN, or the loss NaN."""
         return self._decision.skipped
 
     @property
@@ -263,7 +273,7 @@ class StepResult:
 
     @property
     def _decision(self) -> Decision:
-        return decide(self.sums.norm(), self.clip_grad_norm)
+        return self.sums.decision(self.clip_grad_norm)
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:

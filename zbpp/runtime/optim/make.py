@@ -78,9 +78,15 @@ def made_optimizers(
                 "whose step() needs none"
             )
     names: dict[Tensor, str] = {p: name for name, p in named}
-    _refuse_expanded(
-        names, (p for optimizer in optimizers for p in parameters_of(optimizer))
-    )
+    stepped = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    foreign = [tuple(p.shape) for p in stepped if p not in names]
+    if foreign:
+        raise RequestError(
+            f"the optimizer's builder added {len(foreign)} parameter(s) that no layer "
+            f"of the stage has (of shape {foreign[0]}): every stage would step a copy "
+            "of them; put them into a layer"
+        )
+    _refuse_expanded(names, stepped)
     return optimizers
 
 

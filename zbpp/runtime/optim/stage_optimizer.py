@@ -26,7 +26,6 @@ from zbpp.runtime.optim.decision import (
     StepResult,
     StepSums,
     StepVectorLayout,
-    decide,
 )
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.norms import multiply_gradients, squared_norms
@@ -225,6 +224,7 @@ class StageOptimizer:
             self._n_layers,
             stage.first + stage.n_microbatches,
             metrics=stage.loss.names,
+            adds=stage.loss.adds,
             n_tied=len(stage.ties.plan.slots),
         )
         peers = transport.peers
@@ -333,7 +333,7 @@ class StageOptimizer:
         pending = self._pending
         if pending is None:
             return
-        decision = decide(pending.sums.norm(job), self._clip)
+        decision = pending.sums.decision(self._clip, job)
         self._finish(pending, decision)
         self._pending, self._state = None, StepState.IDLE
         if pending.speculative and decision.requires_rollback:
