@@ -68,16 +68,31 @@ class Checkpoints:
         self._writes = writes
         self._schedulers: tuple[Any, ...] = ()
         self._saver: Saver | None = None
+        self._has_warned = False
 
     def attach(self, schedulers: tuple[Any, ...]) -> None:
         """Take over LR schedulers, whose state is saved and loaded."""
-        optimizers = {id(optimizer) for optimizer in self._stages.optimizers}
+        stages = self._stages.optimizers_by_stage
+        optimizers = {id(optimizer) for every in stages for optimizer in every}
         for scheduler in schedulers:
             if id(getattr(scheduler, "optimizer", None)) not in optimizers:
                 raise RequestError(
                     f"the {type(scheduler).__name__} is not of an optimizer of this "
                     "pipeline; make one for each of pipeline.optimizers"
                 )
+        scheduled = {id(scheduler.optimizer) for scheduler in schedulers}
+        patterns = {
+            tuple((type(x).__name__, id(x) in scheduled) for x in every)
+            for every in stages
+        }
+        for one in patterns:
+            for other in patterns:
+                if one != other and [x for x, _ in one] == [x for x, _ in other]:
+                    raise RequestError(
+                        "the schedulers are for optimizers of some stages of this "
+                        "process only, so layers would train at different rates; "
+                        "attach(*[make_scheduler(x) for x in pipeline.optimizers])"
+                    )
         self._schedulers = schedulers
 
     def state_dict(self, n_steps: int) -> State:
@@ -121,6 +136,7 @@ class Checkpoints:
             raise RequestError(f"keep is {keep}; it must be at least 1, or None")
         self._stages.synchronize()
         with self._stages.failures_told("save", of_requests=False):
+            self._warn_of_schedulers()
             if self._saver is None:
                 self._saver = Saver(self._rank, self._stages.transport.gather)
 
@@ -139,6 +155,22 @@ class Checkpoints:
             failure = self._saver.begin(Path(folder), take, keep=keep)
             self._stages.checkpoints = str(folder)
             self._warn(failure, "a checkpoint was not saved, the run goes on")
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn once of LR schedulers whose state is not saved."""
+        scheduled = {id(scheduler.optimizer) for scheduler in self._schedulers}
+        if not self._has_warned and any(
+            "initial_lr" in group  # every scheduler of torch sets it
+            for optimizer in self._stages.optimizers
+            if id(optimizer) not in scheduled
+            for group in optimizer.param_groups
+        ):
+            self._has_warned = True
+            self._warn(
+                "an optimizer has an LR scheduler that is not attached, which will "
+                "begin again after a load; call pipeline.attach(*schedulers)",
+                "a checkpoint lacks state",
+            )
 
     def finish_saving(self) -> None:
         """Wait until the last save is on the disk."""

@@ -822,7 +822,8 @@ class Pipeline:
         The script still steps them.
 
         Raises:
-            RequestError: one is not of an optimizer of this pipeline.
+            RequestError: one is not of an optimizer of this pipeline, or they are of
+                optimizers of some stages alone.
         """
         self._checkpoints.attach(schedulers)
 

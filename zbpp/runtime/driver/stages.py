@@ -60,8 +60,12 @@ class LocalStages:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of these stages."""
-        shares = (executor.optimizer for executor in self.executors.values())
-        return [optimizer for share in shares for optimizer in share.optimizers.all]
+        return [x for optimizers in self.optimizers_by_stage for x in optimizers]
+
+    @property
+    def optimizers_by_stage(self) -> list[list[torch.optim.Optimizer]]:
+        """The optimizers of each of these stages."""
+        return [x.optimizer.optimizers.all for x in self.executors.values()]
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer, stage after stage."""
@@ -69,9 +73,9 @@ class LocalStages:
             yield from executor.stage.numbered()
 
     def gather_dict(self, by_key: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Join what every process knows by stage or by name; all must call."""
+        """Join what this pipeline's processes know by stage or name; all must call."""
         joined: dict[Any, Any] = {}
-        for part in self.transport.gather(by_key):
+        for part in self.transport.gather_pipeline(by_key):
             joined |= part
         return joined
 
