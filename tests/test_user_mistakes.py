@@ -130,13 +130,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: made(loss_fn=nn.MSELoss),
         "loss_fn is MSELoss; give a function",
     ),
-    "a sum": (
-        lambda: made(loss_fn=nn.MSELoss(reduction="sum")),
-        "reduction='sum'.*give reduction='mean'",
-    ),
-    "a bound sum": (
-        lambda: made(loss_fn=partial(mse, reduction="sum")),
-        "reduction='sum'.*give reduction='mean'",
+    "a sum in tokens": (
+        lambda: made(loss_fn=nn.MSELoss(reduction="sum"), weigh="tokens"),
+        "reduction='sum', and weigh is 'tokens'.*give reduction='mean'",
     ),
     "no reduction": (
         lambda: made(loss_fn=nn.MSELoss(reduction="none")),
