@@ -260,8 +260,8 @@ TABLE = (
      "if leaf._backward_hooks or leaf._post_accumulate_grad_hooks",
      "if leaf._backward_hooks"),
     ("executor", "recomputed forwards with other numbers",
-     "zbpp/runtime/support/random_state.py",
-     "if cpu is not None", "if cpu is None"),
+     "zbpp/runtime/state_recorder.py",
+     "self._random.again(self._seed)", "self._random.again(self._seed + 1)"),
     # ---- compiled
     ("compiled", "a result that is returned twice", "zbpp/runtime/compiled/cut.py",
      "if not isinstance(node, fx.Node) or results.count(node) != 1",

@@ -87,6 +87,7 @@ ROOMS = {
         "zbpp.core",
         "zbpp.runtime.backward",
         "zbpp.runtime.stage",
+        "zbpp.runtime.layer_random",
         "zbpp.runtime.state_recorder",
         "zbpp.runtime.chunk",
         "zbpp.runtime.values",

@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tokens": {"weigh": "tokens"},
 }
 NO_GRAPHS = {"recompute", "buffers", "dropout", "tied ends", "all in 16 bits"}
-"""Chunks of these run without graphs and say so; `seed=` is refused."""
+"""Chunks of these run without graphs and say so."""
 
 
 def trained(mode: str, n_stages: int, folder: Any = None, **more: Any) -> Outcome:

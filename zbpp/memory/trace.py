@@ -23,6 +23,7 @@ from zbpp.memory.routing import IntegerNumbers
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.compiled.layers import Compiling
+from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import tensors_in
@@ -55,7 +56,6 @@ class TraceOptions:
     loss_fn: LossFn | None = None
     autocast: torch.dtype | None = None
     exact_sums: bool = True
-    seed: int | None = None
     compile: Compiling = False
 
 
@@ -134,7 +134,7 @@ def trace_chunk(
     index = 0 if is_first else 1
     n_chunks = index + 1 if inputs.is_last else index + 2
     held = [*tensors_of(layers), *tensors_in((inputs.inputs, inputs.targets))]
-    with mode:
+    with LayerRandom(torch.device("cpu")).borrowed(), mode:
         tracker.ignore(held)
         for fake, numbers in inputs.numbers:
             tracker.learn(fake, numbers)
@@ -144,7 +144,6 @@ def trace_chunk(
             loss_fn=_watched_loss(options.loss_fn or _no_loss, recorder),
             device=options.device,
             autocast=options.autocast,
-            seed=options.seed,
             exact_sums=options.exact_sums,
         )
         stage.begin(

@@ -66,6 +66,7 @@ from zbpp.runtime.driver.first_weights import FirstWeights, describe_first_weigh
 from zbpp.runtime.driver.release import release
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
 from zbpp.runtime.executor import drive
+from zbpp.runtime.layer_random import next_seed
 from zbpp.runtime.loss import loss_modules
 from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.optim.decision import StepResult
@@ -140,6 +141,7 @@ class Pipeline:
         step: StepPolicy = StepPolicy(),
         execution: Execution = Execution(),
     ) -> None:
+        own_seed = next_seed()
         self.device = device_of(device)
         waits = execution if isinstance(execution, Execution) else Execution()
         self.place, replicas = join(
@@ -274,7 +276,9 @@ class Pipeline:
             execution.compile,
             execution.overlap,  # else processes would communicate in other orders
         )
-        check_agreement(executors, request, self._ties, weights)
+        seed = own_seed if numerics.seed is None else numerics.seed
+        seed = check_agreement(executors, request, self._ties, weights, seed=seed)
+        self.stages.first.stage.random.use(seed)
         share_first_bits(executors, self._ties)
         if optimizer is not None:
             warning = check_chosen(executors)
@@ -293,6 +297,7 @@ class Pipeline:
         *,
         return_outputs: bool = False,
         loss_fn: LossFn | None = None,
+        key: Any = None,
     ) -> StepResult:
         """Train on one batch: all micro-batches, then the optimizer.
 
@@ -307,9 +312,15 @@ class Pipeline:
             return_outputs: keep the last layer's outputs, for ``result.outputs`` on
                 the last stage; asked for there, or on every rank.
             loss_fn: of this step, in place of the pipeline's.
+            key: numbers of the samples in the data set, a tensor or a list. Every step
+                compares what the first and the last stage were given, if both were
+                given inputs and targets; best give both on all ranks. A key is
+                compared instead, where ranks are given only what they read.
 
         Raises:
-            RequestError: the batch does not fit.
+            RequestError: the batch does not fit, or the first and the last stage were
+                given other samples; a post-validated step says so in the next call,
+                and is rolled back.
             PeerError: another stage died or did not answer.
         """
         if self._part is not None:
@@ -317,7 +328,9 @@ class Pipeline:
                 "step() is forward_backward() and optim_step() in one; after "
                 "forward_backward() call optim_step()"
             )
-        self._begin(inputs, targets, keeps_outputs=return_outputs, loss_fn=loss_fn)
+        self._begin(
+            inputs, targets, keeps_outputs=return_outputs, loss_fn=loss_fn, key=key
+        )
         with self._step_under_way():
             drive(self.stages.executors, self._programs)
         result = self._end_step(return_outputs=return_outputs)
@@ -333,6 +346,7 @@ class Pipeline:
         *,
         loss_fn: LossFn | None = None,
         n_calls: int = 1,
+        key: Any = None,
     ) -> None:
         """Add the gradients of one batch; `optim_step` steps after any number of calls.
 
@@ -349,6 +363,7 @@ class Pipeline:
             targets: as for `step`.
             loss_fn: of this call, in place of the pipeline's.
             n_calls: calls before the next `optim_step`, as far as they are known.
+            key: as for `step`; what differs, `optim_step` finds.
 
         Raises:
             RequestError: the batch does not fit; or steps of this pipeline cannot be
@@ -363,7 +378,7 @@ class Pipeline:
         else:
             part = self._part
         assert self._parts is not None
-        self._begin(inputs, targets, part=part, loss_fn=loss_fn)
+        self._begin(inputs, targets, part=part, loss_fn=loss_fn, key=key)
         with self._step_under_way():
             drive(self.stages.executors, self._parts[0])
         part.n_calls += 1
@@ -402,6 +417,7 @@ class Pipeline:
         keeps_outputs: bool = False,
         part: StepPart | None = None,
         loss_fn: LossFn | None = None,
+        key: Any = None,
     ) -> None:
         """Give the stages the batch of a step, or of a part of one."""
         inputs, targets = self._batches.pair(inputs, targets)
@@ -414,6 +430,7 @@ class Pipeline:
             keeps_outputs=keeps_outputs,
             part=part,
             loss_fn=loss_fn,
+            key=key,
         )
 
     @contextmanager

@@ -95,7 +95,6 @@ def stage_like(
         loss_fn=loss_fn or options.loss_fn,
         device=options.device,
         autocast=options.numerics.autocast,
-        seed=options.numerics.seed,
         exact_sums=options.numerics.exact_sums,
     )
 

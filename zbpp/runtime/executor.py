@@ -814,6 +814,18 @@ def drive(
         programs: by stage.
         training: False runs the forwards alone.
     """
+    random = next(iter(executors.values())).stage.random
+    may_draw = any(executor.stage.may_draw for executor in executors.values())
+    with random.borrowed(training=training, may_draw=may_draw):
+        _drive(executors, programs, training=training)
+
+
+def _drive(
+    executors: Mapping[int, Executor],
+    programs: Sequence[Program] | Mapping[int, Program],
+    *,
+    training: bool,
+) -> None:
     running: dict[Iterator[None], StageStream | None] = {}
     for stage, executor in executors.items():
         executor.n_filled = executor.transport.begin(executor.opening)

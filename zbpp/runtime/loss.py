@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
+from zbpp.runtime.layer_random import draws_nothing
 from zbpp.runtime.microbatches import Uploads, shares
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.streams import sent_ahead
@@ -81,6 +82,7 @@ class Loss:
             loss_fn: in place of the usual one.
         """
         self._used_fn = loss_fn or self._loss_fn
+        self.draws_nothing = draws_nothing(self._used_fn)
         self.targets = targets
         self._uploads.begin(targets)
         self._n_microbatches = n_microbatches

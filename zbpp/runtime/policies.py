@@ -41,7 +41,9 @@ class Numerics:
 
     Args:
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
-        seed: seeds dropout by step, layer and micro-batch, alike in all modes.
+        seed: of the random numbers that layers draw, by step, layer and micro-batch,
+            alike in all modes; None: one that depends on torch's generator (of rank 0)
+            when the pipeline is built. Steps leave the generators as they were.
         first_step: number of the first step, for dropout; `Pipeline.load` sets it too.
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
             does; then all modes agree to the last bit. False adds them as they come,
@@ -192,8 +194,7 @@ class Execution:
     """The execution of passes, watched and waited for; the results are the same.
 
     Args:
-        compile: compile each layer by itself, ``"blocks"``, but for layers that are
-            seeded, recomputed or tied; see docs/how_to/compile.md.
+        compile: compile each layer by itself, ``"blocks"``; see docs/how_to/compile.md.
         cuda_graphs: record passes on a GPU, and replay them; experimental, and for
             pipelines in one process only; see docs/how_to/gpus.md.
         stage_streams: stages of this process, on one GPU, compute side by side.

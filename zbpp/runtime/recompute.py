@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.state_recorder import BufferRecorder, ForwardState
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
@@ -38,7 +39,7 @@ class Recomputed:
     Args:
         layer: any module.
         name: of the layer, in errors.
-        device: where it runs.
+        random: seeds the layer.
         call: what runs its forward; None: the layer itself.
     """
 
@@ -46,12 +47,12 @@ class Recomputed:
         self,
         layer: nn.Module,
         name: str,
-        device: torch.device,
+        random: LayerRandom,
         call: Callable[[object], object] | None = None,
     ) -> None:
         self._call = layer if call is None else call
         self._name = name
-        self._device = device
+        self._random = random
         self._recorder = BufferRecorder([layer])
         self._is_first = True
         self._changes_input = False
@@ -66,7 +67,7 @@ class Recomputed:
             return self._call(value)
         is_tuple = type(value) is tuple
         arguments = value if isinstance(value, tuple) and is_tuple else (value,)
-        state = ForwardState(self._recorder, self._device)
+        state = ForwardState(self._recorder, self._random)
         output: object = checkpoint(
             partial(
                 self._forward,
@@ -76,7 +77,7 @@ class Recomputed:
             ),
             *arguments,
             use_reentrant=False,
-            preserve_rng_state=False,  # `ForwardState` does, for all generators
+            preserve_rng_state=False,  # `ForwardState` seeds all generators
             context_fn=lambda: (nullcontext(), state),
         )
         if lost := state.buffers.lost():
@@ -111,17 +112,17 @@ class Recomputed:
 
 
 def recomputed_of(
-    chunks: Iterable[Chunk], layers: Collection[int], device: torch.device
+    chunks: Iterable[Chunk], layers: Collection[int], random: LayerRandom
 ) -> dict[int, Recomputed]:
     """Return what runs these layers, by global index.
 
     Args:
         chunks: that hold them, and others.
         layers: global indices.
-        device: where they run.
+        random: seeds them.
     """
     return {
-        index: Recomputed(layer, chunk.name_of(index), device, chunk.call(index))
+        index: Recomputed(layer, chunk.name_of(index), random, chunk.call(index))
         for chunk in chunks
         for index, layer in chunk.numbered()
         if index in layers

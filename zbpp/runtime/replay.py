@@ -1,12 +1,10 @@
 """Bring a stage back to the beginning of a step, and run its forwards once more.
 
-    random generators    torch's, Python's and numpy's global ones, by pass
-    buffers              BatchNorm's running means would be updated twice
-    batches              a layer, or the loss, may work in place on what it is given;
-                         what other stages send needs no copy: they send it again
+    buffers    BatchNorm's running means would be updated twice
+    batches    a layer, or the loss, may work in place on what it is given; what other
+               stages send needs no copy: they send it again
 
-A replayed pass draws its numbers again, and leaves the generators as they were: what
-comes next draws what it would have drawn, on all stages that share the process.
+Random numbers need nothing: each layer is seeded (`zbpp.runtime.layer_random`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +18,6 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.state_recorder import BufferName, BufferRecorder, BufferSnapshot
 from zbpp.runtime.support.marks import mark
 from zbpp.runtime.support.pytree import tensors_in
-from zbpp.runtime.support.random_state import (
-    RandomState,
-    random_state,
-    set_random_state,
-)
 
 __all__ = ["Replay"]
 
@@ -53,7 +46,6 @@ class Replay:
         self._changes_batch = False
         self._forget_batch()
         self._may_rewind = self._is_rewound = False
-        self._random: dict[Pass, RandomState] = {}
 
     @property
     def changing(self) -> Iterable[BufferName]:
@@ -73,7 +65,6 @@ class Replay:
     def decide(self) -> None:
         """End the part of a step that may run once more."""
         self._may_rewind = False
-        self._random.clear()
         self._forget_batch()
 
     def _forget_batch(self) -> None:
@@ -91,17 +82,10 @@ class Replay:
         if not self.replays:
             return _NOTHING
         batch = self._stage.own_batch(job.chunk, job.microbatch)
-        return self._watched(job, batch) if batch or self._may_rewind else _NOTHING
+        return self._watched(batch) if batch else _NOTHING
 
     @contextmanager
-    def _watched(self, job: Pass, batch: Sequence[object]) -> Iterator[None]:
-        now: RandomState | None = None
-        if self._may_rewind:
-            now = random_state(self._stage.device, torchs=not self._stage.seeded)
-            if self._is_rewound:
-                set_random_state(self._random[job], self._stage.device)
-            else:
-                self._random[job] = now
+    def _watched(self, batch: Sequence[object]) -> Iterator[None]:
         keeps = self._may_rewind and not self._is_rewound
         marks = [(tensor, mark(tensor)) for tensor in tensors_in(batch)]
         copies = {
@@ -110,19 +94,15 @@ class Replay:
             if keeps
             and (self._changes_batch or tensor.nbytes <= _SMALL_BYTES or before is None)
         }
-        try:
-            yield
-            for tensor, before in marks:
-                if before is not None and mark(tensor) == before:
-                    continue
-                self._changes_batch |= before is not None
-                if tensor in copies:  # to write to others would confuse autograd
-                    self._batch_copies.append((tensor, copies[tensor]))
-                elif keeps:
-                    self._is_batch_lost = True
-        finally:
-            if now is not None and self._is_rewound:
-                set_random_state(now, self._stage.device)
+        yield
+        for tensor, before in marks:
+            if before is not None and mark(tensor) == before:
+                continue
+            self._changes_batch |= before is not None
+            if tensor in copies:  # to write to others would confuse autograd
+                self._batch_copies.append((tensor, copies[tensor]))
+            elif keeps:
+                self._is_batch_lost = True
 
     def rewind(self) -> None:
         """Make the forwards of this step so far not count.

@@ -24,11 +24,11 @@ from zbpp.runtime.backward.ends import alias_of
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
 from zbpp.runtime.loss import Loss, LossFn
 from zbpp.runtime.microbatches import uploads_to
 from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.support.random_state import mixed_seed, seed_torch
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.values import (
     GivenConstants,
@@ -64,11 +64,10 @@ class Stage:
         loss_fn: mean loss of a micro-batch.
         device: where inputs and targets are moved to.
         autocast: compute dtype of the forward, or None.
-        seed: if given, the random generator is seeded before every layer from (seed,
-            step, layer, micro-batch), so that dropout is the same under every schedule.
         exact_sums: False adds gradients as they come, within the products' kernels.
         recompute: global indices of the layers whose graph B computes again.
         ties: parameters that several layers hold; None: there are none.
+        random: of the process; None: of this stage alone.
 
     Raises:
         RequestError: a layer is wrapped by DistributedDataParallel.
@@ -82,10 +81,10 @@ class Stage:
         loss_fn: LossFn,
         device: torch.device,
         autocast: torch.dtype | None = None,
-        seed: int | None = None,
         exact_sums: bool = True,
         recompute: Collection[int] = (),
         ties: StageTies | None = None,
+        random: LayerRandom | None = None,
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
         for chunk in chunks:
@@ -99,7 +98,13 @@ class Stage:
         self._autocasts = autocast is not None
         if autocast is not None:
             self._computes = torch.autocast(device.type, dtype=autocast)
-        self._seed = seed
+        self.random = random or LayerRandom(device)
+        self._quiet = {
+            i: [m for layer in chunk.layers for m in layer.modules()]
+            for i, chunk in self.chunks.items()
+            if all(map(draws_nothing, chunk.layers))
+        }
+        """Modules of the chunks that draw no random numbers, unless hooks do."""
         self.ties = ties or StageTies()
         self._exact_sums = exact_sums
         self.recompute(recompute)
@@ -136,13 +141,13 @@ class Stage:
         return none.union(*(chunk.experts for chunk in self.chunks.values()))
 
     @property
-    def seeded(self) -> bool:
-        """True if the random numbers of a forward depend on its place alone."""
-        return self._seed is not None
+    def may_draw(self) -> bool:
+        """True if some chunk may draw random numbers in this step."""
+        return any(self._may_draw.values())
 
     def recompute(self, layers: Collection[int]) -> None:
         """Choose the layers whose graph B computes again, from the next step on."""
-        self._recomputed = recomputed_of(self.chunks.values(), layers, self.device)
+        self._recomputed = recomputed_of(self.chunks.values(), layers, self.random)
 
     def begin(
         self,
@@ -185,6 +190,12 @@ class Stage:
             total=total,
             loss_fn=loss_fn,
         )
+        self._may_draw = {
+            i: i not in self._quiet
+            or has_hooks(self._quiet[i])
+            or (i == self._last and not self.loss.draws_nothing)
+            for i in self.chunks
+        }
         self.outputs: dict[int, object] | None = {} if keeps_outputs else None
         self.n_microbatches, self.first = n_microbatches, first
         self.gradient_factor = 1.0
@@ -219,7 +230,9 @@ class Stage:
         read = self._uploads.take(microbatch) if inputs is None else inputs
         held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         with torch.no_grad(), self._computes:
-            value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
+            value = held.run(
+                as_value(read), self._recomputed, self._seeds(chunk, microbatch)
+            )
             outputs = mapped(self._finish(chunk, microbatch, value, passed), isolated)
         has_loss = self.loss.targets is not None  # then it has kept what came before it
         if chunk == self._last and self.outputs is not None and not has_loss:
@@ -249,7 +262,9 @@ class Stage:
         held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         queue = WeightQueue(self._lent.get(chunk, ()))
         with queue, self._computes:
-            value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
+            value = held.run(
+                as_value(read), self._recomputed, self._seeds(chunk, microbatch)
+            )
             outputs = self._finish(chunk, microbatch, value, passed)
         if versions is not None and versions == [x._version for x in asked]:
             self._only_reads.add(chunk)
@@ -325,14 +340,12 @@ class Stage:
         parts = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)
         return [part[microbatch] for reads, part in parts if reads and part is not None]
 
-    def _seeds(self, microbatch: int) -> Callable[[int], None] | None:
-        """The call that seeds the generators before each layer; None: nothing does."""
-        return None if self._seed is None else partial(self._seed_layer, microbatch)
-
-    def _seed_layer(self, microbatch: int, layer: int) -> None:
-        assert self._seed is not None
-        seed = mixed_seed(self._seed, self.step, layer, self.first + microbatch)
-        seed_torch(seed, self.device)
+    def _seeds(self, chunk: int, microbatch: int) -> Callable[[int], None] | None:
+        """The call that seeds the generators before each layer; None: nothing draws."""
+        if not self._may_draw[chunk]:
+            return None
+        number = self.first + microbatch
+        return partial(self.random.seed_layer, self.step, number)
 
     def _passed_on(self, chunk: int, inputs: Tensors) -> GivenConstants | None:
         """The inputs that the chunk may pass on as they are; None: there are none."""

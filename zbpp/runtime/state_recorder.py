@@ -4,7 +4,7 @@
     replay after V         buffers (and batch, see `Replay`)    `BufferRecorder`
     B of recomputation     buffers, random generators           `ForwardState`
     CUDA graphs            nothing: they need forwards that
-                           change none of it                    `ForwardState`
+                           change no buffer                     `BufferRecorder`
 
 Nobody says beforehand what a forward will change. So the first one is watched with
 copies of everything, and what it has changed is copied from then on. What is constant
@@ -25,12 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.support.marks import Mark, mark
-from zbpp.runtime.support.random_state import (
-    drawn_from,
-    random_state,
-    set_random_state,
-)
 
 __all__ = ["BufferName", "BufferRecorder", "BufferSnapshot", "ForwardState"]
 
@@ -157,34 +153,27 @@ class ForwardState(AbstractContextManager[None]):
 
     Args:
         recorder: of the buffers.
-        device: where the forward runs.
+        random: has seeded the layer.
     """
 
-    def __init__(self, recorder: BufferRecorder, device: torch.device) -> None:
+    def __init__(self, recorder: BufferRecorder, random: LayerRandom) -> None:
         self._recorder = recorder
-        self._device = device
-        self._random = random_state(device)
+        self._random, self._seed = random, random.latest
         self.buffers = recorder.snapshot()
 
     def end(self) -> None:
         """The forward has run: learn what it has changed, and keep only that."""
         self._recorder.learn(self.buffers)
         self._recorder.drop_constants(self.buffers)
-        self._random = drawn_from(self._random, random_state(self._device))
-
-    @property
-    def draws(self) -> bool:
-        """True if the forward has drawn random numbers."""
-        return any(state is not None for state in self._random)
 
     def __enter__(self) -> None:
         """Bring back what the forward saw."""
         self._buffers_now = self._recorder.snapshot_like(self.buffers)
-        self._random_now = random_state(self._device) if self.draws else self._random
-        set_random_state(self._random, self._device)
+        self._draws_again = self._random.again(self._seed)
+        self._draws_again.__enter__()
         self.buffers.restore()
 
     def __exit__(self, *_: object) -> None:
         """Undo that, and what a second forward has changed."""
-        set_random_state(self._random_now, self._device)
+        self._draws_again.__exit__(None, None, None)
         self._buffers_now.restore()

@@ -163,11 +163,6 @@ def test_other_shapes_run_as_ever_and_other_memory_is_recorded_anew() -> None:
     ]
 
 
-def test_seeds_of_the_host_are_refused() -> None:
-    with pytest.raises(RequestError, match="cuda_graphs does not go with seed"):
-        make_pipeline("ZBH1", 2, cuda_graphs=True, seed=1)
-
-
 def refusal() -> str:
     with pytest.raises(RequestError) as error:
         make_pipeline("ZBV", None, cuda_graphs=True)

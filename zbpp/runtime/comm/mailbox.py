@@ -42,7 +42,12 @@ from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, 
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Expected, Opening, Transport
 from zbpp.runtime.microbatches import check_filled, check_samples
-from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
+from zbpp.runtime.support.errors import (
+    NonFiniteError,
+    PeerError,
+    ShapeError,
+    SumsError,
+)
 from zbpp.runtime.support.streams import SideStream
 from zbpp.runtime.support.strides import with_strides
 from zbpp.runtime.values import (
@@ -398,8 +403,8 @@ class Mailbox(Transport):
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other stages why this one stops, or cannot begin a step.
 
-        A NonFiniteError they read from the same sum, and raise it themselves. Until
-        then they send what this stage has posted.
+        A NonFiniteError or SumsError they find in the same sums themselves. Until then
+        they send what this stage has posted.
 
         Args:
             error: the cause; gets a note that names the rank that failed first.
@@ -407,7 +412,7 @@ class Mailbox(Transport):
         """
         if self._failures.has_failed or isinstance(error, PeerError):
             return
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, NonFiniteError | SumsError):
             self._receive_rest(Check(self.stage))
             return
         first = self._failures.report(error)

@@ -5,16 +5,14 @@
     weights       of chunks that a function builds          before the first step
     ties          of the stages that hold one               before the first step
     parameters    of the replicas, and plain ones over tp       in the first step
-    batches       of the first and the last stage, and over tp  in the first steps
+    samples       their numbers in inputs and targets           in the first step
 
-Nobody else would notice: gradients of other parameters, or of other samples' losses,
-are added up as well.
+Nobody else would notice: gradients of other parameters are added up as well.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -24,24 +22,19 @@ from zbpp.core import RequestError
 from zbpp.runtime.comm.stage_group import EXPERT_DIM, StageGroup, single_dims
 from zbpp.runtime.driver.first_weights import FirstWeights, check_first_weights
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.microbatches import Batch, check_samples
+from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.optim.rollback import copy_groups
 from zbpp.runtime.parallel.experts import sharded_dims
 from zbpp.runtime.parallel.wrap import Unsharded
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.fingerprint import fingerprints
-from zbpp.runtime.support.pytree import tensors_in
-from zbpp.runtime.support.sharded import is_sharded, layout_of
+from zbpp.runtime.support.sharded import layout_of
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan
 
 __all__ = [
-    "Beginning",
     "check_agreement",
-    "check_alike",
     "check_chosen",
-    "describe_batch",
-    "describe_parameters",
-    "has_plain",
+    "check_first_step",
     "refuse_together",
 ]
 
@@ -51,8 +44,9 @@ _SHOWN = 3  # names in an error
 TiedTexts = Mapping[tuple[int, int], str]
 """Of a tied parameter and its optimizer's options, by (tie, stage)."""
 
-Look = Sequence[tuple[str, tuple[int, ...], int]]
-"""Of each tensor of a batch: dtype, shape, fingerprint."""
+Described = dict[str, tuple[int, tuple[str, ...]]]
+"""Fingerprint of each parameter, and the dimensions of the mesh along which processes
+hold other parts of it."""
 
 
 @contextmanager
@@ -90,7 +84,9 @@ def check_agreement(
     request: object,
     ties: TiePlan = NO_TIES,
     weights: FirstWeights | None = None,
-) -> None:
+    *,
+    seed: int = 0,
+) -> int:
     """Compare what the ranks were asked for.
 
     Args:
@@ -98,6 +94,10 @@ def check_agreement(
         request: its ``repr`` must be the same in all processes.
         ties: whose parameters must be stepped alike.
         weights: of this process at the start; None: not to be compared.
+        seed: of the layers, on this rank.
+
+    Returns:
+        The seed of rank 0.
 
     Raises:
         RequestError: the ranks were asked for different things, are about to step a
@@ -105,7 +105,7 @@ def check_agreement(
     """
     transport = next(iter(executors.values())).transport
     digest = hashlib.sha256(repr((request, ties.ties)).encode()).hexdigest()
-    answers = transport.gather((digest, _describe_tied(executors), weights))
+    answers = transport.gather((digest, _describe_tied(executors), weights, seed))
     ranks = [
         rank
         for rank, (rank_digest, *_) in enumerate(answers)
@@ -116,8 +116,10 @@ def check_agreement(
             f"rank(s) {ranks} and rank 0 were started with different schedules, "
             "splits or settings; start all ranks with the same arguments"
         )
-    _check_tied(ties, [tied for _, tied, _ in answers])
-    check_first_weights(weights or {} for *_, weights in answers)
+    _check_tied(ties, [tied for _, tied, _, _ in answers])
+    check_first_weights(weights or {} for _, _, weights, _ in answers)
+    first_seed: int = answers[0][3]
+    return first_seed
 
 
 def check_chosen(executors: Mapping[int, Executor]) -> str | None:
@@ -193,47 +195,36 @@ def _check_tied(plan: TiePlan, descriptions: Sequence[TiedTexts]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """Facts that one process tells the others before a step.
+def check_first_step(
+    executors: Mapping[int, Executor], samples: tuple[int | None, int | None]
+) -> None:
+    """Compare numbers of samples and parameters of all processes; all must call.
 
     Args:
-        place: coordinates on the mesh but for the stage; those of a pipeline agree.
-        is_first: it reads the inputs.
-        is_last: it reads the targets.
-        samples: of inputs and targets, where it reads them and they are to be cut.
-        inputs: as it was handed them, whether it reads them or not; None: it was not.
-        targets: likewise.
-        parameters: fingerprint of each, and the dimensions of the mesh along which
-            processes hold other parts of it; empty: not in this step.
-        has_plain: it trains a parameter that is no DTensor.
+        executors: of this process, by stage.
+        samples: of inputs and targets, where they are read and are to be cut.
+
+    Raises:
+        RequestError: they do not go together; the same on every process.
     """
-
-    place: Mapping[str, int]
-    is_first: bool
-    is_last: bool
-    samples: tuple[int | None, int | None]
-    inputs: Look | None
-    targets: Look | None
-    parameters: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
-    has_plain: bool = False
-
-
-def describe_batch(batch: Batch) -> Look | None:
-    """The part that a process has been handed; None: nothing."""
-    if batch is None:
-        return None
-    tensors = list(tensors_in(batch))
-    numbers = fingerprints(tensors)
-    return [
-        (str(x.dtype), tuple(x.shape), number)
-        for x, number in zip(tensors, numbers, strict=True)
-    ]
+    transport = next(iter(executors.values())).transport
+    if transport.is_local:
+        return
+    peers = transport.peers
+    parameters = _describe_parameters(executors, peers) if peers.n > 1 else {}
+    every = transport.gather((peers.place, samples, parameters))
+    pipelines: dict[Any, list[tuple[int | None, int | None]]] = {}
+    for place, counts, _ in every:
+        pipelines.setdefault(tuple(place.items()), []).append(counts)
+    for stages in pipelines.values():
+        rows = [[n for n in row if n is not None] for row in zip(*stages, strict=True)]
+        check_samples(*(row[0] if row else None for row in rows))
+    _compare_parameters([(place, names) for place, _, names in every])
 
 
-def describe_parameters(
+def _describe_parameters(
     executors: Mapping[int, Executor], peers: StageGroup
-) -> dict[str, tuple[int, tuple[str, ...]]]:
+) -> Described:
     """The parameters of this process, but for those dealt over another mesh.
 
     What ``shard`` has dealt out counts as it was before, unless it was loaded since:
@@ -260,41 +251,12 @@ def describe_parameters(
     return described
 
 
-def has_plain(executors: Mapping[int, Executor]) -> bool:
-    """True if this process trains a parameter that is no DTensor."""
-    return any(
-        p.requires_grad and not is_sharded(p)
-        for executor in executors.values()
-        for *_, p in executor.stage.named_stepped()
-    )
-
-
-def check_alike(every: Sequence[Beginning]) -> None:
-    """Compare the beginnings of all processes, by rank.
-
-    Raises:
-        RequestError: they do not go together; the same on every process.
-    """
-    pipelines: dict[Any, list[Beginning]] = {}
-    for beginning in every:
-        pipelines.setdefault(tuple(beginning.place.items()), []).append(beginning)
-    for stages in pipelines.values():
-        rows = zip(*(beginning.samples for beginning in stages), strict=True)
-        counts = [[n for n in row if n is not None] for row in rows]
-        check_samples(*(row[0] if row else None for row in counts))
-    _check_parameters(every)
-    for stages in pipelines.values():
-        _check_samples_of_ends(stages)
-    if any(beginning.has_plain for beginning in every):
-        _check_batches_over_tp(every)
-
-
-def _check_parameters(every: Sequence[Beginning]) -> None:
+def _compare_parameters(every: Sequence[tuple[Mapping[str, int], Described]]) -> None:
     first: dict[Any, tuple[int, int]] = {}
     differ: dict[str, tuple[int, int]] = {}
-    for rank, beginning in enumerate(every):
-        for name, (number, dims) in beginning.parameters.items():
-            key = name, *(beginning.place[dim] for dim in single_dims(dims))
+    for rank, (place, parameters) in enumerate(every):
+        for name, (number, dims) in parameters.items():
+            key = name, *(place[dim] for dim in single_dims(dims))
             at, expected = first.setdefault(key, (rank, number))
             if number != expected:
                 differ.setdefault(name, (at, rank))
@@ -303,7 +265,7 @@ def _check_parameters(every: Sequence[Beginning]) -> None:
     names = [*differ]
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     a, b = differ[names[0]]
-    places = every[a].place, every[b].place
+    places = every[a][0], every[b][0]
     if all(places[0][dim] == places[1][dim] for dim in places[0] if dim != _TENSOR):
         raise RequestError(
             f"{shown}: plain parameters that differ between ranks {a} and {b}, which "
@@ -320,54 +282,3 @@ def _check_parameters(every: Sequence[Beginning]) -> None:
         "expert_parameters=lambda name, parameter: ...); see "
         "docs/how_to/experts_and_context.md"
     )
-
-
-def _check_samples_of_ends(stages: Sequence[Beginning]) -> None:
-    """Compare what first and last stage were handed, if both were handed both.
-
-    Either may differ alone and all be right: inputs that are augmented at random where
-    they are read, targets that are made up where nobody reads them.
-    """
-    (first,) = (beginning for beginning in stages if beginning.is_first)
-    (last,) = (beginning for beginning in stages if beginning.is_last)
-    if _differ(first.inputs, last.inputs) and _differ(first.targets, last.targets):
-        raise RequestError(
-            "the first and the last stage read other samples, so outputs would be "
-            "compared with targets of others: all stages of a replica must be given "
-            "the same batch; make the sampler with num_replicas="
-            "pipeline.place.n_replicas and rank=pipeline.place.replica"
-        )
-
-
-def _check_batches_over_tp(every: Sequence[Beginning]) -> None:
-    """Compare what is read by processes that share the layers of a stage.
-
-    DTensors know how to sum gradients of other tokens; nobody does so for plain ones.
-    """
-    seen: dict[Any, tuple[int, Look | None]] = {}
-    for rank, beginning in enumerate(every):
-        place = tuple(
-            (dim, at) for dim, at in beginning.place.items() if dim != _TENSOR
-        )
-        for what, reads, look in _read(beginning):
-            if reads:
-                at, expected = seen.setdefault((what, place), (rank, look))
-                if _differ(look, expected):
-                    raise RequestError(
-                        f"ranks {at} and {rank} are neighbours along 'tp' and read "
-                        f"other {what}, but gradients of plain parameters are not "
-                        "summed over 'tp': give them the same batch, or give the "
-                        "mesh a larger 'dp' for other samples"
-                    )
-
-
-def _read(beginning: Beginning) -> Iterator[tuple[str, bool, Look | None]]:
-    yield "inputs", beginning.is_first, beginning.inputs
-    yield "targets", beginning.is_last, beginning.targets
-
-
-def _differ(a: Look | None, b: Look | None) -> bool:
-    """True if two processes were handed things of one kind that are not equal."""
-    if a is None or b is None or [x[0] for x in a] != [x[0] for x in b]:
-        return False
-    return list(a) != list(b)

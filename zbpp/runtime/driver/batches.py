@@ -13,13 +13,7 @@ from torch import Tensor
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.comm.transport import Reduction
-from zbpp.runtime.driver.agreement import (
-    Beginning,
-    check_alike,
-    describe_batch,
-    describe_parameters,
-    has_plain,
-)
+from zbpp.runtime.driver.agreement import check_first_step
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import (
@@ -35,13 +29,11 @@ from zbpp.runtime.microbatches import (
     split_inputs,
     split_targets,
 )
+from zbpp.runtime.optim.same_samples import SameSamples
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.values import mapped
 
 __all__ = ["Batches", "StepPart"]
-
-_N_COMPARED = 3
-"""Steps whose batches are compared between processes: a sampler may begin alike."""
 
 
 @dataclass
@@ -104,8 +96,9 @@ class Batches:
         self._executors = executors
         self._first, self._last = placement.stage_of[0], placement.stage_of[-1]
         self._transport = next(iter(executors.values())).transport
-        self._n_compared = 0
+        self._has_compared = False
         peers = self._transport.peers
+        self._samples = self._compare_samples()
         self._late = [
             _LateParameters(executor, peers) for executor in executors.values()
         ]
@@ -138,6 +131,7 @@ class Batches:
         keeps_outputs: bool = False,
         part: StepPart | None = None,
         loss_fn: LossFn | None = None,
+        key: Any = None,
     ) -> None:
         """Begin a step or an evaluation: give the stages the micro-batches they read.
 
@@ -151,6 +145,7 @@ class Batches:
             keeps_outputs: keep them beside the loss.
             part: of a step that is taken behind several calls; None: it is whole.
             loss_fn: of this call; None: the usual one.
+            key: numbers of the samples.
 
         Raises:
             RequestError: a batch is missing, or cannot be cut so; or a parameter came
@@ -172,9 +167,15 @@ class Batches:
                 cut_targets = split_targets(targets, m)
                 weights = [self._weigh(target) for target in cut_targets]
                 weights += [0.0] * (m - len(weights))
+            if training and not self._has_compared:
+                check_first_step(self._executors, self.samples(inputs, targets))
+                self._has_compared = True
             if not predicts:
-                self._compare(inputs, targets, training=training)
+                check_samples(*self.samples(inputs, targets))
                 check_filled(n_filled, cut_targets and len(cut_targets))
+            if training and self._samples is not None:
+                is_first = part is None or part.n_calls == 0
+                self._samples.note(inputs, targets, key, is_first=is_first)
         except RequestError as error:
             self._transport.report(error, ends=False)
             raise
@@ -223,38 +224,20 @@ class Batches:
             samples_to_cut(targets) if self._last in self._executors else None,
         )
 
-    def _compare(self, inputs: Batch, targets: Batch, *, training: bool) -> None:
-        """Compare what is known here; processes tell each other in the first steps.
-
-        Later steps compare numbers of samples when the first message comes, and an
-        evaluation afterwards, in the sum of its losses.
-        """
-        samples, peers = self.samples(inputs, targets), self._transport.peers
-        is_alone = len(self._executors) > 1 or (
-            self._first == self._last and peers.n == 1
+    def _compare_samples(self) -> SameSamples | None:
+        """Let every step compare samples, if processes could be given other ones."""
+        peers, transport = self._transport.peers, self._transport
+        has_neighbours = "tp" in peers.place
+        if transport.is_local or (self._first == self._last and not has_neighbours):
+            return None
+        ((stage, executor),) = self._executors.items()
+        executor.optimizer.samples = SameSamples(
+            peers,
+            is_first=stage == self._first,
+            is_last=stage == self._last,
+            parameters=(p for *_, p in executor.stage.named_stepped()),
         )
-        if is_alone or not training or self._n_compared == _N_COMPARED:
-            check_samples(*samples)
-            return
-        parameters = {}
-        if peers.n > 1 and self._n_compared == 0:
-            parameters = describe_parameters(self._executors, peers)
-        is_first, is_last = (
-            stage in self._executors for stage in (self._first, self._last)
-        )
-        reads = is_first or is_last
-        beginning = Beginning(
-            peers.place,
-            is_first,
-            is_last,
-            samples=samples,
-            inputs=describe_batch(inputs) if reads else None,
-            targets=describe_batch(targets) if reads else None,
-            parameters=parameters,
-            has_plain=has_plain(self._executors),
-        )
-        check_alike(self._transport.gather(beginning))
-        self._n_compared += 1
+        return executor.optimizer.samples
 
 
 def _number(total: Reduction) -> float:

@@ -29,6 +29,7 @@ from zbpp.runtime.executor import Executor
 from zbpp.runtime.graphed.slot import pools_on
 from zbpp.runtime.graphed.stage import GraphedStage
 from zbpp.runtime.job_times import JobTimes
+from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
@@ -207,6 +208,7 @@ def build_executors(
             "the whole device, and with it for messages of other processes; leave it "
             "out, or run all stages in one process"
         )
+    random = LayerRandom(options.device, (place.replica, place.sequence_slice))
     executors = {}
     for stage, transport in transports.items():
         stage_chunks, tied = layers[stage]
@@ -231,10 +233,10 @@ def build_executors(
             loss_fn=options.loss_fn,
             device=options.device,
             autocast=numerics.autocast,
-            seed=numerics.seed,
             exact_sums=numerics.exact_sums,
             recompute=options.recompute,
             ties=tied,
+            random=random,
         )
         inject_fault = fault_injector(place.rank, runner)
         share = StageOptimizer(

@@ -9,7 +9,7 @@ device, and with it for messages of other processes.
 
 Micro-batches of other shapes run as ever, and so does a chunk that graphs do not fit
 (`GraphedStage.why_not`). A graph repeats kernels on the memory of its first run. What a
-layer does on the host (draw a seed, count calls, call a hook) it does not repeat, and
+layer does on the host (count calls, call a hook) it does not repeat, and
 what it writes it writes unseen: where a step may be rolled back, buffers that change
 could not be restored.
 """
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.graphed.slot import MakePool, Slot, Totals
+from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.stage import Saved, Stage
-from zbpp.runtime.state_recorder import BufferRecorder, ForwardState
+from zbpp.runtime.state_recorder import BufferRecorder
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.values import Nested, Tensors, detached, leaves
 
@@ -69,9 +69,6 @@ class GraphedStage(Stage):
     Args:
         make_pool: gives each slot its memory; without one, all runs as ever.
         args, kwargs: of `Stage`.
-
-    Raises:
-        RequestError: layers are seeded, which happens on the host.
     """
 
     def __init__(
@@ -79,13 +76,9 @@ class GraphedStage(Stage):
     ) -> None:
         self._make_pool = make_pool
         self._n_steps = -1
+        self._records = False
         self._graphs: dict[int, _Graphs] = {}
         super().__init__(*args, **kwargs)
-        if self.seeded and make_pool is not None:
-            raise RequestError(
-                "cuda_graphs does not go with seed: layers are seeded on the host, "
-                "which a graph does not repeat; leave one of them out"
-            )
         for i, chunk in self.chunks.items():
             why = reason_against(chunk)
             if not self._recomputed.keys().isdisjoint(n for n, _ in chunk.numbered()):
@@ -158,12 +151,15 @@ class GraphedStage(Stage):
         first = graphs.first.setdefault(kind, self._n_steps)
         if self._n_steps - first < _WARM_UP:
             run = partial(super().forward, chunk, microbatch, taken)
-            outputs, graphs.why_not = watched(self.chunks[chunk], self.device, run)
+            outputs, graphs.why_not = watched(self.chunks[chunk], self.random, run)
             if chunk == self._last and self.loss.returned:
                 graphs.why_not = "loss_fn returns metrics"
             return outputs
         slot = self._slot(chunk, graphs, kind)
         return self._replay(slot, chunk, microbatch, taken)
+
+    def _seeds(self, chunk: int, microbatch: int) -> Callable[[int], None] | None:
+        return None if self._records else super()._seeds(chunk, microbatch)
 
     def _slot(self, chunk: int, graphs: _Graphs, kind: Any) -> Slot:
         """Return a free slot, or one more."""
@@ -188,8 +184,10 @@ class GraphedStage(Stage):
         run = super().forward
 
         def forward(inputs: Tensors, targets: object) -> tuple[Tensors, SplitGraph]:
+            self._records = True  # what draws is not recorded, and needs no seeds
             with self.loss.reading(targets):
                 outputs = run(chunk, microbatch, inputs)
+            self._records = False
             graph = self._saved[chunk, microbatch].graph
             assert isinstance(graph, SplitGraph)
             return outputs, graph
@@ -224,14 +222,13 @@ def reason_against(chunk: Chunk) -> str:
 
 
 def watched(
-    chunk: Chunk, device: torch.device, run: Callable[[], Tensors]
+    chunk: Chunk, random: LayerRandom, run: Callable[[], Tensors]
 ) -> tuple[Tensors, str]:
     """Run a forward as it is; say as well why it must not be recorded, or nothing."""
-    state = ForwardState(BufferRecorder(chunk.layers), device)
-    outputs = run()
-    changed = state.buffers.changed(compares=True)
-    state.end()
-    if state.draws:
+    buffers = BufferRecorder(chunk.layers).snapshot()
+    outputs, draws = random.watch(run)
+    changed = buffers.changed(compares=True)
+    if draws:
         return outputs, "it draws random numbers"
     if changed:
         return outputs, "it changes buffers"

@@ -18,6 +18,7 @@ from torch import Tensor
 from zbpp.core import Job
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Reduction
+from zbpp.runtime.optim.same_samples import SameSamples
 
 __all__ = [
     "Decision",
@@ -64,8 +65,8 @@ def decide(norm: float, max_norm: float | None, loss: float = 0.0) -> Decision:
 class StepVectorLayout:
     """The places of a step's numbers in the vector that is summed over the stages.
 
-        squared norms | losses, weights, metrics | tied parameters
-        by layer      | rows of micro-batches    | by slot
+        squared norms | losses, weights, metrics | tied parameters | samples
+        by layer      | rows of micro-batches    | by slot         | by end
 
     Args:
         n_layers: of the whole model.
@@ -73,6 +74,7 @@ class StepVectorLayout:
         metrics: names of the metrics that ``loss_fn`` returns.
         adds: the loss of the batch is the sum over micro-batches.
         n_tied: numbers that stages tell of their copies of tied parameters.
+        n_samples: numbers that tell which samples a stage was given.
     """
 
     n_layers: int
@@ -80,12 +82,13 @@ class StepVectorLayout:
     metrics: tuple[str, ...] = ()
     adds: bool = False
     n_tied: int = 0
+    n_samples: int = 0
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of each kind, in their order."""
         n_losses = (2 + len(self.metrics)) * self.n_microbatches
-        return [self.n_layers, n_losses, self.n_tied]
+        return [self.n_layers, n_losses, self.n_tied, self.n_samples]
 
     def vector(
         self,
@@ -94,6 +97,7 @@ class StepVectorLayout:
         norms: Iterable[tuple[int, Tensor]],
         losses: Tensor | None,
         tied: Mapping[int, Tensor],
+        samples: SameSamples | None,
     ) -> Tensor:
         """Make one stage's vector, float64; each entry of another stage is zero.
 
@@ -103,16 +107,19 @@ class StepVectorLayout:
             losses: of the stage with the last chunk; None: another process of the
                 stage counts them.
             tied: fingerprints by slot.
+            samples: of this process; None: they are not compared.
         """
         sizes = self.sizes
         vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        norm_part, loss_part, tied_part = torch.split(vector, sizes)
+        norm_part, loss_part, tied_part, end_part = torch.split(vector, sizes)
         for layer, squared in norms:
             norm_part[layer] = squared
         if losses is not None:
             loss_part.copy_(losses.flatten())
         for slot, fingerprint in tied.items():
             tied_part[slot] = fingerprint
+        if samples is not None:
+            samples.write(end_part)
         return vector
 
 
@@ -197,6 +204,10 @@ class StepSums:
     def tied(self) -> Tensor:
         """Fingerprints of tied parameters, of this process's peers on other stages."""
         return self._part(2)[self._peers.row]
+
+    def samples(self) -> Tensor:
+        """Numbers of the samples that processes were given, a row for each peer."""
+        return self._part(3)
 
     def _part(self, number: int, job: Job | None = None) -> Tensor:
         """The numbers of one kind, a row for each peer."""

@@ -30,9 +30,10 @@ from zbpp.runtime.optim.decision import (
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.norms import multiply_gradients, squared_norms
 from zbpp.runtime.optim.optimizers import GroupValues, StageOptimizers
+from zbpp.runtime.optim.same_samples import N_NUMBERS, SameSamples
 from zbpp.runtime.optim.step_state import History, StepRules
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.support.errors import NonFiniteError
+from zbpp.runtime.support.errors import NonFiniteError, SumsError
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.sharded import is_sharded, place_gradients
@@ -183,9 +184,11 @@ class StageOptimizer:
         self.speculates = rules.post_validation
         """Some steps may be speculative."""
         self.history = History(rules)
+        self.samples: SameSamples | None = None
+        """That the processes of the pipeline were given; None: nothing to compare."""
         self._state = StepState.IDLE
         self._pending: _Pending | None = None
-        self._error: NonFiniteError | RequestError | None = None
+        self._error: NonFiniteError | SumsError | None = None
         """Found at O, and raised at V, where all stages find it."""
         self._before_replay: list[tuple[Tensor, Tensor]] = []
         """Parameters and copies, where forwards may write to them and run again."""
@@ -226,6 +229,7 @@ class StageOptimizer:
             metrics=stage.loss.names,
             adds=stage.loss.adds,
             n_tied=len(stage.ties.plan.slots),
+            n_samples=0 if self.samples is None else N_NUMBERS,
         )
         peers = transport.peers
         counted = [p for p in parameters if p not in stage.ties.copies]
@@ -234,6 +238,7 @@ class StageOptimizer:
             norms=squared_norms(stage, counted, peers),
             losses=stage.loss.table() if peers.counts_losses else None,
             tied=stage.ties.fingerprints(),
+            samples=self.samples,
         )
         speculative = self.history.speculates
         sums = StepSums(transport.reduce(vector), layout, step=stage.step, peers=peers)
@@ -334,8 +339,14 @@ class StageOptimizer:
         if pending is None:
             return
         decision = pending.sums.decision(self._clip, job)
+        text = self._other_samples(pending.sums)
+        if text is not None:
+            decision = Decision(decision.norm, 1.0, skipped=True)
         self._finish(pending, decision)
         self._pending, self._state = None, StepState.IDLE
+        if text is not None:
+            self._error = SumsError(text)
+            return
         if pending.speculative and decision.requires_rollback:
             self._state = StepState.INVALID
         try:
@@ -343,6 +354,12 @@ class StageOptimizer:
         except NonFiniteError as error:
             self._error = error
         self._error = self._error or self._stage.ties.difference(pending.sums.tied())
+
+    def _other_samples(self, sums: StepSums) -> str | None:
+        """Say where processes were given other samples; None: nowhere."""
+        if self.samples is None:
+            return None
+        return self.samples.difference(sums.samples(), sums.step)
 
     def _finish(self, pending: _Pending, decision: Decision) -> None:
         """Keep the step, or roll it back and take it once more."""

@@ -2,7 +2,7 @@
 
 from zbpp.core import RequestError
 
-__all__ = ["NonFiniteError", "PeerError", "ShapeError"]
+__all__ = ["NonFiniteError", "PeerError", "ShapeError", "SumsError"]
 
 
 class PeerError(RuntimeError):
@@ -11,6 +11,10 @@ class PeerError(RuntimeError):
 
 class ShapeError(RequestError):
     """A tensor between two stages changed its shape or dtype between steps."""
+
+
+class SumsError(RequestError):
+    """The sums of a step show that ranks do not go together; all find it themselves."""
 
 
 class NonFiniteError(RuntimeError):

@@ -18,16 +18,16 @@ __all__ = ["bits", "fingerprints"]
 _COLUMNS = 1021
 """A prime: neighbours, and neighbours in a power of two, have other weights."""
 _BLOCK = 4096 * _COLUMNS  # at once, as a sum of integers copies them to 64 bits
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number
 
 
 def bits(tensor: Tensor) -> Tensor:
     """The bits of a dense tensor as integers, flat."""
-    data = tensor.detach().resolve_conj().resolve_neg()
-    numbers = (torch.view_as_real(data) if data.is_complex() else data).contiguous()
-    size = min(numbers.element_size(), 8)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    return numbers.reshape(-1).view(kind)
+    data = tensor.detach()
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    return data.resolve_neg().reshape(-1).view(_INTEGERS[data.element_size()])
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:

@@ -5,13 +5,11 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = [
     "RandomState",
-    "drawn_from",
     "mixed_seed",
     "random_state",
     "seed_torch",
@@ -19,35 +17,26 @@ __all__ = [
 ]
 
 RandomState = tuple[Any, ...]
-"""States of torch's generators (CPU, device), Python's and numpy's; None: not kept."""
+"""States of torch's generators (CPU, device), Python's and numpy's; None: not there."""
 
 
-def random_state(device: torch.device, *, torchs: bool = True) -> RandomState:
-    """The state of all generators that a forward on a device may draw from.
-
-    Args:
-        device: where it runs.
-        torchs: False leaves torch's own out: somebody else seeds them.
-    """
+def random_state(device: torch.device) -> RandomState:
+    """The state of all generators that a forward on a device may draw from."""
     numpy = sys.modules.get("numpy.random")
-    kept: tuple[Tensor | None, ...] = (None, None)
-    if torchs:
-        on_device = None
-        if runs_ahead(device):
-            on_device = torch.get_device_module(device).get_rng_state(device)
-        kept = (torch.get_rng_state(), on_device)
-    return (*kept, random.getstate(), numpy and numpy.get_state())
+    on_device = None
+    if runs_ahead(device):
+        on_device = torch.get_device_module(device).get_rng_state(device)
+    cpu = torch.get_rng_state()
+    return cpu, on_device, random.getstate(), numpy and numpy.get_state()
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
     """Bring the generators back to a state."""
     cpu, on_device, pythons, numpys = state
-    if cpu is not None:
-        torch.set_rng_state(cpu)
+    torch.set_rng_state(cpu)
     if on_device is not None:
         torch.get_device_module(device).set_rng_state(on_device, device)
-    if pythons is not None:
-        random.setstate(pythons)
+    random.setstate(pythons)
     if numpys is not None:
         sys.modules["numpy.random"].set_state(numpys)
 
@@ -91,17 +80,3 @@ def written_out(numbers: tuple[int, ...]) -> int:
 _PROBES = (3, 1, 2, 5), (-1, 0, 2**70, -(2**61))
 _HASHES_SO = all(hash(probe) & _WORD == written_out(probe) for probe in _PROBES)
 """Tuples hash so here: a tenth of the time, in the forward of every layer."""
-
-
-def drawn_from(before: RandomState, after: RandomState) -> RandomState:
-    """The states before, without those of generators that nobody has drawn from."""
-    pairs = zip(before, after, strict=True)
-    return tuple(None if _same(old, new) else old for old, new in pairs)
-
-
-def _same(old: Any, new: Any) -> bool:
-    if isinstance(old, Tensor):
-        return torch.equal(old, new)
-    if isinstance(old, tuple) and isinstance(old[0], str):  # numpy's: name, keys, ...
-        return bool((old[1] == new[1]).all()) and old[2:] == new[2:]
-    return bool(old == new)

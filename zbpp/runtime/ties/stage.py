@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zbpp.core import Job, RequestError, TiedGradient
 from zbpp.runtime.comm.transport import Expected, Transport
+from zbpp.runtime.support.errors import SumsError
 from zbpp.runtime.support.fingerprint import bits
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.sharded import as_sharded, own_shard, place_gradients
@@ -124,12 +125,12 @@ class StageTies:
             if (number, self.stage) in self.plan.slots
         }
 
-    def difference(self, fingerprints: Tensor) -> RequestError | None:
+    def difference(self, fingerprints: Tensor) -> SumsError | None:
         """Compare the copies of all stages by their fingerprints."""
         if not self.plan.slots:
             return None
         text = self.plan.compare(fingerprints.tolist())
-        return None if text is None else RequestError(text)
+        return None if text is None else SumsError(text)
 
     # The gradients.
 
