@@ -259,8 +259,9 @@ def split_warning(pipeline: RunningPipeline) -> str | None:
     where, sizes = split_report(pipeline), _leaf_sizes(pipeline)
     in_w = sum(sizes[name] for name, text in where.items() if text == "W")
     kept = sum(sizes[name] for name, text in where.items() if text not in ("W", _IN_B))
-    if in_w >= kept:
-        return None
+    stages = (executor.stage for executor in pipeline.stages.executors.values())
+    if in_w >= kept or (not in_w and any(stage.defers for stage in stages)):
+        return None  # modules that leave work for W by themselves are in no plan
     return (
         f"{schedule.name} gains little here: {summarize_split(where, sizes)}; "
         "zbpp.diagnostics.split_report(pipeline) names them, and '1F1B' is as fast"

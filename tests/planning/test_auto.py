@@ -189,7 +189,7 @@ def test_all_are_planned_where_each_could_win():
     ]
     spans = [one.span for one in plans]
     assert len(set(spans)) == 3 and best.span == min(spans)
-    assert best.schedule.name == "auto" and best.schedule.costs == costs.with_memory(
+    assert best.schedule.name == f"auto: {best.mode}" and best.schedule.costs == costs.with_memory(
         memory
     )
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,19 +58,20 @@ class Show(ScheduleFlags):
         if self.out is not None:
             self._draw(self.out)
             return
-        loaded = self.load()
+        loaded = self.load_plans()
         if len(loaded) > 1:
             raise RequestError(
                 "several schedules are named; with --out they are drawn on one time "
                 "axis, and zbpp compare has figures of them"
             )
-        ((schedule, costs),) = loaded
+        (plan,) = loaded
+        schedule, costs = plan.schedule, plan.costs
         if self.json:
             summary, among = summarize(schedule, costs), steady(schedule, costs)
             print(json.dumps(asdict(summary) | asdict(among)))
         else:
             drawn = self.timelines(schedule, costs) if self.iterations != 1 else ()
-            print_report(schedule, costs, drawn)
+            print_report(schedule, costs, drawn, costs_named=self.costs_named(plan))
 
     def _draw(self, out: Path) -> None:
         as_trace = self.as_trace or out.suffix.lower() == ".json"
@@ -139,6 +141,9 @@ def _parse(words: Sequence[str]) -> Any:
     if not words:
         raise RequestError(f"no command is given; choose {', '.join(_COMMANDS)}")
     name, *rest = words
+    near = get_close_matches(name, ("--version", "--help"), n=1)
+    if near and near != [name]:
+        raise RequestError(f"unknown flag {name!r}; did you mean {near[0]}?")
     if name == "compare" and any(word.startswith("--devices") for word in rest):
         name = "mesh"
     commands = {**_COMMANDS, **_FORMER}

@@ -70,7 +70,8 @@ class PlanFlags(Replicas, Planning):
         )
         if request.costs is not None:
             return request
-        if self.costs is None and is_plan_file(mode):  # it has costs of its own
+        gathers = gathers_in_passes(self.data_parallel, self.shard)
+        if self.costs is None and (not gathers or is_plan_file(mode)):
             return replace(request, memory_limit=self.memory_limit)
         return replace(request, costs=self.chunk_costs())
 
@@ -101,13 +102,25 @@ class ScheduleFlags(PlanFlags):
 
     def load(self) -> list[tuple[Schedule, Costs]]:
         """Plan or read the schedules."""
+        return [(plan.schedule, plan.costs) for plan in self.load_plans()]
+
+    def load_plans(self) -> list[Plan]:
+        """Plan or read the schedules, with V's and collectives as the flags say."""
         if self.pipeline_schedule_mode is None:
             raise RequestError(
                 "no schedule is named; give a schedule file, or a mode with --stages "
                 "and --microbatches"
             )
         plans = [self.plan(name) for name in schedules_in(self.pipeline_schedule_mode)]
-        return [(self.with_checks(plan.schedule), plan.costs) for plan in plans]
+        return [replace(x, schedule=self.with_checks(x.schedule)) for x in plans]
+
+    def costs_named(self, plan: Plan) -> str:
+        """Name the costs that a schedule is shown with."""
+        if self.costs is not None or self.layers is not None:
+            return str(self.costs or self.layers)
+        if plan.has_costs and is_plan_file(str(self.pipeline_schedule_mode)):
+            return f"those in {self.pipeline_schedule_mode}"
+        return "none are given: F, B and W take 1, messages nothing"
 
     def timelines(self, schedule: Schedule, costs: Costs) -> list[Timeline]:
         """Simulate what is to be drawn.

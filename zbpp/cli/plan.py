@@ -9,10 +9,11 @@ from zbpp.cli.flags import PlanFlags
 from zbpp.cli.outputs import check_outputs
 from zbpp.cli.report import gain_text, recompute_text
 from zbpp.cli.summary import short_memory, summarize
-from zbpp.core import Schedule, schedule_text
+from zbpp.core import Schedule
 from zbpp.core.files.json_text import write_file
 from zbpp.planning import MODE_WORDS, MODES, canonical, is_file
 from zbpp.planning import Plan as Planned
+from zbpp.planning.answer import plan_text
 from zbpp.schedules import (
     certify,
     to_torch_csv,
@@ -36,10 +37,10 @@ _DEFAULT_CHUNKS = {"1F1B": 1, "ZBVZeroBubble": 2, "Interleaved1F1B": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlanFlags):
-    """Plan a schedule and write it to a file."""
+    """Plan a schedule and write it, with its costs, to a plan file."""
 
     pipeline_schedule_mode: str = flag(MODE_WORDS, **MODE_FLAG)
-    out: Path = flag("schedule file to write (JSON)")
+    out: Path = flag("plan file to write (JSON): the schedule, and its costs")
     csv: Path | None = flag(
         "also write the CSV that torch loads, and tell torchtitan's flags for it", None
     )
@@ -65,7 +66,7 @@ class Plan(PlanFlags):
             proof = f", {certificate}"
         found_span = span(simulate(schedule, costs))  # before there are V's
         schedule = self.with_checks(schedule)
-        write_file(self.out, schedule_text(schedule))
+        write_file(self.out, plan_text(replace(plan, schedule=schedule)))
         if self.csv is not None:
             write_file(self.csv, to_torch_csv(schedule))
         summary = summarize(schedule, costs)

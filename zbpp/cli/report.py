@@ -37,12 +37,17 @@ _MOST_CELLS = 1e6  # of a picture's line before it is cropped
 
 
 def print_report(
-    schedule: Schedule, costs: Costs, drawn: Sequence[Timeline] = ()
+    schedule: Schedule,
+    costs: Costs,
+    drawn: Sequence[Timeline] = (),
+    *,
+    costs_named: str,
 ) -> None:
     """Print the picture, a table of the stages and the figures of a schedule.
 
     ``drawn``: what the picture shows in place of one iteration; the table and the
-    figures are those of one, unless they say otherwise.
+    figures are those of one, unless they say otherwise. ``costs_named`` says where the
+    costs come from.
     """
     summary, unit = summarize(schedule, costs), costs.memory_unit
     among = steady(schedule, costs)
@@ -60,6 +65,7 @@ def print_report(
     else:
         within = f"memory {short_memory(limit, unit)} a stage"
     lines = {
+        "costs": costs_named,
         "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is beyond "
         "the work of the busiest stage",
         "overhead": f"{summary.overhead:.2%} (the same over that work)",

@@ -16,7 +16,7 @@ from zbpp.memory.resident import (
     resident_memory,
 )
 from zbpp.memory.walk import PeakUsage, walk_stage
-from zbpp.planning import plan
+from zbpp.planning import is_file, plan
 from zbpp.planning.pipelines import choose_validation
 from zbpp.planning.replicas import replicated
 from zbpp.runtime.compiled.layers import Compiling
@@ -127,7 +127,6 @@ def estimate_modes(
     return Estimate(estimates, refused, *about)
 
 
-@lru_cache(maxsize=64)
 def plan_mode(
     mode: str,
     n_stages: int,
@@ -135,7 +134,15 @@ def plan_mode(
     costs: Costs | None = None,
     effort: str = "fast",
 ) -> Schedule:
-    """Plan a mode, or read a file, which knows its own sizes."""
+    """Plan a mode once, or read a file, which may have changed and knows its sizes."""
+    plan_once = _plan.__wrapped__ if is_file(mode) else _plan
+    return plan_once(mode, n_stages, n_microbatches, costs, effort)
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    mode: str, n_stages: int, n_microbatches: int, costs: Costs | None, effort: str
+) -> Schedule:
     return plan(
         mode,
         n_stages=n_stages,

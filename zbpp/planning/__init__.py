@@ -16,8 +16,8 @@ meshes      plans of stages, replicas and shares on a number of devices
 Which of two plans is better stands in `zbpp.schedules.planner.figures`.
 """
 
-from zbpp.planning.answer import Plan, Rejected, read_plan
-from zbpp.planning.make import make_plan, plan
+from zbpp.planning.answer import Plan, Rejected
+from zbpp.planning.make import make_plan, plan, read_plan
 from zbpp.planning.modes import (
     BASELINE,
     MODE_WORDS,

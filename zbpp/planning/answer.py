@@ -21,7 +21,7 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.core.files.costs_file import costs_data, costs_of
-from zbpp.core.files.json_text import fail, number, object_of, read, refuse_unknown
+from zbpp.core.files.json_text import fail, number, object_of, refuse_unknown
 from zbpp.core.files.schedule_file import schedule_of
 from zbpp.schedules.planner.figures import PlanFigures
 
@@ -32,7 +32,6 @@ __all__ = [
     "is_plan_text",
     "parse_plan",
     "plan_text",
-    "read_plan",
     "recomputed_layers",
 ]
 
@@ -83,7 +82,7 @@ class Plan(PlanFigures):
         even_step: with costs of layers the step of even chunks by the same mode; None:
             they do not fit.
         rejected: by auto, in the order in which they were looked at.
-        line: by auto with costs of layers, what was chosen and why the others lost.
+        line: by auto, what was chosen and why the others lost.
     """
 
     schedule: Schedule
@@ -182,15 +181,6 @@ def is_plan_file(path: str) -> bool:
         return False
     with Path(path).open("rb") as file:
         return is_plan_text(file.read(99).decode(errors="replace"))
-
-
-def read_plan(path: str | Path) -> Plan:
-    """Read a plan file and validate its schedule.
-
-    Raises:
-        RequestError: the file cannot be read or holds no valid plan.
-    """
-    return parse_plan(read(path), source=str(path))
 
 
 def parse_plan(text: str, *, source: str = "plan") -> Plan:

@@ -32,7 +32,7 @@ from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
 from zbpp.schedules.planner.figures import ROUNDING, Contest
 from zbpp.schedules.planner.layers.search import SplitPlanner
 
-__all__ = ["plan_layers", "rejected"]
+__all__ = ["line_of", "plan_layers", "rejected"]
 
 _FAR = 0.05  # of a step: splits are not worth as much as that
 _SMALL = 128  # stages times micro-batches: larger ones take minutes to search
@@ -93,7 +93,7 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
             plan = Plan(
                 layer_plan.schedule,
                 layer_plan.costs,
-                mode.name,
+                layer_plan.schedule.name.removeprefix(f"{AUTO}: "),
                 split=layer_plan.split,
                 ideal_step=layer_plan.ideal_step,
                 even_step=layer_plan.even_step,
@@ -163,7 +163,8 @@ def _plan_auto(problem: Problem, placement: Placement) -> Schedule:
     """
     kind, seconds = parse_effort(problem.effort)
     if kind in ("fast", LONG):
-        return problem.plan(None, placement)
+        only = problem.plan(None, placement)
+        return replace(only, name=f"{AUTO}: {searched_name(placement)}")
     budget = Budget(math.inf, seconds)
     if kind == "best":
         problem = replace(problem, effort="default")
@@ -171,9 +172,9 @@ def _plan_auto(problem: Problem, placement: Placement) -> Schedule:
     if kind == "best" and contest.best is not None:
         problem = replace(problem, effort=f"best:{budget.seconds_left:g}")
         last = problem.plan(None, placement)
-        contest.offer(AUTO, Plan(last, problem.costs, AUTO))
-    _, best = contest.winner()
-    return replace(best.schedule, name=AUTO, costs=problem.limited)
+        contest.offer(searched_name(placement), Plan(last, problem.costs, AUTO))
+    name, best = contest.winner()
+    return replace(best.schedule, name=f"{AUTO}: {name}", costs=problem.limited)
 
 
 def _best_of_modes(request: PlanRequest, layers: LayerCosts) -> Plan:
@@ -192,9 +193,11 @@ def _best_of_modes(request: PlanRequest, layers: LayerCosts) -> Plan:
         with contest.attempt(mode.name):
             _enter(contest, mode, first, request, layers)
     name, best = contest.winner(trust=_TRUST)
-    plan = replace(best, mode=name, rejected=rejected(contest, name, best))
+    schedule = replace(best.schedule, name=f"{AUTO}: {name}")
+    lost = rejected(contest, name, best)
+    plan = replace(best, schedule=schedule, mode=name, rejected=lost)
     joint = next((e.plan for e in contest.entries if e.name == BASELINE), None)
-    return replace(plan, line=_line_of(plan, joint))
+    return replace(plan, line=line_of(plan, joint))
 
 
 def _enter(
@@ -277,15 +280,23 @@ def _beside(best: Plan, lost: Plan) -> str:
     return f"as fast with {format_memory(lost.peak, lost.costs.memory_unit)}"
 
 
-def _line_of(plan: Plan, joint: Plan | None) -> str:
-    """Say in one line what was chosen, what it promises, and why others lost."""
+def line_of(plan: Plan, joint: Plan | None = None) -> str:
+    """Say in one line what auto has chosen, what it promises, and why others lost.
+
+    Args:
+        plan: that has won.
+        joint: of 1F1B, where layers were split for it.
+    """
     split = plan.split or ()
-    chosen = f"{plan.mode}, layers {'-'.join(map(str, split))}"
+    chosen = plan.mode
+    if split:
+        chosen += f", layers {'-'.join(map(str, split))}"
     if plan.recompute:
         chosen += f", {len(plan.recompute)} of {sum(split)} layers recomputed"
     memory = format_memory(plan.peak, plan.costs.memory_unit)
+    step = " ".join([f"{plan.step:.4g}", plan.costs.time_unit or ""]).strip()
     line = (
-        f"auto: {chosen}; predicted step {plan.step:.4g} ms, memory {memory}; "
+        f"auto: {chosen}; predicted step {step}, memory {memory}; "
         f"{', '.join(map(str, plan.rejected))}"
     )
     if joint is None or joint.step * (1 - _LITTLE) > plan.step:

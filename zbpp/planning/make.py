@@ -27,7 +27,7 @@ from zbpp.core.costs.columns import PerChunk
 from zbpp.core.costs.units import with_limit
 from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
-from zbpp.planning.layers import plan_layers, rejected
+from zbpp.planning.layers import line_of, plan_layers, rejected
 from zbpp.planning.modes import AUTO, MODES, Mode, canonical, is_file
 from zbpp.planning.request import CostsLike, MemoryLimit, PlanRequest, costs_like
 from zbpp.planning.search import Problem, placements, within_limit
@@ -35,7 +35,7 @@ from zbpp.schedules import check_effort, is_torch_csv, read_torch_csv
 from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.limits import check_limits, needs
 
-__all__ = ["fitting_modes", "given_orders", "make_plan", "plan"]
+__all__ = ["fitting_modes", "given_orders", "make_plan", "plan", "read_plan"]
 
 
 def plan(
@@ -113,8 +113,18 @@ def _best_of(problem: Problem, options: Sequence[Placement]) -> Plan:
     """Plan auto: the best of all modes and placements, and why the others lost."""
     contest = problem.contest(options)
     name, best = contest.winner()
-    schedule = replace(best.schedule, name=AUTO, costs=problem.limited)
-    return replace(best, schedule=schedule, rejected=rejected(contest, name, best))
+    schedule = replace(best.schedule, name=f"{AUTO}: {name}", costs=problem.limited)
+    best = replace(best, schedule=schedule, rejected=rejected(contest, name, best))
+    return replace(best, line=line_of(best))
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan file, or a schedule file as a plan without costs.
+
+    Raises:
+        RequestError: the file cannot be read or holds no valid plan or schedule.
+    """
+    return make_plan(PlanRequest(schedule=_read(str(path))))
 
 
 def given_orders(request: PlanRequest) -> Schedule | Plan | None:

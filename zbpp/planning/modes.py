@@ -155,14 +155,14 @@ _ROWS = (
     ),
     Mode(
         name="VHalf",
-        summary="half of 1F1B's bubble and memory: (p+2)//2",
+        summary="half of 1F1B's bubble; memory (p+2)//2",
         place=Placement.wave,
         chunks=2,
         promise=lambda p: (p + 2) // 2,
     ),
     Mode(
         name="VMin",
-        summary="a third of 1F1B's memory: (p+4)//3",
+        summary="least memory, with some bubble: (p+4)//3",
         place=Placement.wave,
         chunks=2,
         promise=lambda p: (p + 4) // 3,
@@ -243,13 +243,20 @@ def canonical(mode: str) -> str:
     """
     name = _NAMES.get(_plain(mode))
     if name is None:
-        nearest = get_close_matches(_plain(mode), _NAMES, n=1, cutoff=0.0)[0]
         raise RequestError(
-            f"unknown schedule mode {mode!r}; did you mean {_NAMES[nearest]}? "
-            f"Choose one of {', '.join(MODES)}, or the path of a schedule file (.json, "
-            "or torch's .csv)"
+            f"unknown schedule mode {mode!r}; {_guess(_plain(mode))}choose one of "
+            f"{', '.join(MODES)}, or the path of a schedule or plan file (.json, or "
+            "torch's .csv)"
         )
     return name
+
+
+def _guess(spelling: str) -> str:
+    """Ask for modes that are spelled nearly so: with letters swapped, or others."""
+    swapped = [name for name in _NAMES if sorted(name) == sorted(spelling)]
+    near = swapped or get_close_matches(spelling, _NAMES)
+    names = list(dict.fromkeys(_NAMES[name] for name in near))
+    return f"did you mean {one_of(names)}? Or " if names else ""
 
 
 def is_auto(mode: object) -> bool:

@@ -106,6 +106,8 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
         check_unit(request.chunk_costs)
     if orders is None:
         plan = make_plan(replace(request, split=partial(split_on, split, n_layers)))
+        if plan.line:
+            _log.info(plan.line)
         return replace(plan, split=split_of(plan.schedule, split, n_layers))
     schedule = orders.schedule if isinstance(orders, Plan) else orders
     chosen = split_of(schedule, split, n_layers)

@@ -14,7 +14,8 @@ from zbpp.cli.several import command_text, paths_in, schedules_in
 from zbpp.cli.summary import summarize
 from zbpp.core import RequestError
 from zbpp.core.files.json_text import write_file
-from zbpp.planning import MODES, canonical, is_auto, make_plan
+from zbpp.planning import MODES, canonical, is_auto, is_file, make_plan
+from zbpp.planning.modes import AUTO
 from zbpp.simulator import bubble_rate, plot_comparison, simulate
 from zbpp.simulator.page import write_page
 from zbpp.training.options import MODES_FLAG, flag
@@ -31,7 +32,7 @@ class Compare(PlanFlags):
     stages: int = flag("pipeline stages")
     microbatches: int = flag("micro-batches of a step")
     modes: str = flag(
-        "modes to compare; left out: all",
+        "modes and schedule files to compare; left out: all modes",
         ",".join(MODES),
         **MODES_FLAG,
     )
@@ -87,7 +88,8 @@ class Compare(PlanFlags):
 
     def _compare(self) -> Comparison:
         rows: dict[str, Planned | str] = {}
-        for mode in map(canonical, schedules_in(self.modes)):
+        for name in schedules_in(self.modes):
+            mode = name if is_file(name) else canonical(name)
             try:
                 rows[mode] = self._plan(mode)
             except RequestError as error:
@@ -118,8 +120,9 @@ class Compare(PlanFlags):
         return tuple(beside(runs, planned, costs))
 
     def _plan(self, mode: str) -> Planned:
-        """Plan a mode; with a layers file, split the layers for it."""
-        chunks = None if MODES[mode].chunks else self.chunks_per_stage
+        """Plan a mode, or read a file; with a layers file, split the layers for it."""
+        has_chunks = is_file(mode) or MODES[mode].chunks is not None
+        chunks = None if has_chunks else self.chunks_per_stage
         request = replace(self, chunks_per_stage=chunks).request(mode)
         plan = make_plan(request)
         plan = replace(plan, schedule=self.with_collectives(plan.schedule))
@@ -141,6 +144,13 @@ class Compare(PlanFlags):
             else {mode: row.steady for mode, row in planned.items()},
             post_validation=bool(validated),
         )
+        if AUTO in planned:
+            print(planned[AUTO].plan.schedule.name)
+        if comparison.has_stage_lists:
+            print(
+                "lists of one entry a stage are dealt evenly to its chunks; where the "
+                "layers differ, give one entry a chunk, or --layers"
+            )
         plans = {mode: row.plan for mode, row in planned.items() if row.plan.is_layered}
         widest = max(map(len, plans), default=0)
         for mode, plan in plans.items():
@@ -185,7 +195,7 @@ class Compare(PlanFlags):
         near = {m for m in near if 0 < m * p <= _MOST_PASSES}
         series: dict[str, list[tuple[int, float]]] = {}
         for mode, row in comparison.planned.items():
-            if is_auto(mode):
+            if is_auto(mode) or is_file(mode):
                 continue
             points = {self.microbatches: row.summary.bubble_rate}
             for m in near - {self.microbatches}:

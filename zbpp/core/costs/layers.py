@@ -15,6 +15,7 @@ Parts of layers follow one another as their passes do. Those of W are joined, as
 in one piece; so is a forward that is run again in B: nothing hides its communication.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, repeat
@@ -315,15 +316,10 @@ class LayerCosts:
             value if isinstance(value, tuple) else (value,) * (self.n_layers - 1)
             for value in (self.comm, self.message)
         )
-        delays, band = edge_delays(self.delay, placement), self.bandwidth
-        per_byte: PerChunk = 0.0
-        if band is not None:
-            per_byte = (
-                tuple(1 / bandwidth for bandwidth in band)
-                if isinstance(band, tuple)
-                else 1 / band
-            )
-        slowness = edge_delays(per_byte, placement)
+        delays = edge_delays(_one_if_equal(self.delay), placement, name="delay")
+        band = math.inf if self.bandwidth is None else _one_if_equal(self.bandwidth)
+        per_byte = tuple(1 / x for x in band) if isinstance(band, tuple) else 1 / band
+        slowness = edge_delays(per_byte, placement, name="bandwidth")
         return tuple(
             comm[cut] + delay + message[cut] * slow
             for cut, delay, slow in zip(cuts, delays, slowness, strict=True)
@@ -335,6 +331,11 @@ class LayerCosts:
         if not isinstance(value, tuple):
             return value
         return tuple(value[cut] for cut in cuts) or 0.0
+
+
+def _one_if_equal(links: PerChunk) -> PerChunk:
+    """Take equal links as one number: they were measured on other stages."""
+    return links[0] if isinstance(links, tuple) and len(set(links)) == 1 else links
 
 
 def _rises(m_b: Iterable[float], m_w: Iterable[float]) -> tuple[float, ...]:

@@ -34,6 +34,7 @@ __all__ = [
     "parse_layers",
     "read_costs",
     "read_layers",
+    "refuse_other_kind",
     "write_costs",
     "write_layers",
 ]
@@ -219,6 +220,30 @@ def _made(table: type[_C], source: str, data: Mapping[str, Any], values: Any) ->
     return costs
 
 
+def refuse_other_kind(source: str, data: Mapping[str, Any], wanted: str) -> None:
+    """Refuse a file of another kind, and say how to give it.
+
+    Args:
+        source: of the data, for the error.
+        data: the object of a file.
+        wanted: the kind that is asked for: costs, layers or schedule.
+
+    Raises:
+        RequestError: the file is of another kind.
+    """
+    if "format" in data or "jobs" in data:
+        kind, how = "schedule", "name it where a mode stands"
+    elif set(data) & (_OF_LAYERS.keys() - _OF_CHUNKS.keys() | {"n_layers"}):
+        kind, how = "layers", "give it as --layers (layer_costs= in Python)"
+    elif set(data) & {"f", "b", "w", "m_b", "m_w", "parts"}:
+        kind, how = "costs", "give it as --costs (costs= in Python)"
+    else:
+        return
+    if kind != wanted and (kind, wanted) != ("costs", "layers"):
+        other = "schedule or plan" if wanted == "schedule" else wanted
+        fail(source, f"this is a {kind} file, not a {other} file; {how}")
+
+
 def _read_columns(
     source: str,
     data: Mapping[str, Any],
@@ -226,6 +251,7 @@ def _read_columns(
     *other_keys: str,
 ) -> dict[str, Any]:
     """Read the columns that there are, and their units; null is as good as nothing."""
+    refuse_other_kind(source, data, "layers" if columns is _OF_LAYERS else "costs")
     keys = (*columns, *other_keys, "parts", "version", *_UNITS)
     refuse_unknown(source, data, keys)
     version = data.get("version", 1)

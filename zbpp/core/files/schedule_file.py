@@ -10,6 +10,7 @@ from typing import Any
 
 from zbpp.core.costs import Costs
 from zbpp.core.errors import RequestError
+from zbpp.core.files.costs_file import refuse_other_kind
 from zbpp.core.files.json_text import fail, integer, object_of, read, refuse_unknown
 from zbpp.core.jobs import Job
 from zbpp.core.placement import Placement
@@ -96,6 +97,7 @@ def schedule_of(
     Raises:
         RequestError: the object is no valid schedule.
     """
+    refuse_other_kind(source, data, "schedule")
     for key in _SCHEDULE_KEYS:
         if key not in data:
             fail(source, f"the key {key!r} is missing")
