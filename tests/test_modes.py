@@ -45,7 +45,8 @@ def test_the_table_names_every_mode_with_one_line():
 def test_every_spelling_reaches_its_mode(name):
     for spelling in (name, *SPELLINGS[name]):
         assert canonical(spelling) == name
-    assert plan(SPELLINGS[name][1], n_stages=2, n_microbatches=3).name == name
+    planned = plan(SPELLINGS[name][1], n_stages=2, n_microbatches=3)
+    assert planned.name.partition(":")[0] == name
 
 
 def test_no_two_modes_share_a_spelling():

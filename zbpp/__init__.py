@@ -11,7 +11,7 @@ from zbpp.planning import Plan, PlanRequest, make_plan, plan, read_plan
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
 if TYPE_CHECKING:
-    from zbpp import diagnostics
+    from zbpp import diagnostics, simulator
     from zbpp.integrations.torch_schedule import TorchSchedule
     from zbpp.models import cut, layers_from
     from zbpp.pipeline import Pipeline, plan_model
@@ -40,6 +40,7 @@ __all__ = [
     "plan",
     "plan_model",
     "read_plan",
+    "simulator",
 ]
 
 _HOMES = {
@@ -58,8 +59,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         home, inner = _HOMES[name]
         return getattr(import_module(home), inner)
-    if name == "diagnostics":
-        return import_module("zbpp.diagnostics")
+    if name in ("diagnostics", "simulator"):
+        return import_module(f"zbpp.{name}")
     raise AttributeError(f"module 'zbpp' has no attribute {name!r}")
 
 

@@ -115,7 +115,7 @@ def test_exit_codes_of_real_processes(tmp_path):
 def test_a_fault_of_ours_is_exit_code_1_with_its_traceback():
     code = (
         "import sys, zbpp.cli.commands\n"
-        "zbpp.cli.commands.print_report = lambda *_: 1 / 0\n"
+        "zbpp.cli.commands.print_report = lambda *_, **__: 1 / 0\n"
         f"sys.exit(zbpp.cli.commands.main(['show', *{ZBH1}]))\n"
     )
     done = subprocess.run(

@@ -189,8 +189,9 @@ def test_all_are_planned_where_each_could_win():
     ]
     spans = [one.span for one in plans]
     assert len(set(spans)) == 3 and best.span == min(spans)
-    assert best.schedule.name == f"auto: {best.mode}" and best.schedule.costs == costs.with_memory(
-        memory
+    assert (
+        best.schedule.name == f"auto: {best.mode}"
+        and best.schedule.costs == costs.with_memory(memory)
     )
 
 

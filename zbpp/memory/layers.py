@@ -105,20 +105,29 @@ def costs_of_layers(
     n = memory.n_layers
     whole, recomputed = memory.whole.layers, memory.recomputed().layers
     fixed, peak_o, parameters = [], [], []
-    seen: set[Any] = set()
+    holders: dict[Any, list[int]] = {}
+    sizes: dict[Any, tuple[float, float, float]] = {}
     for i in range(n):
-        new = [p for p in memory.parameters([i]) if p not in seen]
+        all_of_it = memory.parameters([i])
+        new = [p for p in all_of_it if p not in holders]
         gradients = memory.gradients([i])
         step = memory.optimizer([i], optimizer)
+        state = step.state + step.rollback * post_validation
+        in_step = step.speculative_peak if post_validation else step.peak
+        for p in all_of_it:
+            holders.setdefault(p, []).append(i)
+            share = gradients.get(p, 0) / max(1, sum(gradients.values()))
+            size = float(memory.bytes_of([p]))
+            fixed_size = size + gradients.get(p, 0) + state * share
+            sizes[p] = fixed_size, in_step * share, size
         fixed.append(
             memory.bytes_of([*new, *memory.buffers([i])])
             + sum(gradients[p] for p in new if p in gradients)
-            + (step.state + step.rollback * post_validation if new else 0)
+            + (state if new else 0)
             + max(0, whole[i].first_f.left - whole[i].f.left)
         )
         parameters.append(memory.bytes_of(new))
-        peak_o.append(step.speculative_peak if post_validation else step.peak)
-        seen.update(new)
+        peak_o.append(in_step if new or not all_of_it else 0)
     columns = {
         "m_b": [layer.m_b for layer in whole],
         "m_w": [max(0, layer.m_b + layer.b.left) for layer in whole],
@@ -135,4 +144,5 @@ def costs_of_layers(
     floats: dict[str, Any] = {
         name: tuple(map(float, column)) or 0.0 for name, column in columns.items()
     }
-    return LayerCosts(n_layers=n, memory_unit="bytes", **floats)
+    tied = tuple((tuple(of), *sizes[p]) for p, of in holders.items() if len(of) > 1)
+    return LayerCosts(n_layers=n, memory_unit="bytes", tied=tied, **floats)

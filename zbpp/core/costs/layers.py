@@ -16,6 +16,7 @@ in one piece; so is a forward that is run again in B: nothing hides its communic
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, repeat
@@ -80,6 +81,10 @@ class LayerCosts:
             gradients, do replicas of a stage exchange.
         replica_bandwidth: bytes in a unit of time between replicas; None: bandwidth.
         replica_delay: of a link between replicas, on top of that.
+        tied: parameters that layers share, each as the layers, the memory that is fixed
+            for it (with gradient and optimizer state), what an optimizer step needs for
+            it, and its size. ``m_fixed`` and ``peak_o`` of the first layer have it;
+            every other stage with such a layer has it too.
         parts: of the passes of every layer, or a list of them; f, b and w are then
             their sums, and may be left out.
 
@@ -121,6 +126,7 @@ class LayerCosts:
     send_occupies: PerLayer = column(0.0, Per.CUT)
     memory_unit: str | None = None
     time_unit: str | None = None
+    tied: tuple[tuple[tuple[int, ...], float, float, float], ...] = ()
     parts: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -128,6 +134,8 @@ class LayerCosts:
         if self.n_layers < 1:
             raise RequestError(f"n_layers is {self.n_layers}; it must be at least 1")
         check_memory_unit(self.memory_unit)
+        tied = tuple((tuple(layers), *sizes) for layers, *sizes in self.tied)
+        object.__setattr__(self, "tied", tied)
         if self.parts is not None:
             self._check_parts()
         check_columns(self, n_layers=self.n_layers)
@@ -182,6 +190,7 @@ class LayerCosts:
         return replace(
             self,
             memory_unit=memories.memory_unit,
+            tied=memories.tied,
             **{name: getattr(memories, name) for name in names},
         )
 
@@ -249,6 +258,8 @@ class LayerCosts:
         change_b = [w - b for w, b in zip(m_w, m_b, strict=True)]
         freed = [-held for held in m_w]
         fields: dict[str, Any] = {name: total(name) for name in _SUMMED}
+        if self.tied:
+            self._add_ties(fields, placement, chunks)
         fields |= {name: getattr(self, name) for name in _SAME}
         return Costs(
             f=total("f", self.pass_f),
@@ -270,6 +281,32 @@ class LayerCosts:
             if self.parts is None
             else tuple(self._chunk_parts(chunk, recompute) for chunk in chunks),
         )
+
+    def _add_ties(
+        self, fields: dict[str, Any], placement: Placement, chunks: Sequence[range]
+    ) -> None:
+        """Add what stages hold of parameters that they share with other stages.
+
+        Each has the parameter, and keeps the gradient that it has sent; those that it
+        has received are there before the optimizer steps.
+        """
+        fixed, in_step = list(fields["m_fixed"]), list(fields["peak_o"])
+        received = [0.0] * placement.n_stages
+        for layers, amount, step, size in self.tied:
+            first: dict[int, int] = {}  # by stage its first chunk with such a layer
+            n_held = Counter[int]()
+            for chunk, stage in enumerate(placement.stage_of):
+                if n := sum(i in chunks[chunk] for i in layers):
+                    first.setdefault(stage, chunk)
+                    n_held[stage] += n
+            for nth, (stage, chunk) in enumerate(first.items()):
+                if len(first) > 1:
+                    fixed[chunk] += size + (amount if nth else 0.0)
+                    in_step[chunk] += step if nth else 0.0
+                    received[stage] += size * (len(layers) - n_held[stage])
+        for own, most in zip(placement.chunks_of, received, strict=True):
+            in_step[own[0]] += max(0.0, most - sum(in_step[c] for c in own))
+        fields |= {"m_fixed": tuple(fixed), "peak_o": tuple(in_step)}
 
     def _chunk_parts(self, chunk: range, recompute: Collection[int]) -> Parts:
         """The parts of a chunk's passes, each behind what it takes on top."""

@@ -191,7 +191,7 @@ def layers_of(data: Mapping[str, Any], *, source: str = "layers") -> LayerCosts:
     Raises:
         RequestError: the object holds no valid costs.
     """
-    values = _read_columns(source, data, _OF_LAYERS, "n_layers")
+    values = _read_columns(source, data, _OF_LAYERS, "n_layers", "tied")
     if "n_layers" in data:
         n_layers = data["n_layers"]
     else:

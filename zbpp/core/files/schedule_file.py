@@ -92,11 +92,13 @@ def parse_schedule(
 def schedule_of(
     data: Mapping[str, Any], *, source: str = "schedule", costs: Costs | None = None
 ) -> Schedule:
-    """Read a schedule from the object of a schedule file.
+    """Read a schedule from the object of a schedule file, or of a plan file.
 
     Raises:
         RequestError: the object is no valid schedule.
     """
+    if isinstance(data.get("schedule"), Mapping):
+        data = data["schedule"]
     refuse_other_kind(source, data, "schedule")
     for key in _SCHEDULE_KEYS:
         if key not in data:
