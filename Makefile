@@ -14,7 +14,7 @@ SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 # The instructions of an older processor.
 OLDER := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: train test test-slow test-nightly test-simgpu test-other-kernels test-pythons test-newest test-lowest mutants check format docs dist playground gpu gpu-simulated clean
+.PHONY: train test test-slow test-nightly test-simgpu test-other-kernels test-pythons test-newest test-lowest mutants check format docs dist gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -26,7 +26,7 @@ test-slow: $(READY)
 	$(BIN)/pytest -m "slow and not nightly" --durations 20 $(SPREAD) $(ARGS)
 
 # What takes long and repeats, with more cases, what the others have shown.
-test-nightly: $(READY) $(VENV)/.playground
+test-nightly: $(READY)
 	$(BIN)/pytest -m nightly --durations 20 $(SPREAD) $(ARGS)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
 	$(OLDER) $(BIN)/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
@@ -94,10 +94,6 @@ dist: $(READY)
 	$(BIN)/twine check --strict build/dist/*
 	$(BIN)/check-wheel-contents build/dist/*.whl
 
-# A folder that any web server serves, with the planner for browsers; needs npm.
-playground: $(VENV)/.playground
-	$(BIN)/python docs/hooks/make_playground.py docs/playground
-
 # The documentation site, build/site/index.html; a warning is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -122,10 +118,6 @@ $(READY): pyproject.toml setup.py constraints/cpu.txt $(wildcard schedules/plann
 	$(BIN)/pip install --quiet --no-compile -c constraints/cpu.txt -e ".[dev]"
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(READY)
-
-$(VENV)/.playground: $(READY)
-	$(BIN)/pip install --quiet -e ".[playground]"
-	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

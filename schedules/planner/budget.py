@@ -71,7 +71,7 @@ class Budget:
     _end: float = field(init=False)
 
     def __post_init__(self) -> None:
-        # no clock is read without need: in a browser there is none of a thread
+        # reading the clock of a thread is a system call: only where it is needed
         is_timed = self.seconds < math.inf
         self._end = time.thread_time() + self.seconds if is_timed else math.inf
 

@@ -1,24 +1,12 @@
-"""The playground in a headless Chromium, with either planner."""
+"""The playground in a headless Chromium."""
 
-import json
-import shutil
-import subprocess
-import sys
 import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
-from pathlib import Path
 
 import pytest
 from chromium import Chromium, executable
-from playground_settings import command_line, random_settings
 
-from zbpp.cli import main
 from zbpp.cli.playground.server import make_server
-from zbpp.planning import MODES
-
-ROOT = Path(__file__).parents[3]
 
 pytestmark = [
     pytest.mark.browser,
@@ -52,40 +40,15 @@ def quiet(browser):
     assert [url for url in browser.requests if not url.startswith(own)] == []
 
 
-def served(server):
+@pytest.fixture(scope="module")
+def local():
+    server = make_server()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def local():
-    yield from served(make_server())
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The page as it stands on the site, whose planner is in the browser."""
-    if shutil.which("npm") is None:
-        pytest.skip("npm fetches Pyodide, and is not installed")
-    pytest.importorskip("ziglang")
-    folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        str(ROOT / "docs" / "hooks" / "make_playground.py"),
-        str(folder),
-    ]
-    subprocess.run(command, check=True, timeout=200)
-    handler = partial(Quiet, directory=folder)
-    yield from served(ThreadingHTTPServer(("127.0.0.1", 0), handler))
 
 
 def open_page(browser, address):
@@ -147,24 +110,3 @@ def test_nothing_is_wider_than_the_screen(browser, local, width):
     browser.resize(width, 900)
     open_page(browser, local + "#stages=16&microbatches=16&modes=ZBH1")
     assert browser.run("document.documentElement.scrollWidth") <= width
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # Pyodide takes 6 s of CPU to load
-def test_plans_in_the_browser_are_those_of_the_command_line(browser, site, tmp_path):
-    """There its loops are built for WebAssembly."""
-    open_page(browser, site + "#stages=8&microbatches=32")
-    n_planned = browser.run("[...answers.values()].filter((a) => !a.reason).length")
-    assert n_planned == len(MODES), "all of them fit"
-    n_files = 0
-    for mode, settings in random_settings(50, seed=0):
-        question = json.dumps({"do": "plan", "settings": settings, "modes": [mode]})
-        found = browser.run(f"ask({question})")
-        code = main(command_line(mode, settings, tmp_path))
-        assert code == (2 if "reason" in found else 0), (mode, settings)
-        if code == 0:
-            n_files += 1
-            plan = (tmp_path / "plan.json").read_text(encoding="utf-8")
-            assert found["file"] == plan, (mode, settings)
-    assert n_files >= 40  # planned in the browser: this server has files alone

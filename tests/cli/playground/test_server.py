@@ -12,8 +12,7 @@ import pytest
 from commands import heed_ctrl_c
 
 from zbpp.cli import main
-from zbpp.cli.playground.server import make_server
-from zbpp.cli.playground.site import page_files
+from zbpp.cli.playground.server import make_server, page_files
 
 QUESTION = {
     "do": "plan", "modes": ["ZBH1"],
@@ -47,7 +46,7 @@ def ask(port, method, path, body=None):
 def test_the_page_and_all_that_it_names_are_served(port):
     status, kind, page = ask(port, "GET", "/")
     assert (status, kind) == (200, "text/html; charset=utf-8")
-    for name in page_files("server"):
+    for name in page_files():
         assert name == "index.html" or f'"{name}"' in page
         assert ask(port, "GET", f"/{name}")[0] == 200
     assert ask(port, "GET", "/../pyproject.toml")[0] == 404

@@ -1,10 +1,8 @@
-"""A page on which the planner runs: in the browser, or beside it.
+"""A page on which the planner compares modes live.
 
 answers          questions of the page and their answers, as JSON
+server           a server for this machine alone: the page's files, and answers
 command          `zbpp playground`
-site             the files of the page; for the planner in the browser
-server           a local server of the page, whose planner is this Python
 playground.html  the page, with playground.css and playground.js; timelines are drawn
                  by the scripts of simulator/page
-worker.js        the planner in the browser: Pyodide, off the page's own thread
 """

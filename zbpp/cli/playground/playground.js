@@ -1,7 +1,7 @@
 // The playground: settings, which plans are asked for, the table, the chart.
 // Timelines are drawn by the scripts of zbpp's pages, timeline.js and view.js.
 
-const given = JSON.parse(byId("given").textContent);
+const MODES = JSON.parse(byId("all-modes").textContent);
 const SIZES = [  // name, label, least, most, step, at first
   ["stages", "stages", 1, 16, 1, 8],
   ["microbatches", "micro-batches", 1, 64, 1, 32],
@@ -16,32 +16,12 @@ let settings = {}, shown = new Set(), answers = new Map(), round = 0;
 
 // Asking
 
-// A function that sends a question to the planner and promises its answer.
-function planner() {
-  if (given.planner === "server")
-    return async (question) => {
-      const reply = await fetch("answer", { method: "POST", body: JSON.stringify(question) });
-      if (!reply.ok) throw new Error(`the planner answers ${reply.status}`);
-      return reply.json();
-    };
-  const worker = new Worker("worker.js", { type: "module" }), waiting = new Map();
-  let count = 0;
-  worker.onmessage = ({ data: [number, answer, error] }) => {
-    const { done, fail } = waiting.get(number);
-    waiting.delete(number);
-    if (error === null) done(JSON.parse(answer));
-    else fail(new Error(error));
-  };
-  worker.onerror = (event) => {
-    for (const { fail } of waiting.values()) fail(new Error(event.message || "the planner cannot be loaded"));
-  };
-  return (question) => new Promise((done, fail) => {
-    waiting.set(++count, { done, fail });
-    worker.postMessage([count, JSON.stringify(question)]);
-  });
+// Sends a question to the planner; promises its answer.
+async function ask(question) {
+  const reply = await fetch("answer", { method: "POST", body: JSON.stringify(question) });
+  if (!reply.ok) throw new Error(`the planner answers ${reply.status}`);
+  return reply.json();
 }
-
-const ask = planner();
 
 function say(text, isError = false) {
   byId("status").textContent = text;
@@ -54,7 +34,7 @@ async function update() {
   writeHash();
   answers = new Map();
   document.querySelectorAll("#modes tr").forEach((row) => row.classList.add("stale"));
-  const names = given.modes.map(({ name }) => name);
+  const names = MODES.map(({ name }) => name);
   const inTurn = [...names.filter((name) => shown.has(name)), ...names.filter((name) => !shown.has(name))];
   try {
     for (const [number, mode] of inTurn.entries()) {
@@ -77,7 +57,7 @@ async function update() {
 
 // Timelines of the modes that have a plan.
 async function drawShown(asked, isStale) {
-  const modes = given.modes.map(({ name }) => name).filter((name) => shown.has(name) && !answers.get(name)?.reason);
+  const modes = MODES.map(({ name }) => name).filter((name) => shown.has(name) && !answers.get(name)?.reason);
   if (!modes.length) {
     panels.length = 0;
     byId("drawn").replaceChildren();
@@ -104,7 +84,7 @@ function readHash() {
   settings = Object.fromEntries(SIZES.map((size) => [size[0], clean(words.get(size[0]), size)]));
   const speeds = (words.get("speeds") ?? "").split(",");
   settings.speeds = Array.from({ length: settings.stages }, (_, i) => clean(speeds[i] ?? null, SPEED));
-  const names = given.modes.map(({ name }) => name);
+  const names = MODES.map(({ name }) => name);
   shown = new Set((words.get("modes") ?? FIRST.join()).split(",").filter((name) => names.includes(name)));
 }
 
@@ -205,7 +185,7 @@ function set(changes) {
 const percent = (share) => `${(100 * share).toFixed(2)} %`;
 
 function buildTable() {
-  byId("modes").replaceChildren(...given.modes.map(({ name, about }) => {
+  byId("modes").replaceChildren(...MODES.map(({ name, about }) => {
     const box = element("input", { type: "checkbox", "aria-label": `timeline of ${name}` });
     box.checked = shown.has(name);
     box.addEventListener("change", () => {

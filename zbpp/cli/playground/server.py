@@ -3,16 +3,32 @@
 import json
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from threading import Lock
 from typing import Any
 
-from zbpp.cli.playground.answers import answer
-from zbpp.cli.playground.site import page_files
+from zbpp.cli.playground.answers import answer, overview
 
-__all__ = ["make_server"]
+__all__ = ["make_server", "page_files"]
 
 _MOST_BYTES = 100_000  # of a question
+_PLACES = {
+    "playground.css": "zbpp.cli.playground",
+    "playground.js": "zbpp.cli.playground",
+    "page.css": "zbpp.simulator.page",
+    "timeline.js": "zbpp.simulator.page",
+    "view.js": "zbpp.simulator.page",
+}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+def page_files() -> dict[str, bytes]:
+    """The files of the page by the name under which they are served."""
+    page = files("zbpp.cli.playground").joinpath("playground.html").read_text("utf-8")
+    contents = {"index.html": page.replace("MODES", overview()).encode()}
+    for name, package in _PLACES.items():
+        contents[name] = files(package).joinpath(name).read_bytes()
+    return contents
 
 
 def make_server(port: int = 0) -> ThreadingHTTPServer:
@@ -21,7 +37,7 @@ def make_server(port: int = 0) -> ThreadingHTTPServer:
     Raises:
         OSError: the port is taken.
     """
-    pages, one_at_a_time = page_files("server"), Lock()
+    pages, one_at_a_time = page_files(), Lock()
 
     class Handler(BaseHTTPRequestHandler):
         """GET of the page's files, POST of questions."""
