@@ -27,10 +27,12 @@ TINY_LLAMA = [
 COSTS = '{"f": 3, "b": 2, "w": 1, "comm": 0.5, "m_b": 4, "m_w": 1, "optimizer": 7}'
 
 
-def run(*arguments):
+def run(*arguments, cwd=None):
     """Run a real process, as a shell would."""
     command = [sys.executable, "-m", "zbpp", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=cwd
+    )
 
 
 def heed_ctrl_c() -> None:

@@ -1,14 +1,11 @@
-"""`zbpp bench`: our modes and torch's own schedules on the same model, in turns.
+"""`zbpp bench`: modes of zbpp and schedules of torch on one model, timed in turns.
 
-names        contenders, by what the flags call them
-request      what is asked for, and its schedules
-contender    what all contenders have in common, and the batch of a step
-ours         a mode of ours, as `zbpp.Pipeline` runs it
-peer_stage   chunks of a model as torch's stages take them
-peers        one of torch's schedules
-sleeping     layers that sleep under torch's split backward
-gradients    compared before anything is timed
-turns        steps of one contender, timed; peak memory
-run          torchrun's processes or new ones, and one process's share of all that
-results      all figures, as JSON, table, page and trace
+names        contenders, as the flags name them
+request      the options, and the schedules that follow from them
+contender    what all contenders share: model, batch, optimizer
+ours         a mode of zbpp, run by `zbpp.Pipeline`
+torchs       a schedule of torch.distributed.pipelining
+turns        the steps of one turn, timed; peak memory
+run          one process's share: the first step compared, then turns
+results      figures as JSON, table, page and trace
 """

@@ -1,24 +1,13 @@
-"""Names of contenders: ``zbpp:ZBV`` is a mode of ours, ``torch:1F1B`` a peer's."""
+"""Names of contenders, such as ``zbpp:ZBV`` and ``torch:1F1B``."""
 
 from collections.abc import Sequence
 
 from zbpp.core import Placement, RequestError
 from zbpp.planning import canonical, is_file
 
-__all__ = ["OURS", "TORCH", "contenders_of", "peer_placement", "split_name"]
+__all__ = ["OURS", "TORCH", "contenders_of", "split_name", "torch_placement"]
 
 OURS, TORCH = "zbpp", "torch"
-
-_PLACEMENTS = {
-    "1F1B": "single",
-    "GPipe": "single",
-    "Interleaved1F1B": "interleaved",
-    "LoopedBFS": "interleaved",
-    "InterleavedZeroBubble": "interleaved",
-    "ZBVZeroBubble": "wave",
-    "DualPipeV": "wave",
-}
-"""Placement of the chunks of each of torch's schedules."""
 
 _USUAL = (
     "1F1B",
@@ -27,6 +16,7 @@ _USUAL = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
+_ALL = (*_USUAL, "GPipe", "LoopedBFS")
 
 
 def contenders_of(modes: Sequence[str], peers: Sequence[str]) -> tuple[str, ...]:
@@ -46,24 +36,21 @@ def contenders_of(modes: Sequence[str], peers: Sequence[str]) -> tuple[str, ...]
         f"{OURS}:{mode if is_file(mode) else canonical(mode)}" for mode in modes
     ]
     for peer in peers:
-        if peer.lower() == TORCH:
-            contenders += [f"{TORCH}:{name}" for name in _USUAL]
-        else:
-            contenders.append(f"{TORCH}:{_peer(peer)}")
+        names = _USUAL if peer.lower() == TORCH else (_torch_name(peer),)
+        contenders += [f"{TORCH}:{name}" for name in names]
     if not contenders:
         raise RequestError("nothing is to be compared; name modes, or peers")
     return tuple(dict.fromkeys(contenders))
 
 
-def _peer(text: str) -> str:
-    spellings = {name.lower(): name for name in _PLACEMENTS}
-    whose, _, name = text.partition(":")
-    if whose.lower() != TORCH or name.lower() not in spellings:
+def _torch_name(text: str) -> str:
+    spellings = {f"{TORCH}:{name}".lower(): name for name in _ALL}
+    if text.lower() not in spellings:
         raise RequestError(
             f"--peers {text}: write torch, for {', '.join(_USUAL)}, or torch:NAME with "
-            f"one of {', '.join(_PLACEMENTS)}"
+            f"one of {', '.join(_ALL)}"
         )
-    return spellings[name.lower()]
+    return spellings[text.lower()]
 
 
 def split_name(contender: str) -> tuple[str, str]:
@@ -72,12 +59,10 @@ def split_name(contender: str) -> tuple[str, str]:
     return whose, name
 
 
-def peer_placement(name: str, n_stages: int) -> Placement:
+def torch_placement(name: str, n_stages: int) -> Placement:
     """Place the chunks of one of torch's schedules: two a stage, or one."""
-    match _PLACEMENTS[name]:
-        case "single":
-            return Placement.single(n_stages)
-        case "wave":
-            return Placement.wave(n_stages)
-        case _:
-            return Placement.interleaved(n_stages, 2)
+    if name in ("1F1B", "GPipe"):
+        return Placement.single(n_stages)
+    if name in ("ZBVZeroBubble", "DualPipeV"):
+        return Placement.wave(n_stages)
+    return Placement.interleaved(n_stages, 2)

@@ -1,19 +1,12 @@
-"""A mode of ours in a bench."""
+"""A mode of zbpp in a bench."""
 
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from zbpp.bench.contender import (
-    Field,
-    Measured,
-    autocast_of,
-    make_optimizer,
-    measured_of,
-    own_loss,
-)
+from zbpp.bench.contender import Setting, make_optimizer, output_is_loss
 from zbpp.bench.names import split_name
 from zbpp.bench.request import costs_of
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
@@ -23,25 +16,32 @@ from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan
 from zbpp.runtime.policies import Execution, Numerics, StepPolicy
-from zbpp.simulator import simulate, steady_step_time
+from zbpp.simulator import bubble_rate, simulate, steady_step_time
 
-__all__ = ["Ours", "Promised", "build_ours", "resolved"]
+__all__ = ["Jobs", "Ours", "build_ours", "resolved"]
 
-_KEPT = 10  # timelines
+_STEPS_KEPT = 10  # timelines of so many steps are there
 
 
 @dataclass(frozen=True)
-class Promised:
-    """Jobs as the simulator has them; times in ms."""
+class Jobs:
+    """Jobs of the last steps, measured and by the simulator; times in ms.
+
+    Args:
+        schedule: as it ran.
+        costs: given ones, else those of the same steps.
+        measured: the last step; it begins at 0.
+        bubble: median of the steps' measured bubble rates.
+    """
 
     schedule: Schedule
     costs: Costs
-    has_given_costs: bool
-    """Else the costs are those of the same steps."""
+    measured: Timeline
+    bubble: float
 
     @property
     def simulated(self) -> Timeline:
-        """The same jobs, simulated."""
+        """The same jobs by the simulator."""
         return simulate(self.schedule, self.costs)
 
     @property
@@ -51,16 +51,16 @@ class Promised:
 
 
 class Ours:
-    """A pipeline, and the batch that it is fed."""
+    """A pipeline, and the batch that it trains on."""
 
-    def __init__(self, pipeline: Pipeline, field: Field) -> None:
+    def __init__(self, pipeline: Pipeline, setting: Setting) -> None:
         self.pipeline = pipeline
-        self._given = costs_of(field.request)
+        self._costs = costs_of(setting.request)
         self._batch: tuple[Any, Any]
-        if field.request.emulate is not None:
+        if setting.request.emulate is not None:
             self._batch = (emulated_batch(pipeline),) * 2
         else:
-            self._batch = field.batch.inputs, field.batch.targets
+            self._batch = setting.batch.inputs, setting.batch.targets
         order = pipeline.schedule.orders[dist.get_rank()]
         self.n_jobs = sum(len(passes_in(job)) for job in order)
 
@@ -68,45 +68,31 @@ class Ours:
         """Train on the batch once."""
         self.pipeline.step(*self._batch)
 
+    def compared_step(self) -> tuple[float, float]:
+        """Train once; loss and gradient norm."""
+        result = self.pipeline.step(*self._batch)
+        return result.loss, result.grad_norm
+
     def settle(self) -> None:
         """Wait for the decision on the last step."""
         self.pipeline.synchronize()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients of this process's parameters."""
-        return {
-            name: p.grad
-            for prefix, layer in self.pipeline.named_layers()
-            for name, p in layer.named_parameters(prefix=prefix)
-            if p.grad is not None
-        }
-
-    def measured(self, n_steps: int) -> Measured:
-        """Read the times of the last steps' jobs (every rank must call)."""
-        return measured_of(timelines(self.pipeline, min(n_steps, _KEPT)))
-
-    def promised(self, n_steps: int) -> Promised:
-        """Simulate, with costs of the last steps or given ones (every rank must)."""
-        costs = self._given
-        if costs is None:
-            costs = measured_costs(self.pipeline, min(n_steps, _KEPT), joint=True)
-        has_given_costs = self._given is not None
-        return Promised(self.pipeline.schedule, costs, has_given_costs)
+    def jobs(self, n_steps: int) -> Jobs:
+        """Read the jobs of the last steps (every rank must call)."""
+        n = min(n_steps, _STEPS_KEPT)
+        steps = timelines(self.pipeline, n)
+        costs = self._costs or measured_costs(self.pipeline, n, joint=True)
+        bubble = median(map(bubble_rate, steps))
+        return Jobs(self.pipeline.schedule, costs, _in_ms(steps[-1]), bubble)
 
     def close(self) -> None:
         """Synchronize and end."""
         self.pipeline.close()
 
 
-def build_ours(field: Field, schedule: Schedule, *, steps: bool) -> Ours:
-    """Make the pipeline of a schedule (every rank must call).
-
-    Args:
-        field: alike for all contenders.
-        schedule: to run.
-        steps: False leaves the optimizer out, and the gradients where they are.
-    """
-    request = field.request
+def build_ours(setting: Setting, schedule: Schedule) -> Ours:
+    """Make the pipeline of a schedule (every rank must call)."""
+    request = setting.request
     costs = costs_of(request)
     if request.emulate is not None and costs is not None:
         pipeline = emulated_pipeline(
@@ -115,39 +101,36 @@ def build_ours(field: Field, schedule: Schedule, *, steps: bool) -> Ours:
             timeout_s=request.timeout_s,
             post_validation=schedule.runs(PassKind.W),
         )
-        return Ours(pipeline, field)
-    return Ours(_pipeline(field, schedule, steps=steps), field)
+        return Ours(pipeline, setting)
+    return Ours(_pipeline(setting, schedule), setting)
 
 
-def resolved(field: Field, contender: str) -> Schedule:
+def resolved(setting: Setting, contender: str) -> Schedule:
     """The schedule of a contender; one without is planned for what its layers take.
 
-    The measuring is done once, so that all turns run the same (every rank must call).
+    Layers are measured once, so that all turns run the same (every rank must call).
     """
-    schedule = field.request.schedules[contender]
+    schedule = setting.request.schedules[contender]
     if schedule is not None:
         return schedule
     _, mode = split_name(contender)
-    with _pipeline(field, mode, steps=True) as pipeline:
+    with _pipeline(setting, mode) as pipeline:
         split = tuple(map(len, pipeline.split))
         return replace(pipeline.schedule, split=split)
 
 
-def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipeline:
-    request, loaded = field.request, field.model()
+def _pipeline(setting: Setting, schedule: Schedule | str) -> Pipeline:
+    request, loaded = setting.request, setting.model()
     model = layered_of(loaded.model, loaded.n_layers)
-    made_as: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "n_stages": request.stages,
         "n_microbatches": request.microbatches,
-        "device": field.device,
-        "loss_fn": loaded.loss_fn or own_loss,
-        "optimizer": make_optimizer(request) if steps else None,
-        "numerics": Numerics(
-            autocast=autocast_of(request), exact_sums=request.exact_sums
-        ),
+        "device": setting.device,
+        "loss_fn": loaded.loss_fn or output_is_loss,
+        "optimizer": make_optimizer,
+        "numerics": Numerics(autocast=setting.autocast, exact_sums=request.exact_sums),
         "execution": Execution(
             compile="blocks" if request.compiles else False,
-            cuda_graphs=request.cuda_graphs,
             watch=False,
             timeout_s=request.timeout_s,
         ),
@@ -158,17 +141,35 @@ def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipelin
         plan = plan_model(
             model,
             schedule,
-            example=(field.batch.inputs, field.batch.targets),
+            example=(setting.batch.inputs, setting.batch.targets),
             memory_limit=request.memory_limit,
-            **made_as,
+            **settings,
         )
     else:
-        speculates = steps and schedule.runs(PassKind.W) and schedule.n_stages > 1
+        speculates = schedule.runs(PassKind.W) and schedule.n_stages > 1
     return Pipeline(
         model,
         plan,
-        clip_grad_norm=request.clip_grad_norm if steps else None,
+        clip_grad_norm=request.clip_grad_norm,
         # True: from the first step on
         step=StepPolicy(post_validation=True if speculates else None),
-        **made_as,
+        **settings,
+    )
+
+
+def _in_ms(timeline: Timeline) -> Timeline:
+    """A timeline in ms that begins at 0."""
+    zero = min(row[0].start for row in timeline.rows if row)
+    return replace(
+        timeline,
+        clock_error=1e3 * timeline.clock_error,
+        rows=tuple(
+            tuple(
+                replace(
+                    slot, start=1e3 * (slot.start - zero), end=1e3 * (slot.end - zero)
+                )
+                for slot in row
+            )
+            for row in timeline.rows
+        ),
     )

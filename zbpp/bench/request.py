@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from zbpp.bench.names import OURS, peer_placement, split_name
+from zbpp.bench.names import OURS, TORCH, split_name
 from zbpp.core import Costs, RequestError, Schedule, read_costs
 from zbpp.core.costs.units import with_limit
 from zbpp.planning import is_auto, plan
@@ -32,25 +32,16 @@ class BenchOptions(Processes, Compute):
     memory_limit: Memory = flag("of a stage, for auto", None)
     emulate: Path | None = flag("costs file in ms: layers that sleep instead", None)
     effort: str = flag("of the plans: fast, default, best or best:SECONDS", "default")
-    reference: Literal["first", "plain"] = flag(
-        "whose gradients are right: the first contender's, or a plain loop's", "first"
-    )
-    tolerance: float = flag(
-        "largest difference of gradients, relative to the largest of their layer", 1e-5
-    )
-    optimizer: str = flag("of torch.optim", "adamw")
     clip_grad_norm: float | None = flag("largest norm of the model's gradient", None)
     dtype: Literal["fp32", "bf16"] = flag("16 bits by autocast", "fp32")
-    cuda_graphs: bool = flag("of ours: passes as CUDA graphs", False)
-    seed: int = flag("of the weights", 0)
     json: bool = flag("print one JSON object instead of the table", False, pair=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest(BenchOptions):
-    """All that the processes of a bench are told.
+    """The options, and what follows from them.
 
-    ``load`` gives the model, alike in all processes; ``schedules`` has an entry for
+    ``load`` makes the model, alike in all processes; ``schedules`` has an entry for
     every contender of ours, None for one that is planned for what it measures.
     """
 
@@ -79,35 +70,30 @@ def planned(request: BenchRequest) -> BenchRequest:
     """Plan what can be planned before any process starts.
 
     Raises:
-        RequestError: a contender cannot be had; it is named.
+        RequestError: a contender cannot run; it is named.
     """
-    given_costs = costs_of(request)
-    costs = given_costs or Costs()
+    costs = costs_of(request)
     schedules: dict[str, Schedule | None] = {}
     for contender in request.contenders:
         whose, name = split_name(contender)
+        if whose == TORCH and request.emulate is not None:
+            raise RequestError(
+                f"{contender} cannot run with --emulate: only stages of zbpp can sleep "
+                "in place of computing; leave --peers out"
+            )
+        if whose != OURS:
+            continue
+        if is_auto(name) and costs is None:
+            schedules[contender] = None
+            continue
         try:
-            if whose != OURS:
-                _check_peer(request, name, costs)
-            elif is_auto(name) and given_costs is None:
-                schedules[contender] = None
-            else:
-                schedules[contender] = plan(
-                    name,
-                    n_stages=request.stages,
-                    n_microbatches=request.microbatches,
-                    costs=costs,
-                    effort=request.effort,
-                )
+            schedules[contender] = plan(
+                name,
+                n_stages=request.stages,
+                n_microbatches=request.microbatches,
+                costs=costs or Costs(),
+                effort=request.effort,
+            )
         except RequestError as error:
             raise RequestError(f"{contender} cannot run: {error}") from error
     return replace(request, schedules=schedules)
-
-
-def _check_peer(request: BenchRequest, name: str, costs: Costs) -> None:
-    times = costs.on(peer_placement(name, request.stages))
-    if request.emulate is not None and any(times.hops):
-        raise RequestError(
-            f"{request.emulate} has comm, but torch's messages cannot be slowed down; "
-            "leave comm out, or torch's schedules"
-        )

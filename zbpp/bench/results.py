@@ -1,10 +1,10 @@
-"""Figures of a bench: as JSON, as a table, and as a page."""
+"""Figures of a bench: as JSON, as a table, as a page, and as a trace of ours."""
 
 import json
 import os
 import platform
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from zbpp.bench.contender import Field, Measured
+from zbpp.bench.contender import Setting
 from zbpp.bench.names import OURS, split_name
-from zbpp.bench.ours import Promised
+from zbpp.bench.ours import Jobs
 from zbpp.bench.turns import Turn
-from zbpp.core import Costs, RequestError, Timeline, format_bytes
+from zbpp.core import RequestError, format_bytes
 from zbpp.runtime.support.devices import device_name, runs_ahead
 from zbpp.simulator import write_trace
 from zbpp.simulator.page import PageEntry, write_page
@@ -35,21 +35,21 @@ class Outcome:
 
     Args:
         name: of the contender.
-        difference: of its gradients, 0.0 for the same bits; None: nothing was compared.
-        turns: without any it was not timed.
-        measured: its jobs, where they can be told.
-        promised: the same jobs by the simulator, for modes of ours.
+        reason: why it was not timed; empty: it was.
+        turns: of its steps.
+        jobs: of the last steps, for modes of ours.
     """
 
     name: str
-    difference: float | None
+    reason: str
     turns: tuple[Turn, ...]
-    measured: Measured | None = None
-    promised: Promised | None = None
+    jobs: Jobs | None = None
 
-    def is_wrong(self, tolerance: float) -> bool:
-        """True if its gradients are further off than that."""
-        return self.difference is not None and not self.difference <= tolerance
+    @property
+    def title(self) -> str:
+        """Its mode, if it is ours, else the whole name."""
+        whose, name = split_name(self.name)
+        return name if whose == OURS else self.name
 
     @property
     def steps_s(self) -> list[float]:
@@ -84,20 +84,11 @@ class Outcome:
         """Median over turns of the CPU time of a job, on the process that has most."""
         return 1e6 * statistics.median(max(turn.host_s) for turn in self.turns)
 
-    def gradients(self, tolerance: float) -> str:
-        """One word or two on the gradients."""
-        if self.difference is None:
-            return ""
-        if self.difference == 0:
-            return "same bits"
-        off = f"off by {self.difference:.1e}"
-        return f"refused: {off}" if self.is_wrong(tolerance) else off
 
-
-def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
+def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
     """Write results.json, index.html and trace.json; print the table, or JSON."""
-    request = field.request
-    data = _data(field, outcomes)
+    request = setting.request
+    data = _data(setting, outcomes)
     try:
         request.out.mkdir(parents=True, exist_ok=True)
         file = request.out / "results.json"
@@ -106,223 +97,137 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
         raise RequestError(
             f"--out {request.out} cannot be written: {error.strerror}"
         ) from None
-    page = request.out / "index.html"
-    shown = {outcomes[0].name} | _fastest(outcomes)
+    files = [file, request.out / "index.html"]
+    timed = [one for one in outcomes if one.jobs]
+    fastest = min(timed, key=lambda one: one.step_s, default=None)
     write_page(
-        [_entry(field, outcome, shown) for outcome in outcomes],
-        page,
-        title=_title(field),
+        [_entry(setting, o, shown=o in (outcomes[0], fastest)) for o in outcomes],
+        files[-1],
+        title=_title(setting),
         subtitle=f"{data['date']}; {data['hardware']}; {data['versions']}",
         command=request.command,
         time_unit="ms",
     )
-    trace = request.out / "trace.json"
-    runs = [run for outcome in outcomes for run in _runs(outcome)]
-    if runs:
-        lines, costs = zip(*runs, strict=True)
-        write_trace(lines, trace, costs=costs)
+    if timed:
+        files.append(request.out / "trace.json")
+        lines = [(one.title, one.jobs.measured) for one in timed if one.jobs]
+        write_trace([replace(line, name=name) for name, line in lines], files[-1])
     if request.json:
         print(json.dumps(data), flush=True)
         return
-    console = Console(highlight=False, width=_WIDTH)
-    console.print(_table(field, outcomes).for_terminal())
-    print(file, page, *([trace] if runs else []), sep="\n", flush=True)
+    table = _table(setting, outcomes).for_terminal()
+    Console(highlight=False, width=_WIDTH).print(table)
+    print(*files, sep="\n", flush=True)
 
 
-def _fastest(outcomes: Sequence[Outcome]) -> set[str]:
-    """The fastest mode of ours, and the fastest of the others."""
-    fastest: dict[str, Outcome] = {}
-    for outcome in outcomes:
-        whose, _ = split_name(outcome.name)
-        if outcome.turns and (
-            whose not in fastest or outcome.step_s < fastest[whose].step_s
-        ):
-            fastest[whose] = outcome
-    return {outcome.name for outcome in fastest.values()}
-
-
-def _runs(outcome: Outcome) -> list[tuple[Timeline, Costs | None]]:
-    """Plan of a contender, if it is ours, and what it did; with its costs."""
-    name, promised = _title_of(outcome), outcome.promised
-    costs = promised.costs if promised else None
-    both = {
-        "simulated": promised.simulated if promised else None,
-        "measured": outcome.measured.timeline if outcome.measured else None,
-    }
-    return [
-        (replace(line, name=f"{name}, {how}"), costs)
-        for how, line in both.items()
-        if line is not None
-    ]
-
-
-def _title_of(outcome: Outcome) -> str:
-    whose, name = split_name(outcome.name)
-    return name if whose == OURS else outcome.name
-
-
-def _data(field: Field, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    request = field.request
+def _data(setting: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    request = setting.request
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "hardware": _hardware(field.device),
+        "hardware": _hardware(setting.device),
         "versions": _versions(),
         "command": request.command,
         "n_stages": request.stages,
         "n_microbatches": request.microbatches,
         "emulated": request.emulate is not None,
-        "reference": None if request.emulate else _reference(field, outcomes),
-        "contenders": [_contender(field, outcome) for outcome in outcomes],
+        "contenders": [_contender(setting, outcome) for outcome in outcomes],
     }
 
 
-def _contender(field: Field, outcome: Outcome) -> dict[str, Any]:
-    request = field.request
-    wrong = outcome.is_wrong(request.tolerance)
+def _contender(setting: Setting, outcome: Outcome) -> dict[str, Any]:
+    emulated, batch = setting.request.emulate is not None, setting.batch
     data: dict[str, Any] = {
         "name": outcome.name,
-        "same_gradients": None if outcome.difference is None else not wrong,
-        "gradient_difference": outcome.difference,
+        "same_loss": None if emulated else not outcome.reason,
     }
-    if not outcome.turns:
-        return data | {"reason": outcome.gradients(request.tolerance)}
-    rates = _rates(field, outcome)
+    if outcome.reason:
+        return data | {"reason": outcome.reason}
+    step = outcome.step_s
     data |= {
-        "step_s": outcome.step_s,
+        "step_s": step,
         "quartiles_s": list(outcome.quartiles_s),
         "steps_s": outcome.steps_s,
-        "tokens_per_s": rates.get("tokens/s"),
-        "samples_per_s": rates.get("samples/s"),
+        "tokens_per_s": batch.tokens / step if batch.tokens else None,
+        "samples_per_s": None if emulated else batch.samples / step,
         "peak_bytes": outcome.peak_bytes,
-        "host_us_per_job": None if request.emulate else outcome.host_us,
+        "host_us_per_job": None if emulated else outcome.host_us,
     }
-    if outcome.measured is not None:
+    if outcome.jobs is not None:
         data |= {
-            "bubble_measured": outcome.measured.bubble,
-            "bubble_by_stage": list(outcome.measured.bubble_by_stage),
-            "clock_error_s": outcome.measured.timeline.clock_error / 1e3,
-        }
-    if outcome.promised is not None:
-        data |= {
-            "predicted_step_s": outcome.promised.predicted_step / 1e3,
-            "predicted_with": "given costs"
-            if outcome.promised.has_given_costs
-            else "costs of the same steps",
-            "measured_over_simulated": _by_kind(_entry(field, outcome)),
-            "errors_ms": {
-                kind: {"time": time, "start": start}
-                for kind, (time, start) in _entry(field, outcome)
-                .errors_by_kind()
-                .items()
-            },
+            "bubble_measured": outcome.jobs.bubble,
+            "predicted_step_s": outcome.jobs.predicted_step / 1e3,
         }
     return data
 
 
-def _rates(field: Field, outcome: Outcome) -> dict[str, float]:
-    if field.request.emulate is not None:
-        return {}
-    batch = field.batch
-    rates = {"samples/s": batch.samples / outcome.step_s}
-    if batch.tokens is not None:
-        rates["tokens/s"] = batch.tokens / outcome.step_s
-    return rates
-
-
-def _by_kind(entry: PageEntry) -> dict[str, float]:
-    """For each kind of job its measured time over the simulated one."""
-    return {
-        kind: measured / simulated
-        for kind, (simulated, measured) in entry.times_by_kind().items()
-    }
-
-
-def _entry(field: Field, outcome: Outcome, shown: Collection[str] = ()) -> PageEntry:
-    title = _title_of(outcome)
-    if not outcome.turns:
-        return PageEntry(name=title, reason=outcome.gradients(field.request.tolerance))
-    low, high = outcome.quartiles_s
-    rates = _rates(field, outcome)
-    figures: dict[str, float | str] = {
-        "quartiles, ms": f"{1e3 * low:.4g} to {1e3 * high:.4g}",
-        **{rate: float(f"{v:.5g}") for rate, v in list(rates.items())[-1:]},
-    }
-    if (peak := _peak(outcome)) is not None:
-        figures["peak memory of a process"] = format_bytes(peak)
-    if not field.request.emulate:
-        figures["host, \N{MICRO SIGN}s a job"] = float(f"{outcome.host_us:.3g}")
-        figures["gradients"] = outcome.gradients(field.request.tolerance)
-    entry = PageEntry(
-        name=title,
-        measured=outcome.measured.timeline if outcome.measured else None,
-        step_measured=1e3 * outcome.step_s,
-        bubble_measured=outcome.measured.bubble if outcome.measured else None,
-        figures=figures,
-        shown=outcome.name in shown,
-    )
-    promised = outcome.promised
-    if promised is None:
-        return entry
-    return replace(
-        entry,
-        schedule=promised.schedule,
-        simulated=promised.simulated,
-        costs=promised.costs,
-        step=promised.predicted_step,
-    )
-
-
-def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
-    request = field.request
-    first = outcomes[0]
-    heads = ["contender", "step, ms", "quartiles", "speed-up"]
-    unit = "tokens/s" if field.batch.tokens is not None else "samples/s"
-    heads += ["predicted", "bubble", "by stage, %", "peak memory"]
-    heads[4:4] = [] if request.emulate else [unit]
-    heads += [] if request.emulate else ["host, us/job", "gradients"]
-    table = Table(heads, title=_title(field))
+def _table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
+    first, heads = outcomes[0], ["step, ms", "speed-up", "predicted", "bubble"]
+    figures = {one.name: _figures(setting, one) for one in outcomes if one.turns}
+    heads += list(next(iter(figures.values()), ()))
+    table = Table(["contender", *heads], title=_title(setting))
     for outcome in outcomes:
         if not outcome.turns:
-            table.add(outcome.name, outcome.gradients(request.tolerance))
+            table.add(outcome.name, outcome.reason)
             continue
-        low, high = outcome.quartiles_s
-        seen, promised, peak = outcome.measured, outcome.promised, _peak(outcome)
-        cells = [
+        jobs, step = outcome.jobs, outcome.step_s
+        table.add(
             outcome.name,
-            f"{1e3 * outcome.step_s:.4g}",
-            f"{1e3 * low:.3g}-{1e3 * high:.3g}",
-            f"{first.step_s / outcome.step_s:.3f}" if first.turns else "",
-            *([] if request.emulate else [f"{_rates(field, outcome)[unit]:,.0f}"]),
-            "" if promised is None else f"{promised.predicted_step:.4g}",
-            "" if seen is None else f"{seen.bubble:.1%}",
-            ""
-            if seen is None
-            else " ".join(f"{100 * x:.1f}" for x in seen.bubble_by_stage),
-            "" if peak is None else format_bytes(peak),
-        ]
-        if not request.emulate:
-            cells += [f"{outcome.host_us:.0f}", outcome.gradients(request.tolerance)]
-        table.add(*cells)
+            f"{1e3 * step:.4g}",
+            f"{first.step_s / step:.3f}" if first.turns else "",
+            f"{jobs.predicted_step:.4g}" if jobs else "",
+            f"{jobs.bubble:.1%}" if jobs else "",
+            *figures[outcome.name].values(),
+        )
     return table
 
 
-def _peak(outcome: Outcome) -> int | None:
+def _figures(setting: Setting, outcome: Outcome) -> dict[str, str]:
+    """Figures of the table and of the page, by the heads of their columns."""
+    (low, high), batch = outcome.quartiles_s, setting.batch
     peaks = [peak for peak in outcome.peak_bytes if peak is not None]
-    return max(peaks, default=None)
+    figures = {
+        "quartiles, ms": f"{1e3 * low:.3g}-{1e3 * high:.3g}",
+        "peak of a process": format_bytes(max(peaks)) if peaks else "",
+    }
+    if setting.request.emulate is None:
+        unit, n = "tokens/s", batch.tokens
+        if n is None:
+            unit, n = "samples/s", batch.samples
+        figures[unit] = f"{n / outcome.step_s:,.0f}"
+        figures["host, us/job"] = f"{outcome.host_us:.0f}"
+    return figures
 
 
-def _title(field: Field) -> str:
-    request = field.request
+def _entry(setting: Setting, outcome: Outcome, *, shown: bool) -> PageEntry:
+    """A row of the page; its timelines if it is one of ours."""
+    if not outcome.turns:
+        return PageEntry(name=outcome.title, reason=outcome.reason)
+    entry = PageEntry(
+        name=outcome.title,
+        step_measured=1e3 * outcome.step_s,
+        figures=_figures(setting, outcome),
+        shown=shown,
+    )
+    if (jobs := outcome.jobs) is None:
+        return entry
+    return replace(
+        entry,
+        schedule=jobs.schedule,
+        costs=jobs.costs,
+        simulated=jobs.simulated,
+        step=jobs.predicted_step,
+        measured=jobs.measured,
+        bubble_measured=jobs.bubble,
+    )
+
+
+def _title(setting: Setting) -> str:
+    request = setting.request
     what = f"{request.stages} stages, {request.microbatches} micro-batches"
     if request.emulate is not None:
         what += f", layers that sleep ({request.emulate.name})"
     turns = f"{request.rounds} turns of {request.steps_a_turn} steps"
     return f"{what}, {turns}, {dist.get_backend()}"
-
-
-def _reference(field: Field, outcomes: Sequence[Outcome]) -> str:
-    plain = field.request.reference == "plain"
-    return "a plain loop" if plain else outcomes[0].name
 
 
 def _hardware(device: torch.device) -> str:

@@ -3,28 +3,27 @@
     warm-up          counted
     |---|---|---|---o----o----o----o      o  end of a step on this process
 
-A step lasts from the last stage's end of the one before to the last stage's end of its
-own, by the clock of the first process. On GPUs ends are events in the stream, read when
+A step lasts from one end to the next, and the mean over the processes is shown: in the
+long run it is the same on all of them. On GPUs ends are events in the stream, read when
 all steps are done.
 """
 
 import ctypes
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from zbpp.bench.contender import Contender, gather
-from zbpp.runtime.comm.clocks import clock_name, compare_clocks
+from zbpp.bench.contender import Contender, Setting, gather
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.streams import timed_event
 
-__all__ = ["Turn", "periods", "take_turn"]
+__all__ = ["Turn", "take_turn"]
 
 
 @dataclass(frozen=True)
@@ -42,73 +41,42 @@ class Turn:
     host_s: tuple[float, ...]
 
 
-def take_turn(
-    contender: Contender, device: torch.device, *, warmup: int, steps: int
-) -> Turn:
+def take_turn(contender: Contender, setting: Setting) -> Turn:
     """Run the steps of a turn (every rank must call)."""
-    reset = _reset_peak(device)
+    device, n = setting.device, setting.request.steps_a_turn
+    has_peak = _reset_peak(device)
     gather(None)
-    for _ in range(warmup):
+    for _ in range(setting.request.warmup):
         contender.step()
-    clock = _Clock(device)
-    clock.mark()
+    ends = [_now(device)]
     cpu = time.thread_time()
-    for _ in range(steps):
+    for _ in range(n):
         contender.step()
-        clock.mark()
-    cpu = time.thread_time() - cpu
-    step_ends = clock.seconds()
+        ends.append(_now(device))
+    host = (time.thread_time() - cpu) / (n * max(1, contender.n_jobs))
+    steps = _seconds_between(ends, device)
     contender.settle()
-    peak = _peak(device) if reset else None
-    host = cpu / (steps * max(1, contender.n_jobs))
-    names, ends, peaks, hosts = zip(
-        *gather((clock_name(), step_ends, peak, host)), strict=True
-    )
-    clocks = compare_clocks(gather, names)
-    ends = tuple(
-        [end - ahead for end in of_process]
-        for of_process, ahead in zip(ends, clocks.ahead_s, strict=True)
-    )
-    return Turn(tuple(periods(ends)), tuple(peaks), tuple(hosts))
+    peak = _peak(device) if has_peak else None
+    of_processes, peaks, hosts = zip(*gather((steps, peak, host)), strict=True)
+    steps_s = tuple(map(fmean, zip(*of_processes, strict=True)))
+    return Turn(steps_s, tuple(peaks), tuple(hosts))
 
 
-def periods(ends: Sequence[Sequence[float]]) -> list[float]:
-    """Times between the last process's ends of one step and of the next.
+def _now(device: torch.device) -> Any:
+    """The present by the host's clock; on a GPU when its stream has come to it."""
+    if not runs_ahead(device):
+        return time.perf_counter()
+    event = timed_event(device)
+    event.record()
+    return event
 
-    >>> periods([[0.0, 2.0, 5.0], [1.0, 2.5, 4.0]])
-    [1.5, 2.5]
-    """
-    last = [max(of_step) for of_step in zip(*ends, strict=True)]
-    return [after - before for before, after in pairwise(last)]
 
-
-class _Clock:
-    """Moments by the host's clock; on a GPU when its stream has come to them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-        self._zero = 0.0
-
-    def mark(self) -> None:
-        """Note the present."""
-        if not runs_ahead(self._device):
-            self._marks.append(time.perf_counter())
-            return
-        event = timed_event(self._device)
-        event.record()
-        if not self._marks:
-            event.synchronize()
-            self._zero = time.perf_counter()
-        self._marks.append(event)
-
-    def seconds(self) -> list[float]:
-        """All moments so far; on a GPU this waits for the last one."""
-        if not runs_ahead(self._device):
-            return list(self._marks)
-        first, last = self._marks[0], self._marks[-1]
-        last.synchronize()
-        return [self._zero + first.elapsed_time(mark) / 1e3 for mark in self._marks]
+def _seconds_between(ends: list[Any], device: torch.device) -> list[float]:
+    """On a GPU this waits for the last one."""
+    if not runs_ahead(device):
+        return [after - before for before, after in pairwise(ends)]
+    ends[-1].synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(ends)]
 
 
 def _reset_peak(device: torch.device) -> bool:

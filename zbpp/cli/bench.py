@@ -27,9 +27,9 @@ __all__ = ["Bench"]
 class Bench(BenchOptions, BlockSizes):
     """Time our modes and torch's own schedules, in turns, on the real devices.
 
-    The same model, batch, split and optimizer for all, in one process group; gradients
-    are compared before anything is timed. Starts its own processes, or runs as one of
-    torchrun's.
+    The same model, batch, split and optimizer for all, in one process group; loss and
+    gradient norm of the first step must agree. Starts its own processes, or runs as one
+    of torchrun's.
     """
 
     config: Path | None = flag("flags in a TOML file; typed ones overrule it", None)
@@ -98,7 +98,7 @@ class Bench(BenchOptions, BlockSizes):
 
     def _check(self) -> None:
         check_at_least(self, 1, "microbatches", "steps", "rounds", "warmup", "seq")
-        check_above_zero(self, "timeout_s", "tolerance", "clip_grad_norm")
+        check_above_zero(self, "timeout_s", "clip_grad_norm")
         if self.out.exists() and not self.out.is_dir():
             raise RequestError(f"--out {self.out} is a file; name a folder")
         if self.emulate is not None:
@@ -115,5 +115,5 @@ class Bench(BenchOptions, BlockSizes):
             )
         from zbpp.training.llama import LlamaConfig
 
-        config = LlamaConfig.of(self, seed=self.seed)
+        config = LlamaConfig.of(self)
         return partial(config.loaded, self.microbatch_size)

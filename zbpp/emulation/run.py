@@ -35,7 +35,6 @@ __all__ = [
     "emulate",
     "emulated_batch",
     "emulated_pipeline",
-    "sleeping_optimizer",
     "steps_in_a_row",
 ]
 
@@ -186,7 +185,7 @@ def emulated_pipeline(
         layers_from(build, n_layers=sum(split or ())),
         replace(schedule, split=split),
         loss_fn=_mean,
-        optimizer=sleeping_optimizer,
+        optimizer=_sleeping_optimizer,
         device="cpu",
         step=StepPolicy(post_validation=bool(post_validation)),
         execution=Execution(timeout_s=timeout_s),
@@ -255,7 +254,7 @@ def emulated_batch(pipeline: Pipeline) -> Tensor:
     return torch.zeros(pipeline.n_microbatches, 1, dtype=torch.float64)
 
 
-def sleeping_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _sleeping_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Make one that sleeps for the sum of its parameters' ``step_s``."""
     seconds = sum(getattr(parameter, "step_s", 0.0) for parameter in parameters)
     return _SleepingOptimizer(parameters, seconds)

@@ -1,11 +1,9 @@
 """Questions to torch by names of its own; see `private_names`."""
 
 import importlib
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,13 +18,11 @@ except ImportError:
     _get_registry = None  # type: ignore[assignment]
 
 __all__ = [
-    "PassHook",
     "arrived",
     "copying",
     "data_parallel",
     "has_plain_step",
     "has_step_hooks",
-    "hooked_passes",
     "is_fake",
     "is_in_ddp",
     "mark_called",
@@ -159,61 +155,3 @@ def mark_called(optimizer: torch.optim.Optimizer) -> None:
     The step itself comes later, and the scheduler would warn.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-PassHook = Callable[[Any, str, int, Callable[[], Any]], Any]
-"""Given a stage, the kind of a pass, its micro-batch, and the pass; it runs the pass
-and returns what that returns."""
-
-_PASSES = {
-    "forward_one_chunk": "F",
-    "backward_one_chunk": "BW",
-    "backward_weight_one_chunk": "W",
-}
-
-
-@contextmanager
-def hooked_passes(stages: Sequence[Any], hook: PassHook) -> Iterator[bool]:
-    """Within this, torch's pipeline stages run their passes through a hook.
-
-    The value is False where stages have other methods; then passes stay as they are.
-
-    Args:
-        stages: objects of `torch.distributed.pipelining`.
-        hook: called for each F, B, W and BW.
-    """
-    methods = [getattr(type(stage), name, None) for stage in stages for name in _PASSES]
-    splits = (
-        getattr(type(stage), "backward_one_chunk", None) is not None
-        and "full_backward" in inspect.signature(stage.backward_one_chunk).parameters
-        for stage in stages
-    )
-    if None in methods or not all(splits):
-        yield False
-        return
-    for stage in stages:
-        for name, kind in _PASSES.items():
-            setattr(
-                stage, name, partial(_hooked, stage, getattr(stage, name), kind, hook)
-            )
-    try:
-        yield True
-    finally:
-        for stage in stages:
-            for name in _PASSES:
-                delattr(stage, name)
-
-
-def _hooked(
-    stage: Any,
-    run: Callable[..., Any],
-    kind: str,
-    hook: PassHook,
-    microbatch: int,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run a pass through the hook; a backward that is not full is a B."""
-    if kind == "BW" and not kwargs.get("full_backward", True):
-        kind = "B"
-    return hook(stage, kind, microbatch, partial(run, microbatch, *args, **kwargs))
