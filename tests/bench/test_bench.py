@@ -83,7 +83,7 @@ def test_contenders_are_compared_and_timed(pool: Pool, tmp_path: Path) -> None:
     trace = json.loads((good / "trace.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in trace if e["name"] == "process_name"]
     assert [name.partition(",")[0] for name in names] == ["ZBV"]
-    jobs = Counter(e["name"].rstrip("0123456789") for e in trace)
+    jobs = Counter(e["name"].rstrip("0123456789") for e in trace if e["ph"] == "X")
     assert all(jobs[f"{i}F"] == jobs[f"{i}W"] + jobs[f"{i}BW"] == 4 for i in range(4))
     page = (good / "index.html").read_text()
     assert CONTENDERS[2] in page and "zbpp bench --stages 2" in page
