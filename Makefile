@@ -14,7 +14,7 @@ SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 # The instructions of an older processor.
 OLDER := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: train test test-slow test-nightly test-simgpu test-other-kernels test-pythons test-newest test-lowest mutants check format docs dist gpu gpu-simulated clean
+.PHONY: train test test-slow test-nightly test-simgpu test-other-kernels test-pythons test-newest test-lowest mutants check format docs dist gpu clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -98,17 +98,13 @@ dist: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# In 9 minutes what only a GPU can show, into benchmarks/results/. With the torch of
+# In some minutes what only a GPU can show, into benchmarks/results/. With the torch of
 # $(PYTHON): that of the virtual environment is built for CPUs. Downloads nothing.
 gpu:
-	@$(PYTHON) benchmarks/gpu --look
+	@$(PYTHON) benchmarks/gpu.py --look
 	rm -rf build/gpu
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/gpu .
-	PYTHONPATH=build/gpu $(PYTHON) benchmarks/gpu $(ARGS)
-
-# The same as a dry run: figures of a simulated GPU claim nothing.
-gpu-simulated: $(READY)
-	$(SIMULATED) $(BIN)/python benchmarks/gpu --out build/gpu-simulated $(ARGS)
+	PYTHONPATH=build/gpu $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 # The virtual environment; on a CPU machine the constraint keeps the CUDA build away.
 # All cores compile what is installed: pip takes one, and three times as long; left to

@@ -2,7 +2,6 @@
 
     python benchmarks/host_time.py pipelines          # two gloo processes, tiny tensors
     python benchmarks/host_time.py calls              # Python calls a job: load-free
-    python benchmarks/host_time.py linears            # B + W of Linears, one process
 
 A job is an F, B, W or BW of one chunk: a Linear of width 8, so that nearly all of its
 time is the runtime's. Counted is the CPU time of the thread that steps, as waits are
@@ -16,9 +15,6 @@ import json
 import os
 import pstats
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parts.table import Table
-from parts.turns import quartiles_of
+from parts import quartiles, show, torchrun
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.functional import mse_loss
@@ -127,57 +122,29 @@ def work(args: argparse.Namespace) -> None:
     every: list[Any] = [None] * P
     dist.all_gather_object(every, found)
     if rank == 0:
-        Path(args.out).write_text(json.dumps(every))
+        Path(args.out).write_text(json.dumps({"processes": every}))
     dist.destroy_process_group()
-
-
-def measure(args: argparse.Namespace, mode: str, out: Path) -> list[Any]:
-    """The findings of both processes in rounds of one mode."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={P}", __file__, args.what, "--mode", mode]
-    command += ["--rounds", str(args.rounds), "--out", str(out)]
-    command += ["--microbatches", str(args.microbatches)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return list(json.loads(out.read_text()))
 
 
 def pipelines(args: argparse.Namespace) -> None:
     """Print host time (or calls) a job, by mode."""
-    unit = "us" if args.what == "pipelines" else "calls"
-    table = Table(f"{unit} a job", ("mode", "ours", "torch", "ours / torch"))
-    with tempfile.TemporaryDirectory() as folder:
-        for mode in args.modes:
-            every = measure(args, mode, Path(folder) / "found.json")
-            means = {
-                name: [statistics.mean(pair) for pair in zip(*rows, strict=True)]
-                for name, rows in ((k, [x[k] for x in every]) for k in every[0])
-            }
-            ratios = [a / b for a, b in zip(*means.values(), strict=True)]
-            medians = (f"{statistics.median(v):.0f}" for v in means.values())
-            table.add(mode, *medians, quartiles_of(ratios))
-    table.show()
-
-
-def linears(args: argparse.Namespace) -> None:
-    """Print (B + W) / full backward of eight Linears, for each kind of split."""
-    from split_backward import measured
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    table = Table("eight Linears", ("gradients", "split", "(B+W) / full"))
-    for is_first in (False, True):
-        found = measured(module, (16, 64), args.rounds * 10, is_first=is_first)
-        for name in ("ours", "in place", "torch"):
-            gradients = "first" if is_first else "added"
-            table.add(gradients, name, quartiles_of(found[name][0]))
-    table.show()
+    rows = []
+    for mode in args.modes:
+        words = [args.what, "--mode", mode, "--rounds", args.rounds]
+        words += ["--microbatches", args.microbatches]
+        every = torchrun(__file__, P, *words)["processes"]
+        both = {name: zip(*(x[name] for x in every), strict=True) for name in every[0]}
+        means = {name: list(map(statistics.mean, rows)) for name, rows in both.items()}
+        ratios = [a / b for a, b in zip(*means.values(), strict=True)]
+        rows.append((mode, *map(statistics.median, means.values()), quartiles(ratios)))
+    unit = "us of CPU" if args.what == "pipelines" else "calls"
+    show(f"{unit} a job", ("mode", "ours", "torch", "ours / torch"), rows)
 
 
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("pipelines", "calls", "linears"))
+    parser.add_argument("what", choices=("pipelines", "calls"))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20)
@@ -186,8 +153,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.mode is not None:
         work(args)
-    elif args.what == "linears":
-        linears(args)
     else:
         pipelines(args)
 

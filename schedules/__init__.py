@@ -25,18 +25,15 @@ from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
 from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
 from zbpp.schedules.planner.placement import plan_placement
-from zbpp.schedules.planner.solver import Certificate, certify
 
 __all__ = [
     "Balance",
-    "Certificate",
     "LayerPlan",
     "Recomputing",
     "SelfWait",
     "Split",
     "add_collectives",
     "balance",
-    "certify",
     "check_channels",
     "check_effort",
     "even_split",

@@ -164,8 +164,6 @@ TABLE = (
     ("schedules", "layers to recompute by memory alone",
      "schedules/planner/layers/recompute.py",
      "return saved / f[layer] if f[layer] > 0 else math.inf", "return saved"),
-    ("schedules", "a hop of another edge", "schedules/planner/solver.py",
-     "else self._hops[min(ends)]", "else self._hops[max(ends) % len(self._hops)]"),
     ("schedules", "most messages win", "schedules/planner/figures.py",
      "fewest = min(_n_messages(", "fewest = max(_n_messages("),
     ("schedules", "a budget of passes or seconds", "schedules/planner/budget.py",

@@ -13,10 +13,10 @@ import random
 from collections.abc import Iterator
 
 from public import MODELS
+from solver import certify
 
 from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
 from zbpp.planning import plan
-from zbpp.schedules.planner.solver import certify
 
 PARTS = (0.375, 0.5, 0.625, 0.75, 1.0, 1.25, 1.5)
 Case = tuple[int, int, Costs, MemoryModel]

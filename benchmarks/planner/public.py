@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 
 from judge import judge
 
-from zbpp.core import Costs, MemoryModel, lower_bound, schedule_text
+from zbpp.core import Costs, Schedule, lower_bound, parse_costs, schedule_text
 from zbpp.planning import plan
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
@@ -53,28 +53,21 @@ def case_of(row: dict[str, Any], limit: float) -> Case:
     return {**times, "m_b": 1.0, "m_w": c["wfrac"], "memory_limit": limit}
 
 
+def costs_of(case: Case) -> Costs:
+    """Read a costs file."""
+    return parse_costs(json.dumps(case), source="a case")
+
+
+def planned(mode: str, p: int, m: int, case: Case, effort: str) -> Schedule:
+    """Plan a case."""
+    return plan(mode, n_stages=p, n_microbatches=m, costs=costs_of(case), effort=effort)
+
+
 def judged(mode: str, p: int, m: int, case: Case, effort: str) -> tuple[float, float]:
     """Plan, and judge the file alone: the bubble rate and its lower bound."""
-    costs = Costs(
-        **{
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in case.items()
-            if key in ("f", "b", "w", "comm", "loss", "splits")
-        }
-    )
-    limit = case["memory_limit"]
-    memory = MemoryModel(
-        case["m_b"], case["m_w"], tuple(limit) if isinstance(limit, list) else limit
-    )
-    schedule = plan(
-        mode,
-        n_stages=p,
-        n_microbatches=m,
-        costs=costs.with_memory(memory),
-        effort=effort,
-    )
+    schedule = planned(mode, p, m, case, effort)
     verdict = judge(json.loads(schedule_text(schedule)), case)
-    bound = lower_bound(schedule.placement, m, costs.with_memory(memory))
+    bound = lower_bound(schedule.placement, m, costs_of(case))
     return verdict.bubble, 1 - max(verdict.work) / bound
 
 

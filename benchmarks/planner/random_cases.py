@@ -1,7 +1,9 @@
-"""Plan random pipelines and judge each plan; time the planner.
+"""Plan random pipelines and judge each plan; compare two versions; time the planner.
 
     python benchmarks/planner/random_cases.py random [--cases 3000] [--effort fast]
     python benchmarks/planner/random_cases.py speed [--mode ZB ...] [--large]
+    PYTHONPATH=../other/src python benchmarks/planner/random_cases.py plans --out x.json
+    python benchmarks/planner/random_cases.py plans --before x.json   # 60 plans each
 
 A random case has 1 to 12 stages whose times differ by up to 30 %, 1 to 40
 micro-batches, a limit per stage from one micro-batch to 2.5 p, a delay per link, a loss
@@ -9,16 +11,19 @@ time, and stages that cannot split their backward. `judge.py` checks order and m
 """
 
 import argparse
+import json
 import random
 import resource
 import statistics
 import time
 from collections import defaultdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
-from public import MODELS, Case, gap, judged
+from public import MODELS, Case, gap, judge, judged, planned
 
-from zbpp.core import Costs, MemoryModel
-from zbpp.planning import plan
+from zbpp.core import schedule_text
 
 
 def random_case(rng: random.Random, p: int) -> Case:
@@ -67,22 +72,43 @@ def random_cases(n_cases: int, effort: str, seed: int) -> None:
         )
 
 
+def plans(n_cases: int, effort: str, seed: int, out: Path | None) -> dict[str, Any]:
+    """Plan; the judged spans by case, each with a hash of its file."""
+    rng, found = random.Random(seed), {}
+    for number in range(n_cases):
+        p, m = rng.randint(1, 12), rng.randint(1, 40)
+        case = random_case(rng, p)
+        mode = "ZB" if len(case["f"]) == p else rng.choice(("ZBV", "auto"))
+        text = schedule_text(planned(mode, p, m, case, effort))
+        span = judge(json.loads(text), case).span
+        found[f"{number} {mode} {p}x{m}"] = [span, sha256(text.encode()).hexdigest()]
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Print the plans that differ, and how much longer they are in the mean."""
+    ratios = [after[case][0] / span for case, (span, _) in before.items()]
+    for (case, old), ratio in zip(before.items(), ratios, strict=True):
+        if old != after[case]:
+            print(f"{case}: span {old[0]:g} -> {after[case][0]:g}, {ratio - 1:+.2%}")
+    same = sum(old == after[case] for case, old in before.items())
+    print(
+        f"{same} of {len(before)} plans are equal; spans "
+        f"{statistics.mean(ratios) - 1:+.3%} in the mean, worst {max(ratios) - 1:+.2%}"
+    )
+
+
 def speed(mode: str, effort: str, *, large: bool) -> None:
     """CPU seconds of a plan, its validation included."""
     times, share = MODELS["28.3B"]
-    costs = Costs(**times)
     sizes = [(8, 24), (32, 128), (64, 512)] + [(1024, 4096)] * large
     for p, m in sizes:
         for part in (0.5, 1.0, 1.25, 2.0):
-            memory = MemoryModel(1.0, share, part * p)
+            case = {**times, "m_b": 1.0, "m_w": share, "memory_limit": part * p}
             start = time.process_time()
-            plan(
-                mode,
-                n_stages=p,
-                n_microbatches=m,
-                costs=costs.with_memory(memory),
-                effort=effort,
-            )
+            planned(mode, p, m, case, effort)
             seconds = time.process_time() - start
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             n_passes = 3 * p * m * (1 if mode == "ZB" else 2)
@@ -94,17 +120,24 @@ def speed(mode: str, effort: str, *, large: bool) -> None:
 
 
 def main() -> None:
-    """Run one of the two."""
+    """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=["random", "speed"])
+    parser.add_argument("part", choices=["random", "plans", "speed"])
     parser.add_argument("--effort", default="fast")
-    parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--cases", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", nargs="*", default=["ZB", "ZBV"])
     parser.add_argument("--large", action="store_true", help="also time 1024 x 4096")
+    parser.add_argument("--out", type=Path, help="of plans: spans and hashes")
+    parser.add_argument("--before", type=Path, help="of plans: those of an --out")
     chosen = parser.parse_args()
     if chosen.part == "random":
-        random_cases(chosen.cases, chosen.effort, chosen.seed)
+        random_cases(chosen.cases or 3000, chosen.effort, chosen.seed)
+        return
+    if chosen.part == "plans":
+        found = plans(chosen.cases or 60, chosen.effort, chosen.seed, chosen.out)
+        if chosen.before is not None:
+            compare(json.loads(chosen.before.read_text()), found)
         return
     for mode in chosen.mode:
         speed(mode, chosen.effort, large=chosen.large)

@@ -2,6 +2,6 @@
 
 `placement` plans any placement: `search/` its passes, `lanes/` their parts. `compiled/`
 holds the inner loops in C, `budget` the effort, `limits` the memory limits, `figures`
-which of two plans is better, `layers/` splits and recomputed layers, `solver` the proof
-by OR-tools. What a mode is, and how `auto` chooses, is in `zbpp.planning`.
+which of two plans is better, `layers/` splits and recomputed layers. What a mode is,
+and how `auto` chooses, is in `zbpp.planning`.
 """

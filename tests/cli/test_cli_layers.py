@@ -73,12 +73,3 @@ def test_what_does_not_go_together_is_refused(tmp_path, capsys, layers, flags, m
     out = ["--out", str(tmp_path / "plan.json"), "--layers", str(layers)]
     assert main(["plan", "ZBH1", *SIZES, *out, *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_proved_plan_keeps_its_split(tmp_path, layers):
-    pytest.importorskip("ortools")
-    out = tmp_path / "plan.json"
-    flags = ["--pipeline_schedule_mode", "ZBH1", "--layers", str(layers), *SIZES]
-    proof = ["--solver", "cpsat", "--solver_seconds", "1"]
-    assert main(["plan", *flags, *proof, "--out", str(out)]) == 0
-    assert read_schedule(out).split == (5, 3)

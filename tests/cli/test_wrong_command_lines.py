@@ -88,7 +88,6 @@ WRONG = {
     # choices
     "train --dtype fp8": 'Choose from: "fp32", "bf16", "fp16"',
     "train --device gpu": "choose auto, cpu, cuda",
-    "plan ZBV -p 2 -m 3 -o x.json --solver gurobi": 'Choose from: "cpsat"',
     "show ZBV -p 2 -m 3 --effort most": "fast",
     # limits
     "show ZBV -p 2 -m 3 --memory_limit lots": "40GiB",

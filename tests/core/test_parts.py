@@ -38,7 +38,6 @@ from zbpp.planning.replicas import Network, on_shared_layers, with_replicas
 from zbpp.schedules import (
     add_collectives,
     balance,
-    certify,
     lay_out,
     plan_combined_1f1b,
     plan_dual_pipe_v,
@@ -313,9 +312,6 @@ def test_what_parts_cannot_be_combined_with_is_refused():
         simulate(laid, moe_costs(0.4, 2))
     with pytest.raises(RequestError, match="a part on 'copy'"):
         Parts(((Lane.COMPUTE, 1.0),), (("copy", 1.0),))
-    pytest.importorskip("ortools")
-    with pytest.raises(RequestError, match="the solver knows no parts"):
-        certify(laid, moe_costs(0.4))
 
 
 def test_validations_are_laid_out_and_taken_out_again():

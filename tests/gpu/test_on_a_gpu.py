@@ -1,7 +1,6 @@
 """Tests that need a GPU; all are left out where there is none."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from zbpp.runtime.microbatches import Uploads
 from zbpp.runtime.support.streams import HostCopy, SideStream
 from zbpp.runtime.values import mapped
 from zbpp.training.launch import launch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ def whole_layers() -> list[nn.Module]:
 def compared() -> dict[str, Any]:
     """In each of two processes: errors of the passes; estimated and real bytes."""
     from allocator import worst
-    from parts.memory_events import measure_step
+    from memory_events import measure_step
 
     from zbpp.memory.layers import model_memory
     from zbpp.memory.model import default_optimizer

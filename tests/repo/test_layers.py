@@ -21,7 +21,7 @@ import pytest
 
 LAYERS = {
     "zbpp.core": {"zbpp.core"},
-    "zbpp.schedules": {"zbpp.schedules", "zbpp.core", "ortools"},
+    "zbpp.schedules": {"zbpp.schedules", "zbpp.core"},
     "zbpp.simulator": {
         "zbpp.simulator",
         "zbpp.core",
@@ -141,7 +141,6 @@ ONLY_IN = {
         "zbpp.cli.estimate",
         "zbpp.memory",
     },
-    "ortools": {"zbpp.schedules.planner.solver"},
     "transformers": {"zbpp.models", "zbpp.integrations.trainer"},
     "accelerate": {"zbpp.integrations.loaders"},
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},

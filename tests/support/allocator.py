@@ -1,21 +1,16 @@
 """Estimates of a chunk's passes beside the allocator's own events."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from memory_events import Piece, inputs_of, measure_passes
 from torch import Tensor, nn
 
 from zbpp.core import PassKind
 from zbpp.memory.layers import model_memory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.runtime.compiled.layers import Compiling
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from parts.memory_events import Piece, inputs_of, measure_passes
 
 Parts = tuple[list[nn.Module], tuple[Any, Any], Callable[..., Tensor]]
 

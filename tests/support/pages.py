@@ -114,9 +114,8 @@ _WRITTEN = ("--costs_out", "--metrics", "--out", "--layers_out", "--trace")
 
 
 def is_dear(words: list[str]) -> bool:
-    """True for what takes seconds: running models, drawing, proving."""
-    draws = any(word.endswith(_PICTURES) for word in words)
-    return words[0] in _RUNS or draws or "--solver" in words
+    """True for what takes seconds: running models, drawing."""
+    return words[0] in _RUNS or any(word.endswith(_PICTURES) for word in words)
 
 
 def run_commands(page: Page, folder: Path, *, dear: bool) -> int:

@@ -93,7 +93,8 @@ def run_bench(request: BenchRequest) -> int:
         for name in racing if turn % 2 == 0 else reversed(racing):
             with _built(setting, name, schedules) as contender:
                 if turn == 0 and request.emulate is None:
-                    step = _compared_step(contender, name)
+                    with _refusals(name):
+                        step = contender.compared_step()
                     first = first or step
                     reasons[name] = difference(first, step, _TOLERANCE[request.dtype])
                 if not reasons[name]:
@@ -135,24 +136,28 @@ def _batch(request: BenchRequest) -> StepBatch:
     return step_batch(request.load(), request.microbatches)
 
 
-def _compared_step(contender: Contender, name: str) -> tuple[float, float]:
-    """The first step; that of torch's shows what torch cannot do with the model."""
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """Within this, errors say which contender cannot run.
+
+    What torch raises before and in its first step is what it cannot do with the model.
+    """
     try:
-        return contender.compared_step()
+        yield
     except PeerError:
         raise
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-        if isinstance(contender, Ours):
+    except RequestError as error:
+        if str(error).startswith(name):
             raise
-        raise RequestError(_cannot(name, error)) from error
-
-
-def _cannot(name: str, error: Exception) -> str:
-    text = (str(error) or repr(error)).splitlines()[0]
-    return (
-        f"{name} cannot run this model: torch says: {type(error).__name__}: {text}; "
-        "leave it out of --peers"
-    )
+        raise RequestError(f"{name} cannot run: {error}") from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        if split_name(name)[0] == OURS:
+            raise
+        text = (str(error) or repr(error)).splitlines()[0]
+        raise RequestError(
+            f"{name} cannot run this model: torch says: {type(error).__name__}: "
+            f"{text}; leave it out of --peers"
+        ) from error
 
 
 @contextmanager
@@ -160,15 +165,11 @@ def _built(
     setting: Setting, name: str, schedules: dict[str, Schedule]
 ) -> Iterator[Contender]:
     """Build a contender, and close it."""
-    try:
+    with _refusals(name):
         contender: Contender = (
             build_ours(setting, schedules[name])
             if split_name(name)[0] == OURS
             else build_torch(setting, name)
         )
-    except RequestError as error:
-        if str(error).startswith(name):
-            raise
-        raise RequestError(f"{name} cannot run: {error}") from error
     yield contender
     contender.close()

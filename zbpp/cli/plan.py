@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from zbpp.cli.flags import PlanFlags
 from zbpp.cli.outputs import check_outputs
@@ -15,7 +14,6 @@ from zbpp.planning import MODE_WORDS, MODES, canonical, is_file
 from zbpp.planning import Plan as Planned
 from zbpp.planning.answer import plan_text
 from zbpp.schedules import (
-    certify,
     to_torch_csv,
     torch_schedule_name,
     without_collectives,
@@ -44,11 +42,6 @@ class Plan(PlanFlags):
     csv: Path | None = flag(
         "also write the CSV that torch loads, and tell torchtitan's flags for it", None
     )
-    solver: Literal["cpsat"] | None = flag(
-        "let OR-tools prove the plan optimal, better it, or bound it (small cases)",
-        None,
-    )
-    solver_seconds: float = flag("time limit of the solver", 60.0)
 
     def run(self) -> None:
         """Plan, write, and say what it will cost."""
@@ -56,14 +49,6 @@ class Plan(PlanFlags):
         self._say_how_long()
         plan = self.plan(self.pipeline_schedule_mode)
         schedule, costs = plan.schedule, plan.costs
-        proof = ""
-        if self.solver is not None:
-            certificate = certify(schedule, costs, seconds=self.solver_seconds)
-            proved = certificate.schedule
-            schedule = replace(
-                proved, split=schedule.split, recompute=schedule.recompute
-            )
-            proof = f", {certificate}"
         found_span = span(simulate(schedule, costs))  # before there are V's
         schedule = self.with_checks(schedule)
         write_file(self.out, plan_text(replace(plan, schedule=schedule)))
@@ -75,7 +60,7 @@ class Plan(PlanFlags):
             f"{summary.n_microbatches} micro-batches, "
             f"bubble rate {summary.bubble_rate:.2%}, "
             f"peak memory {short_memory(max(summary.peak_memory), costs.memory_unit)}, "
-            f"gap to the lower bound {summary.gap:.2%}{proof}"
+            f"gap to the lower bound {summary.gap:.2%}"
         )
         if parse_effort(self.effort)[0] == "best":
             usual = replace(self, effort="default").plan(self.pipeline_schedule_mode)

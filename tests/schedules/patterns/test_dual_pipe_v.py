@@ -9,7 +9,7 @@ from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
-from judged import judge
+from judge import judge
 
 from zbpp.core import (
     Costs,

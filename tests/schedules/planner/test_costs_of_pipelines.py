@@ -10,7 +10,7 @@ import pytest
 
 from zbpp.core import Costs, Placement, lower_bound, lower_bounds
 from zbpp.planning import plan
-from zbpp.schedules import certify, plan_placement
+from zbpp.schedules import plan_placement
 from zbpp.simulator import critical_path, makespan, simulate, span, work
 
 LINKS = (0.1, 1.5, 0.1)
@@ -70,6 +70,8 @@ def test_the_graph_and_the_clock_agree_on_links(placement):
 
 @pytest.mark.needs("ortools")
 def test_the_solver_knows_links_loss_and_joint_stages():
+    from solver import certify
+
     costs = Costs(1.0, 1.0, 0.5, comm=(0.2, 0.7), loss=0.1, splits=(True, False, True))
     memory = Costs(memory_limit=2)
     schedule = plan("ZB", n_stages=3, n_microbatches=3, costs=costs.with_memory(memory))

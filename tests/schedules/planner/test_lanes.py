@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from judged import judge
+from judge import judge
 from moe import C, N, moe_costs, span_in_groups
 
 from zbpp.core import Costs, Parts, Placement, lower_bound, schedule_text

@@ -7,7 +7,6 @@ import pytest
 
 from zbpp.core import Costs, lower_bound
 from zbpp.planning import plan
-from zbpp.schedules import certify
 from zbpp.schedules.planner import placement as search_plan
 from zbpp.simulator import simulate, span
 
@@ -51,7 +50,7 @@ def test_the_search_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("limit", [1.5, 2.0])
 def test_no_optimum_is_below_the_bound(limit: float) -> None:
-    pytest.importorskip("ortools")
+    certify = pytest.importorskip("solver").certify
     costs = Costs(comm=0.5, send_occupies=(0.25,))
     memory = Costs(memory_limit=limit)
     schedule = plan(

@@ -107,7 +107,7 @@ def certify(
         from ortools.sat.python import cp_model
     except ModuleNotFoundError:
         raise RequestError(
-            "the solver needs OR-tools; install it: pip install 'zbpp[solve]'"
+            "the solver needs OR-tools; install it: pip install ortools"
         ) from None
     chunk_costs = costs.on(schedule.placement)
     if chunk_costs.parts:

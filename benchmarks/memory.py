@@ -1,0 +1,142 @@
+"""Peak memory of a step: estimated, measured, and that of torch's same mode.
+
+    python benchmarks/memory.py
+    python benchmarks/memory.py --seq 256 zbpp:1F1B torch:1F1B
+
+Every contender runs in its own processes, with the model, batch, split and optimizer of
+`zbpp bench`, behind the optimizer's barrier. Measured is the most that tensors hold in
+the third step, by the allocator's events, which a profiler records from the start.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parts import show, torchrun
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import zbpp
+from zbpp.bench.contender import Setting, step_batch
+from zbpp.bench.request import BenchRequest
+from zbpp.bench.torchs import build_torch
+from zbpp.memory import estimate
+from zbpp.training.llama import LlamaConfig
+
+CONTENDERS = (
+    "zbpp:1F1B",
+    "torch:1F1B",
+    "zbpp:ZBH1",
+    "torch:InterleavedZeroBubble",
+    "zbpp:ZBV",
+    "torch:ZBVZeroBubble",
+)
+STAGES, MICROBATCHES, STEPS = 2, 8, 3
+
+
+def load(seq: int) -> Any:
+    """Four blocks of width 512 with embedding and head; one sample."""
+    config = LlamaConfig(dim=512, n_blocks=4, n_heads=8, hidden=2048, seq=seq)
+    return config.loaded(1)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """As `zbpp bench` steps."""
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+
+def build(contender: str, seq: int) -> Any:
+    """What makes a step of a contender."""
+    whose, _, mode = contender.partition(":")
+    torch.manual_seed(0)
+    loaded = load(seq)
+    batch = step_batch(loaded, MICROBATCHES)
+    if whose == "torch":
+        request = BenchRequest(
+            contenders=(contender,), stages=STAGES, microbatches=MICROBATCHES,
+            load=lambda: load(seq), out=Path(), command="",
+        )  # fmt: skip
+        return build_torch(Setting(request, torch.device("cpu"), batch), contender).step
+    pipeline = zbpp.Pipeline(
+        zbpp.layers_from(loaded.model, n_layers=loaded.n_layers),
+        mode,
+        n_microbatches=MICROBATCHES,
+        loss_fn=loaded.loss_fn,
+        optimizer=adamw,
+        device="cpu",
+        step=zbpp.StepPolicy(post_validation=False),
+    )
+    return lambda: pipeline.step(batch.inputs, batch.targets)
+
+
+def measured(contender: str, seq: int) -> int:
+    """Bytes that this process holds at the peak of its last step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        step = build(contender, seq)
+        for number in range(STEPS):
+            with record_function(f"step {number}"):
+                step()
+    events: Any = run.profiler
+    events = sorted(events.kineto_results.events(), key=lambda event: event.start_ns())
+    last = next(event for event in events if event.name() == f"step {STEPS - 1}")
+    begin, end = last.start_ns(), last.start_ns() + last.duration_ns()
+    held = most = 0
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            if begin <= event.start_ns() <= end:
+                most = max(most, held)
+    return most
+
+
+def estimated(contender: str, seq: int) -> list[int] | None:
+    """Peaks of the stages by `zbpp.memory.estimate`; None: they are torch's."""
+    whose, _, mode = contender.partition(":")
+    if whose == "torch":
+        return None
+    loaded = load(seq)
+    found = estimate(
+        loaded.model, (loaded.inputs, loaded.targets), loaded.loss_fn,
+        n_layers=loaded.n_layers, n_stages=STAGES, n_microbatches=MICROBATCHES,
+        modes=[mode], optimizer=adamw, post_validation=False,
+    ).as_json()  # fmt: skip
+    return [stage["peak"] for stage in found["modes"][mode]]
+
+
+def main() -> None:
+    """Print a row for each contender; or be one process of a run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("contenders", nargs="*", default=CONTENDERS)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        peaks: list[Any] = [None] * STAGES
+        dist.all_gather_object(peaks, measured(args.worker, args.seq))
+        if dist.get_rank() == 0:
+            args.out.write_text(json.dumps({"peaks": peaks}))
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    rows = []
+    for name in args.contenders:
+        words = ("--seq", args.seq, "--worker", name)
+        real = torchrun(__file__, STAGES, *words)["peaks"]
+        guess = estimated(name, args.seq)
+        cells = [", ".join(f"{one / 2**20:.1f}" for one in real), None, None]
+        if guess is not None:
+            errors = (a / b - 1 for a, b in zip(guess, real, strict=True))
+            cells[1] = ", ".join(f"{one / 2**20:.1f}" for one in guess)
+            cells[2] = ", ".join(f"{one:+.1%}" for one in errors)
+        rows.append((name, *cells))
+    columns = ("contender", "measured, MiB", "estimated, MiB", "error")
+    show(f"Peaks of {STAGES} stages, sequence {args.seq}", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
