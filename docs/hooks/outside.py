@@ -20,7 +20,7 @@ OUTSIDE = {
 }
 """Path in the checkout: page of the site."""
 _PLACES = {page: path for path, page in OUTSIDE.items()}
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)")
+_LINK = re.compile(r"(!?)\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -40,7 +40,7 @@ def on_page_markdown(
     folder = posixpath.dirname(_PLACES.get(here, f"docs/{here}"))
 
     def turned(match: re.Match[str]) -> str:
-        text, link = match[1], match[2]
+        picture, text, link = match.groups()
         path, hash_, anchor = link.partition("#")
         target = posixpath.normpath(posixpath.join(folder, path))
         shown = OUTSIDE.get(target, target.removeprefix("docs/"))
@@ -48,6 +48,6 @@ def on_page_markdown(
             exists = (Path(config.docs_dir).parent / target).exists()
             return text if exists else match[0]  # mkdocs warns of the latter
         link = posixpath.relpath(shown, posixpath.dirname(here) or ".")
-        return f"[{text}]({link}{hash_}{anchor})"
+        return f"{picture}[{text}]({link}{hash_}{anchor})"
 
     return _LINK.sub(turned, markdown)

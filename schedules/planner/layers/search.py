@@ -10,7 +10,8 @@
 4. The best few splits, the balanced one and the even one are planned with the effort
    that is wanted; the best plan is kept. So it is never longer than the even one's.
 
-What each of these gives stands in a table of `benchmarks/README.md`.
+Left out one at a time, on 60 random models: without the climb steps are .28 % longer in
+the mean, without drawn splits .12 %, with one finalist .08 %.
 """
 
 import math

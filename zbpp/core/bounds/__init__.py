@@ -15,8 +15,7 @@ time from the start of its F to the end of its B on one micro-batch if nothing w
 all F and B of later chunks, and messages, between. Until it is through its loop, a
 micro-batch holds the memory m_b of that chunk.
 
-Every bound is tested against all planners on random costs. How often each is the
-highest stands in `benchmarks/README.md`.
+Every bound is tested against all planners on random costs.
 """
 
 from zbpp.core.bounds.all_chunks import admission_rounds, memory_slots, ramp
