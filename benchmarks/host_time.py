@@ -11,7 +11,6 @@ process group and take turns; a figure is a ratio to the neighbour of its turn.
 
 import argparse
 import cProfile
-import json
 import os
 import pstats
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parts import quartiles, show, torchrun
+from parts import end_worker, quartiles, show, torchrun
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.functional import mse_loss
@@ -121,9 +120,7 @@ def work(args: argparse.Namespace) -> None:
             found[name].append(look(steps[name], n_jobs))
     every: list[Any] = [None] * P
     dist.all_gather_object(every, found)
-    if rank == 0:
-        Path(args.out).write_text(json.dumps({"processes": every}))
-    dist.destroy_process_group()
+    end_worker({"processes": every}, Path(args.out))
 
 
 def pipelines(args: argparse.Namespace) -> None:

@@ -9,13 +9,12 @@ the third step, by the allocator's events, which a profiler records from the sta
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from parts import show, torchrun
+from parts import end_worker, show, torchrun
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zbpp
@@ -118,11 +117,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         peaks: list[Any] = [None] * STAGES
         dist.all_gather_object(peaks, measured(args.worker, args.seq))
-        if dist.get_rank() == 0:
-            args.out.write_text(json.dumps({"peaks": peaks}))
-        dist.barrier()
-        dist.destroy_process_group()
-        return
+        end_worker({"peaks": peaks}, args.out)
     rows = []
     for name in args.contenders:
         words = ("--seq", args.seq, "--worker", name)

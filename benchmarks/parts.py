@@ -12,9 +12,9 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["quartiles", "show", "spread", "take_turns", "torchrun"]
+__all__ = ["end_worker", "quartiles", "show", "spread", "take_turns", "torchrun"]
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -62,6 +62,16 @@ def torchrun(script: str, n: int, *words: object) -> dict[str, Any]:
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         found: dict[str, Any] = json.loads(out.read_text())
         return found
+
+
+def end_worker(found: Any, out: Path) -> NoReturn:
+    """Write what rank 0 has found, and end this process of `torchrun`."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # an orderly end has been seen to abort in torch's own threads
 
 
 def take_turns(

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import torch.distributed as dist
-from parts import show, spread, take_turns
+from parts import end_worker, show, spread, take_turns
 
 import zbpp
 from zbpp.core import Costs
@@ -46,10 +46,7 @@ def work(args: argparse.Namespace) -> None:
     found = emulate(
         schedule, costs, n_steps=args.steps, post_validation=how == "validated"
     )
-    if dist.get_rank() == 0:
-        args.out.write_text(json.dumps(found.as_dict()))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_worker(found.as_dict(), args.out)
 
 
 def emulated(args: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ with real steps.
 """
 
 import argparse
-import json
 import statistics
 import time
 from functools import partial
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from parts import show, spread, take_turns
+from parts import end_worker, show, spread, take_turns
 from torch import Tensor, nn
 
 import zbpp
@@ -105,11 +104,7 @@ def main() -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         found = (emulated if args.what == "emulated" else real)(args)
-        if dist.get_rank() == 0:
-            args.out.write_text(json.dumps(found))
-        dist.barrier()
-        dist.destroy_process_group()
-        return
+        end_worker(found, args.out)
     words = [args.what, "--stages", args.stages, "--microbatches", args.microbatches]
     words += ["--job_ms", args.job_ms, "--steps", args.steps]
     runs = take_turns(__file__, args.stages, args.modes, args.runs, *words)
