@@ -42,9 +42,12 @@ class Block(nn.Module):
 
 
 def build(layers: range) -> list[nn.Module]:
-    """The layers of a chunk."""
-    torch.manual_seed(layers.start)
-    return [Block() for _ in layers]
+    """The layers of a chunk, with the weights that they have in any chunk."""
+    blocks = []
+    for index in layers:
+        torch.manual_seed(index)
+        blocks.append(Block())
+    return blocks
 
 
 def emulated(args: argparse.Namespace) -> dict[str, float]:
@@ -64,6 +67,7 @@ def emulated(args: argparse.Namespace) -> dict[str, float]:
 
 def real(args: argparse.Namespace) -> dict[str, float]:
     """Measure, plan and run one mode, as one process of it."""
+    torch.manual_seed(0)  # all stages have the same batch
     batch = torch.randn(args.microbatches * SAMPLES, WIDTH)
     model = zbpp.layers_from(build, n_layers=LAYERS)
     settings = {
@@ -75,14 +79,15 @@ def real(args: argparse.Namespace) -> dict[str, float]:
     }
     plan = zbpp.plan_model(model, args.worker, example=(batch, batch), **settings)
     pipeline = zbpp.Pipeline(model, plan, **settings)
-    times = []
-    for _ in range(args.steps + 2):
+    for n in (2, args.steps):  # the first ones do not count
+        dist.barrier()
         began = time.perf_counter()
-        pipeline.step(batch, batch)
+        for _ in range(n):
+            pipeline.step(batch, batch)
         pipeline.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
+        step_ms = 1e3 * (time.perf_counter() - began) / n
     pipeline.close()
-    return {"predicted": plan.step, "measured": statistics.median(times[2:])}
+    return {"predicted": plan.barrier_step, "measured": step_ms}
 
 
 def main() -> None:

@@ -69,8 +69,9 @@ def digest(mode: str, optimizer: str) -> str:
         result = pipeline.step(tokens[:, :-1], tokens[:, 1:])
         found.update(struct.pack("dd", result.loss, result.grad_norm))
     pipeline.synchronize()
-    for name, parameter in sorted(pipeline.named_parameters()):
-        found.update(name.encode() + parameter.detach().numpy().tobytes())
+    named = dict(pipeline.named_parameters())
+    for name in sorted(named):
+        found.update(named[name].detach().numpy().tobytes())
     pipeline.close()
     return found.hexdigest()[:16]
 

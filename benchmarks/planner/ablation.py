@@ -21,16 +21,16 @@ from typing import Any
 from unittest.mock import patch
 
 from optima import cases as small_cases
-from public import KINDS, case_of, rows
+from public import KINDS, case_of, costs_of, rows
 from random_cases import random_case
 
-from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
+from zbpp.core import Costs, longest_span, lower_bound, replay
 from zbpp.planning import plan
 from zbpp.schedules.planner import placement as plans
 from zbpp.schedules.planner.search import local_search, seeds
 
-Case = tuple[str, int, int, Costs, MemoryModel]
-"""A mode, stages, micro-batches, times and memory."""
+Case = tuple[str, int, int, Costs]
+"""A mode, stages, micro-batches, costs."""
 
 
 def keep(problem: Any, plan: Any, *others: Any, **options: Any) -> Any:
@@ -88,44 +88,35 @@ def cases(n_random: int) -> Iterator[Case]:
             for mode, kind in KINDS.items():
                 if kind in row or row.get("kind") == kind:
                     case = case_of(row, row[limit])
-                    yield mode, row["p"], row["m"], *models(case)
-    for p, m, costs, memory in itertools.islice(small_cases(), n_random):
-        yield "ZBV", p, m, costs, memory
+                    yield mode, row["p"], row["m"], costs_of(case)
+    for small in itertools.islice(small_cases(), n_random):
+        yield "ZBV", *small
     rng = random.Random(0)
     for _ in range(n_random):
         p, m = rng.randint(1, 12), rng.randint(1, 40)
         case = random_case(rng, p)
-        yield "ZB" if len(case["f"]) == p else "ZBV", p, m, *models(case)
-    times = Costs(10.408, 10.204, 7.703, 0.408)
+        yield "ZB" if len(case["f"]) == p else "ZBV", p, m, costs_of(case)
+    times = Costs(10.408, 10.204, 7.703, 0.408, m_w=0.432432)
     for mode, (p, m), part in itertools.product(
         KINDS, ((16, 128), (32, 128)), (0.3, 0.5, 0.75, 0.9)
     ):
-        yield mode, p, m, times, MemoryModel(1.0, 0.432432, part * p)
-
-
-def models(case: dict[str, Any]) -> tuple[Costs, MemoryModel]:
-    """The times and the memory of a costs file."""
-    lists = {key: tuple(v) if isinstance(v, list) else v for key, v in case.items()}
-    memory = MemoryModel(lists.pop("m_b"), lists.pop("m_w"), lists.pop("memory_limit"))
-    return Costs(**lists), memory
+        yield mode, p, m, replace(times, memory_limit=part * p)
 
 
 def spans(chosen: list[Case], effort: str) -> tuple[list[float], list[float], float]:
     """Plan all cases; return their spans, gaps and CPU seconds."""
     found, gaps, start = [], [], time.process_time()
-    for mode, p, m, costs, memory in chosen:
+    for mode, p, m, costs in chosen:
         ours = plan(
             mode,
             n_stages=p,
             n_microbatches=m,
-            costs=costs.with_memory(memory),
+            costs=costs,
             effort=effort,
         )
         times = costs.on(ours.placement)
         found.append(longest_span(replay(ours.orders, times, n_microbatches=m)))
-        gaps.append(
-            found[-1] / lower_bound(ours.placement, m, costs.with_memory(memory)) - 1
-        )
+        gaps.append(found[-1] / lower_bound(ours.placement, m, costs) - 1)
     return found, gaps, time.process_time() - start
 
 

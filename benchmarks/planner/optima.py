@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from public import MODELS
 from solver import certify
 
-from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
+from zbpp.core import Costs, longest_span, lower_bound, replay
 from zbpp.planning import plan
 
 PARTS = (0.375, 0.5, 0.625, 0.75, 1.0, 1.25, 1.5)
-Case = tuple[int, int, Costs, MemoryModel]
+Case = tuple[int, int, Costs]
+"""Stages, micro-batches, costs."""
 
 
 def cases() -> Iterator[Case]:
@@ -32,15 +33,14 @@ def cases() -> Iterator[Case]:
             continue
         if name != "random":
             times, share = MODELS[name]
-            found.append((p, m, Costs(**times), MemoryModel(1.0, share, part * p)))
+            found.append((p, m, Costs(**times, m_w=share, memory_limit=part * p)))
             continue
         f, b, w = (
             tuple(round(rng.uniform(0.5, 2.0), 2) for _ in range(2 * p)) for _ in "fbw"
         )
-        costs = Costs(f, b, w, rng.choice((0.0, 0.1, 0.5)))
-        found.append(
-            (p, m, costs, MemoryModel(1.0, rng.choice((0.25, 0.5, 0.75)), part * p))
-        )
+        comm, share = rng.choice((0.0, 0.1, 0.5)), rng.choice((0.25, 0.5, 0.75))
+        costs = Costs(f, b, w, comm, m_w=share, memory_limit=part * p)
+        found.append((p, m, costs))
     rng.shuffle(found)
     yield from found
 
@@ -53,24 +53,22 @@ def main() -> None:
     chosen = parser.parse_args()
     closed: list[float] = []
     left_open: list[float] = []
-    for p, m, costs, memory in itertools.islice(cases(), chosen.cases):
-        ours = plan(
-            "ZBV", n_stages=p, n_microbatches=m, costs=costs.with_memory(memory)
-        )
+    for p, m, costs in itertools.islice(cases(), chosen.cases):
+        ours = plan("ZBV", n_stages=p, n_microbatches=m, costs=costs)
         rows = replay(ours.orders, costs.on(ours.placement), n_microbatches=m)
         span = longest_span(rows)
-        if span <= lower_bound(ours.placement, m, costs.with_memory(memory)) * (
-            1 + 1e-9
-        ):
+        if span <= lower_bound(ours.placement, m, costs) * (1 + 1e-9):
             closed.append(0.0)
             continue
-        found = certify(ours, costs.with_memory(memory), seconds=chosen.seconds)
+        found = certify(ours, costs, seconds=chosen.seconds)
         above = span / found.span - 1
         (closed if found.is_optimal else left_open).append(above)
         if above > 1e-9:
             kind = "optimum" if found.is_optimal else "a plan"
-            limit = memory.limit
-            print(f"{p} x {m}, limit {limit}: {above:.2%} above {kind}", flush=True)
+            print(
+                f"{p} x {m}, limit {costs.memory_limit}: {above:.2%} above {kind}",
+                flush=True,
+            )
     for kind, gaps in (("closed", closed), ("left open", left_open)):
         met = sum(gap < 1e-9 for gap in gaps)
         worst = max(gaps, default=0.0)
