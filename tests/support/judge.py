@@ -1,6 +1,6 @@
 """Judge a schedule file by itself: order, memory and times, with none of zbpp's code.
 
-    python benchmarks/judge.py plan.json costs.json
+    python tests/support/judge.py plan.json costs.json
 
 Reads the two file formats, replays the jobs one by one, and prints the largest span of
 a stage, the bubble rate and the peak memories. A message is a delay; for the first
