@@ -14,6 +14,7 @@ from zbpp.core import (
     Pass,
     PassKind,
     Placement,
+    RequestError,
     Slot,
     Step,
     Timeline,
@@ -68,8 +69,8 @@ def test_gradients_steps_and_iterations_wait_for_what_they_need():
     late = {"costs": Costs(validation=0.5), "free": [10, 7], "known": [10, 14]}
     again = starts("0F0 V 0BW0 O", "1F0 V 1BW0 O", **late)
     assert again == [[10, 11, 16.5, 18.5], [11, 14, 14.5, 18.5]]
-    # A row is short where it is stuck.
-    assert starts("0BW0 0F0", "1F0 1BW0", costs=Costs()) == [[], []]
+    with pytest.raises(RequestError, match="0BW0 never starts"):
+        starts("0BW0 0F0", "1F0 1BW0", costs=Costs())
 
 
 def test_collectives_run_on_a_lane():

@@ -1,6 +1,8 @@
 """Planning from Python: what is unambiguous is converted, the rest is refused."""
 
 import json
+import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 import zbpp
 from zbpp import simulator
 from zbpp.core import LayerCosts, Parts
+from zbpp.emulation.layers import EmulatedLayer
 from zbpp.planning import PlanRequest
 
 SIZES = {"n_stages": 4, "n_microbatches": 8}
@@ -192,3 +195,15 @@ def test_a_pipeline_switches_to_a_schedule_or_a_plan_but_not_to_a_mode():
             zbpp.RequestError, match=r"not 'ZBV'; zbpp.plan\(mode, n_st"
         ):
             running.switch("ZBV")
+
+
+def test_layers_that_leave_work_for_w_by_themselves_are_not_warned_of():
+    layers = nn.Sequential(*(EmulatedLayer(0.0, 0.0, 0.0) for _ in range(2)))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with zbpp.Pipeline(
+            layers, loss_fn=nn.functional.mse_loss, optimizer=optimizer,
+            schedule="ZBH1", n_stages=2, n_microbatches=2,
+        ) as running:  # fmt: skip
+            running.step(torch.ones(4, 2), torch.ones(4, 2))

@@ -35,7 +35,8 @@ def check(plan, path):
     plan.save(path)
     again = zbpp.read_plan(path)
     assert again == plan and again.span == plan.span
-    assert parse_schedule(schedule_text(schedule)) == zbpp.plan(path)
+    again = parse_schedule(schedule_text(schedule))
+    assert (again.orders, again.parts) == (schedule.orders, schedule.parts)
 
 
 MODES = ("ZBH1", "ZBV", "DualPipeV", "Combined1F1B")

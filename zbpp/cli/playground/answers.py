@@ -16,8 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 from zbpp.cli.summary import summarize
-from zbpp.core import Costs, RequestError, parse_costs, schedule_text
+from zbpp.core import Costs, RequestError, parse_costs
 from zbpp.planning import MODES, Plan, PlanRequest, make_plan
+from zbpp.planning.answer import plan_text
 from zbpp.simulator import simulate
 from zbpp.simulator.page import PageEntry
 from zbpp.simulator.page.panels import Panel, panels_data, panels_html
@@ -99,7 +100,7 @@ def _planned(settings: str, mode: str) -> dict[str, Any]:
         "step": figures.step_time,
         "peak": max(figures.peak_memory),
         "gap": figures.gap,
-        "file": schedule_text(plan.schedule),
+        "file": plan_text(plan),
         "costs": costs_text(json.loads(settings)),
     }
 
