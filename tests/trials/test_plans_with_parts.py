@@ -82,11 +82,11 @@ def test_nothing_is_recomputed_where_all_fits(tmp_path):
     assert not plan.recompute and not plan.schedule.recomputing
     check(plan, tmp_path / "plan.json")
     tight = planned(
-        "ZBH1", *CASES["two layers"], recompute="auto", m_r=0.1, memory_limit=0.9
+        "ZBH1", *CASES["two layers"], recompute="auto", m_r=0.1, memory_limit=1.2
     )
     assert tight.schedule.recomputing  # the control
     check(tight, tmp_path / "tight.json")
-    assert max(peaks(tight.schedule.orders, tight.chunk_costs)) <= 0.9
+    assert max(peaks(tight.schedule.orders, tight.chunk_costs)) <= 1.2
 
 
 @pytest.mark.parametrize(
