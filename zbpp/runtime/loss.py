@@ -1,6 +1,6 @@
 """The loss of each micro-batch, its share in the loss of the batch, and metrics."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,6 +21,7 @@ __all__ = [
     "loss_alone",
     "loss_modules",
     "names_text",
+    "refuse_foreign",
 ]
 
 Metrics = Mapping[str, Tensor | float]
@@ -223,6 +224,33 @@ def is_sum(loss_fn: LossFn) -> bool:
     bound = loss_fn.keywords if isinstance(loss_fn, partial) else {}
     reduction = bound.get("reduction", getattr(loss_fn, "reduction", None))
     return bool(reduction == "sum")
+
+
+def refuse_foreign(loss: Tensor, parameters: Collection[Tensor]) -> None:
+    """Refuse a loss whose graph reaches parameters that its stage does not have.
+
+    Args:
+        loss: of a micro-batch.
+        parameters: those of the stage's layers.
+
+    Raises:
+        RequestError: one is reached, for instance another stage's, or a loose one.
+    """
+    seen: set[object] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [after for after, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and leaf not in parameters:
+            raise RequestError(
+                f"the loss reads a parameter of shape {tuple(leaf.shape)} that the "
+                "last stage does not have, so this stage would not train it; read it "
+                "in the last layer, or pass what is computed from it through the layers"
+            )
 
 
 def loss_alone(loss_fn: LossFn) -> Callable[..., Tensor]:

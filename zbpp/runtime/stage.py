@@ -25,7 +25,7 @@ from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
-from zbpp.runtime.loss import Loss, LossFn
+from zbpp.runtime.loss import Loss, LossFn, refuse_foreign
 from zbpp.runtime.microbatches import uploads_to
 from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.pytree import map_tensors
@@ -364,7 +364,10 @@ class Stage:
         if chunk == self._last and self.loss.targets is not None:
             if self.outputs is not None:
                 self.outputs[microbatch] = map_tensors(value, isolated)
+            is_first = self.loss.returned is None
             value = self.loss(value, microbatch)
+            if is_first:
+                refuse_foreign(value, {p for *_, p in self.named_leaves()})
         if isinstance(value, Tensor):
             return ready((value,))
         held = self.chunks[chunk]

@@ -186,7 +186,7 @@ def train(
             mesh=mesh,
             n_stages=1 if mesh is None else None,
             shard=shard,
-            post_validation=True,
+            post_validation=mode not in ("1F1B", "VPP") or None,
             **more,
         ) as pipeline,
     ):

@@ -17,6 +17,7 @@ from zbpp.runtime.loss import names_text
 from zbpp.runtime.microbatches import merge
 from zbpp.runtime.optim.decision import StepSums, StepVectorLayout
 from zbpp.runtime.optim.step_state import History
+from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["LocalStages", "eval_mode"]
@@ -101,9 +102,7 @@ class LocalStages:
             with self.failures_told():
                 yield
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
-            self._ended = self._failure = f"{self.transport.doing} failed ({text})"
-            self._hooks.remove()  # the modules are the caller's again
+            self._end_with(error)
             raise
         finally:
             self._is_running = False
@@ -142,7 +141,17 @@ class LocalStages:
                 "note the wish (a signal handler sets a flag) and ask between steps"
             )
         for executor in self.executors.values():
-            executor.settle()
+            try:
+                executor.settle()
+            except PeerError as error:
+                self._end_with(error)
+                raise
+
+    def _end_with(self, error: BaseException) -> None:
+        """End the pipeline: nothing can be right any more."""
+        text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
+        self._ended = self._failure = f"{self.transport.doing} failed ({text})"
+        self._hooks.remove()  # the modules are the caller's again
 
     def refuse_after_failure(self) -> None:
         """Refuse every call after a failure.
