@@ -39,7 +39,6 @@ TESTS = {
     "tests/runtime/test_step_parts.py",
     "backward": "tests/runtime/backward",
     "compiled": "tests/runtime/compiled",
-    "graphed": "tests/runtime/graphed",
     "support": "tests/runtime/support tests/runtime/parallel tests/runtime/ties",
     "optim": "tests/runtime/optim",
     "ties": "tests/runtime/ties",
@@ -267,11 +266,6 @@ TABLE = (
     ("compiled", "casts that narrow", "zbpp/runtime/compiled/cut.py",
      'above.meta["val"].itemsize < node.meta["val"].itemsize',
      'above.meta["val"].itemsize > node.meta["val"].itemsize'),
-    # ---- graphed
-    ("graphed", "gradients of the caller are lost", "zbpp/runtime/graphed/slot.py",
-     "total.copy_(grad)", "pass"),
-    ("graphed", "recorded in the first step", "zbpp/runtime/graphed/stage.py",
-     "if self._n_steps - first < _WARM_UP", "if self._n_steps - first < 0"),
     # ---- support
     ("support", "fingerprints forget the order", "zbpp/runtime/support/fingerprint.py",
      "total = total * _ODD + (columns * weights).sum()",

@@ -4,7 +4,6 @@ timeline, timelines            jobs of the last steps, with their times
 measured_costs                 costs of the last steps
 prediction                     the simulated step beside the measured one
 split_report, split_summary    where W computes gradients, and why not elsewhere
-graph_report                   which passes are CUDA graphs
 """
 
 from collections import ChainMap, Counter
@@ -31,12 +30,10 @@ from zbpp.profiling.window import Wires, measure_wires, window_costs
 from zbpp.runtime.backward.causes import NO_WEIGHT
 from zbpp.runtime.comm.clocks import clock_name, compare_clocks
 from zbpp.runtime.driver.stages import LocalStages
-from zbpp.runtime.graphed.stage import GraphedStage
 
 __all__ = [
     "RunningPipeline",
     "gather_slots",
-    "graph_report",
     "measured_costs",
     "prediction",
     "split_report",
@@ -273,18 +270,3 @@ def _leaf_sizes(pipeline: RunningPipeline) -> dict[str, int]:
     stages = (x.stage for x in pipeline.stages.executors.values())
     leaves = chain.from_iterable(stage.named_leaves() for stage in stages)
     return {name: p.numel() for _, name, p in leaves}
-
-
-def graph_report(pipeline: RunningPipeline) -> dict[int, str]:
-    """Say of each chunk of this process whether its passes are CUDA graphs.
-
-    ``""``, from the third step on; else why they are not.
-    """
-    report = {}
-    for executor in pipeline.stages.executors.values():
-        stage = executor.stage
-        for chunk in stage.chunks:
-            report[chunk] = "cuda_graphs is off"
-            if isinstance(stage, GraphedStage):
-                report[chunk] = stage.why_not(chunk)
-    return report

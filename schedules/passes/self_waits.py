@@ -1,7 +1,7 @@
 """Find where a stage that waits for its whole device would wait for itself.
 
 Some jobs wait for all that a GPU has under way: the allocator before it gives memory
-back, ``torch.cuda.synchronize``, the recording of a CUDA graph, the tuning of a kernel.
+back, ``torch.cuda.synchronize``, the tuning of a kernel.
 A receive by NCCL is under way from where it is posted until its value comes, and a send
 until the other end has posted its receive. So a receive that is posted too early stops
 the job that its own value depends on:

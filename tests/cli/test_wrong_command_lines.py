@@ -153,7 +153,6 @@ WRONG = {
     "profile -o x.json --metrics out": "zbpp profile",
     "profile -o x.json --steps 3": "zbpp profile",
     "profile -o x.json --model a:b --split 3,4": "does not go with --model",
-    "profile -o x.json --model a:b --cuda_graphs": "does not go with --model",
     "train --model a:b": "hf:PATH",
 }
 

@@ -8,10 +8,6 @@ import pytest
 
 import zbpp
 
-NAMES_CUDA = {
-    "runtime/graphed/slot.py": "CUDA graphs: the only ones that are recorded",
-}
-"""Files that may, each with its reason."""
 ROOT = Path(zbpp.__file__).parent
 
 
@@ -30,13 +26,13 @@ def kinds_named(source: str) -> Iterator[str]:
                     yield ast.unparse(node)
 
 
-def test_cuda_is_named_only_where_there_is_a_reason() -> None:
-    found = {
+def test_no_file_names_cuda() -> None:
+    found = [
         path.relative_to(ROOT).as_posix()
         for path in ROOT.rglob("*.py")
         if [*kinds_named(path.read_text(encoding="utf-8"))]
-    }
-    assert found == {*NAMES_CUDA}
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize(

@@ -81,17 +81,6 @@ ROOMS = {
         "zbpp.runtime.backward.queue",
         "zbpp.runtime.policies",
     },
-    "zbpp.runtime.graphed": {
-        "zbpp.runtime.graphed",
-        "zbpp.runtime.support",
-        "zbpp.core",
-        "zbpp.runtime.backward",
-        "zbpp.runtime.stage",
-        "zbpp.runtime.layer_random",
-        "zbpp.runtime.state_recorder",
-        "zbpp.runtime.chunk",
-        "zbpp.runtime.values",
-    },
     "zbpp.checkpoint": {
         "zbpp.checkpoint",
         "zbpp.core",

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,34 +87,6 @@ def stream(to: torch.Stream | None) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
-_pools = count(1)
-
-
-class CUDAGraph:
-    """As `torch.cuda.CUDAGraph`: a queue that is written down, and launched again."""
-
-    def __init__(self, keep_graph: bool = False) -> None:
-        self._graph: Any = None
-        self._pool = 0
-
-    def capture_begin(self, pool: int | None = None, **_: Any) -> None:
-        self._pool = next(_pools) if pool is None else pool
-        self._stream = current_stream().stream_id
-        _native.capture_begin(self._stream, self._pool)
-
-    def capture_end(self) -> None:
-        self._graph = _native.capture_end(self._stream)
-
-    def replay(self) -> None:
-        self._graph.replay(current_stream().stream_id)
-
-    def pool(self) -> int:
-        return self._pool
-
-    def reset(self) -> None:
-        self._graph = None
-
-
 def name_device(uuid: str) -> None:
     """Tell this process's device from those of others."""
     _properties.uuid = uuid
@@ -129,8 +100,6 @@ def install(native: Any) -> None:
     functions: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
-        "CUDAGraph": CUDAGraph,
-        "graph_pool_handle": lambda: next(_pools),
         "current_stream": current_stream,
         "default_stream": default_stream,
         "stream": stream,
@@ -158,9 +127,7 @@ def install(native: Any) -> None:
         "get_device_name": lambda device=None: _properties.name,
         "get_device_capability": lambda device=None: (9, 0),
         "set_sync_debug_mode": _set_sync_debug_mode,
-        "is_current_stream_capturing": lambda: native.is_capturing(
-            native.current_stream()
-        ),
+        "is_current_stream_capturing": lambda: False,
         "default_generators": (native.default_generator(),),
     }
     for name, function in functions.items():

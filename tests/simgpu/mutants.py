@@ -169,19 +169,6 @@ def _by_rules(file: str, function: str, tree: ast.AST) -> Iterator[Mutant]:
             is_question = name in ASKED and not node.args
             if (is_question or name == "wait") and is_value:
                 yield mutant(node, "not asked:", lambda _: ast.Constant(True))
-            if file.startswith("graphed/"):
-                yield from _of_slots(node, mutant)
-
-
-def _of_slots(node: ast.Call, mutant: Callable[..., Mutant]) -> Iterator[Mutant]:
-    """Copies into and out of the memory of graphs."""
-    called = node.func
-    if isinstance(called, ast.Name) and called.id == "_copied":
-        yield mutant(node, "no copy:", lambda call: call.args[0])
-    elif isinstance(called, ast.Name) and called.id == "_fill":
-        yield mutant(node, "without", lambda _: ast.Constant(None))
-    elif _attribute(node) == "clone":
-        yield mutant(node, "no copy:", lambda call: call.func.value)
 
 
 def _without(statement: ast.Expr) -> ast.stmt:
@@ -253,16 +240,6 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "self._saved.pop((chunk, microbatch)).graph), on.set_stream(before)))("
         "__import__('torch').cuda, __import__('torch').cuda.current_stream())",
         "W on another stream",
-    ),
-    (
-        "graphed/slot.py", "Slot.forward",
-        "tuple(map(_copied, self._outputs))", "self._outputs",
-        "outputs are the graph's own memory",
-    ),
-    (
-        "graphed/stage.py", "GraphedStage._slot",
-        "free.pop() if free else None", "free[-1] if free else None",
-        "a slot that is free and taken",
     ),
     (
         "comm/links.py", "P2PLink.send",
@@ -604,7 +581,6 @@ def in_order(mutant: Mutant, scenarios: Sequence[Scenario]) -> list[Scenario]:
     def is_unlikely(scenario: Scenario) -> tuple[bool, ...]:
         return (
             "mesh of shards" in scenario.name and not is_of_mesh,
-            mutant.file.startswith("graphed/") != ("graphs" in scenario.name),
             (mutant.file == "job_times.py") != ("times" in scenario.name),
         )
 
@@ -644,9 +620,6 @@ EXPLAINED: dict[str, str] = {
     ),
     "job_times.py JobTimes.norm_seconds: without `step.norms[-1][1].synchronize()`": (
         "the host has waited for a sum that is behind it"
-    ),
-    "graphed/slot.py Slot.backward_input: no copy: `_copied(x)`": (
-        "nobody else holds the gradient, so its memory may be the graph's"
     ),
     "comm/mailbox.py Mailbox.end: without `self._link.end()`": (
         "`_read_sum` has done so behind the sum of the step before, if anybody read it"

@@ -24,7 +24,7 @@ __all__ = ["ONE_PROCESS", "TWO_PROCESSES", "Outcome", "Scenario", "differences"]
 
 N_STEPS = 5
 WARM_UP = 3
-"""Steps in which the host may wait: buffers are watched, graphs recorded."""
+"""Steps in which the host may wait: buffers are watched."""
 
 
 @dataclass
@@ -369,7 +369,6 @@ def failing(mode: str, n_stages: int | None, **more: Any) -> Outcome:
 
 
 STREAMS = {"stage_streams": True}
-GRAPHS = {"cuda_graphs": True}
 DROPOUT = {"model": dropping, "seed": 3}
 POINTS = {"model": talking}
 TWO_TENSORS = {"model": with_two_tensors}
@@ -382,8 +381,6 @@ ONE_PROCESS = [
         "1F1B streams, pinned batches", from_host, "1F1B", {**STREAMS, "pins": True}
     ),
     Scenario("ZBV streams, own optimizer", own_optimizer, "ZBV", STREAMS),
-    Scenario("ZBV streams, graphs", from_host, "ZBV", STREAMS | GRAPHS),
-    Scenario("1F1B graphs", from_gpu, "1F1B", GRAPHS),
     Scenario("ZBH1 streams, dropout", from_host, "ZBH1", STREAMS, DROPOUT),
     Scenario("ZBH1 streams, times", with_times, "ZBH1", STREAMS),
     Scenario("DualPipeV, points", from_host, "DualPipeV", alike=POINTS),

@@ -64,7 +64,7 @@ class ProfileCommand(RunOptions):
         options = Train(**{name: getattr(self, name) for name in names})
         check_at_least(self, 1, "rounds")
         check_outputs(out=self.out, layers_out=self.layers_out)
-        for name in ("split", "layers", "cuda_graphs", "emulate"):
+        for name in ("split", "layers", "emulate"):
             if self.model is not None and getattr(self, name):
                 raise RequestError(
                     f"--{name} does not go with --model; leave one of them out"

@@ -30,7 +30,6 @@ _PLACES = {
     "max_consecutive_skips": "step=zbpp.StepPolicy(max_consecutive_skips=...)",
     "loss_scale": "step=zbpp.StepPolicy(loss_scale=...)",
     "compile": "execution=zbpp.Execution(compile=...)",
-    "cuda_graphs": "execution=zbpp.Execution(cuda_graphs=...)",
     "stage_streams": "execution=zbpp.Execution(stage_streams=...)",
     "watch": "execution=zbpp.Execution(watch=...)",
     "timeout_s": "execution=zbpp.Execution(timeout_s=...)",
@@ -68,7 +67,6 @@ _DIAGNOSTICS = (
     "timelines",
     "split_report",
     "split_summary",
-    "graph_report",
     "measured_costs",
     "prediction",
 )

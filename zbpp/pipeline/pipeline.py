@@ -367,7 +367,7 @@ class Pipeline:
 
         Raises:
             RequestError: the batch does not fit; or steps of this pipeline cannot be
-                taken in parts: there are replicas, CUDA graphs, or no optimizer.
+                taken in parts: there are replicas, or no optimizer.
             PeerError: another stage died or did not answer.
         """
         if self._part is None:
@@ -459,8 +459,6 @@ class Pipeline:
             reason = "optimizer is None; clear the gradients, and call step()"
         elif self.place.n_summands > 1 or self.stages.first.collectives.has_units:
             reason = "replicas sum their gradients within the passes"
-        elif self._options.execution.cuda_graphs:
-            reason = "CUDA graphs keep the sums of whole steps"
         if reason is not None:
             raise RequestError(
                 f"this pipeline takes no step in parts: {reason}; give step() more "
@@ -586,7 +584,7 @@ class Pipeline:
             self.place,
             self._options.replicas.shard,
             ties=self._ties.chunks,
-            overlaps=self._options.execution.overlaps,
+            overlaps=self._options.execution.overlap,
             costs=self.plan.known_costs,
         )
         self._parts = None

@@ -114,7 +114,7 @@ def plan_model(
             device=device,
             numerics=numerics,
             step=StepPolicy(post_validation=step.post_validation),
-            execution=replace(execution, watch=False, cuda_graphs=False),
+            execution=replace(execution, watch=False),
         )
         estimate = partial(
             layer_memory,
@@ -133,7 +133,7 @@ def plan_model(
         layer_costs = measure_layers(
             build, model, example,
             device=device, estimate=estimate,
-            overlaps=execution.overlaps and not reduces_every(replicas.shard),
+            overlaps=execution.overlap and not reduces_every(replicas.shard),
         )  # fmt: skip
     request = replace(request, costs=costs_or_layers(costs, layer_costs))
     plan = plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)

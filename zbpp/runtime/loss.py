@@ -1,7 +1,6 @@
 """The loss of each micro-batch, its share in the loss of the batch, and metrics."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -53,7 +52,6 @@ class Loss:
         self.modules = loss_modules(loss_fn)
         self.adds = False
         """The loss of the batch is the sum over micro-batches, not their mean."""
-        self._instead: tuple[object] | None = None
         self.returned: tuple[str, ...] | None = None
         """Names of the metrics that loss_fn returns; None: it has not run here."""
         self.names: tuple[str, ...] = ()
@@ -109,7 +107,7 @@ class Loss:
         if not self.counts(microbatch):
             loss = _nothing(outputs, self._device)
         else:
-            loss = self._used_fn(outputs, self.take(microbatch))
+            loss = self._used_fn(outputs, self._uploads.take(microbatch))
             number = self._first + microbatch
             if type(loss) is tuple and len(loss) == 2:
                 loss, metrics = loss
@@ -126,12 +124,8 @@ class Loss:
                 "in floating point: of a complex one, its abs() or real part"
             )
         # A copy: mse_loss's scalar holds the memory of all its summands.
-        self.keep(microbatch, loss.detach().clone())
+        self.values[self._first + microbatch] = loss.detach().clone()
         return loss
-
-    def keep(self, microbatch: int, value: Tensor) -> None:
-        """Note the value of a micro-batch's loss."""
-        self.values[self._first + microbatch] = value
 
     def discard(self) -> None:
         """Forget the losses so far; they will be computed once more."""
@@ -147,21 +141,6 @@ class Loss:
                 f"{names_text(self.returned)} before; it must return the same metrics "
                 "for every micro-batch"
             )
-
-    def take(self, microbatch: int) -> object:
-        """Return the targets of a micro-batch, on the device."""
-        if self._instead is not None:
-            return self._instead[0]
-        return self._uploads.take(microbatch)
-
-    @contextmanager
-    def reading(self, targets: object) -> Iterator[None]:
-        """Within this, losses are of these targets."""
-        self._instead = (targets,)
-        try:
-            yield
-        finally:
-            self._instead = None
 
     def counts(self, microbatch: int) -> bool:
         """False for a micro-batch of weight 0."""

@@ -195,8 +195,6 @@ class Execution:
 
     Args:
         compile: compile each layer by itself, ``"blocks"``; see docs/how_to/compile.md.
-        cuda_graphs: record passes on a GPU, and replay them; experimental, and for
-            pipelines in one process only; see docs/how_to/gpus.md.
         stage_streams: stages of this process, on one GPU, compute side by side.
         overlap: passes stop where layers call `zbpp.overlap_point`, and what the plan
             has put beside them computes; False: they run one after the other.
@@ -212,7 +210,6 @@ class Execution:
     """
 
     compile: "Compiling" = False
-    cuda_graphs: bool = False
     stage_streams: bool = False
     overlap: bool = True
     watch: Any = None
@@ -229,11 +226,6 @@ class Execution:
                     f"{name} is {time_s!r}; give seconds, above 0 and up to "
                     f"{_MAX_SECONDS:g}"
                 )
-
-    @property
-    def overlaps(self) -> bool:
-        """True if passes stop at their points; a CUDA graph is recorded in one go."""
-        return self.overlap and not self.cuda_graphs
 
     @property
     def start_timeout_s(self) -> float:

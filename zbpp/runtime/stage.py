@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.accumulate import GradientOrder, MicrobatchGraph
+from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.ends import alias_of
 from zbpp.runtime.backward.queue import Progress, WeightQueue
@@ -50,7 +50,7 @@ __all__ = ["LossFn", "Saved", "Stage"]
 class Saved:
     """The state of a micro-batch on a chunk from F to W."""
 
-    graph: MicrobatchGraph
+    graph: SplitGraph
     ends: Tensors
     """The losses that B starts from, without their graph; of the last chunk."""
 
@@ -307,7 +307,7 @@ class Stage:
         microbatch: int,
         gradients: Tensors | None,
         run: Callable[
-            [int, MicrobatchGraph, Sequence[Tensor | None]], Sequence[Tensor | None]
+            [int, SplitGraph, Sequence[Tensor | None]], Sequence[Tensor | None]
         ],
     ) -> Tensors:
         if gradients is None:

@@ -3,8 +3,6 @@
     who asks               what is brought back                 see
     replay after V         buffers (and batch, see `Replay`)    `BufferRecorder`
     B of recomputation     buffers, random generators           `ForwardState`
-    CUDA graphs            nothing: they need forwards that
-                           change no buffer                     `BufferRecorder`
 
 Nobody says beforehand what a forward will change. So the first one is watched with
 copies of everything, and what it has changed is copied from then on. What is constant

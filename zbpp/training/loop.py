@@ -124,8 +124,6 @@ class _Training:
             recorder.add(pipeline.step(inputs, targets))
             if step == self._steps.start:
                 recorder.say(f"backward: {diagnostics.split_summary(pipeline)}")
-            if options.cuda_graphs and step == self._steps.start + 2:
-                recorder.say(_describe_graphs(pipeline))
             for rate in self._rates:
                 rate.step()
             self._saver.after_step(recorder)
@@ -261,11 +259,3 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
         f"{', compiled' if options.compiles else ''}"
         f"{', post-validated' if schedule.is_post_validated else ''}"
     )
-
-
-def _describe_graphs(pipeline: Pipeline) -> str:
-    """One line about passes that are CUDA graphs (every rank must call)."""
-    parts = pipeline.gather(diagnostics.graph_report(pipeline))
-    reasons = sorted((i, why) for report in parts for i, why in report.items())
-    words = [f"{i}: {why or 'recorded'}" for i, why in reasons]
-    return f"CUDA graphs of chunks: {'; '.join(words)}"

@@ -209,7 +209,6 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
     microbatch_size: int = flag("samples of a micro-batch", 2)
     seed: int = flag("of the weights and of the choice of text", 0)
     dtype: Literal["fp32", "bf16", "fp16"] = flag("16 bits by autocast", "fp32")
-    cuda_graphs: bool = flag("passes as CUDA graphs: less host time", False)
     tensor_parallel: int = flag("processes that share the blocks of a stage", 1)
     transport: Literal["processes", "local"] = flag(
         "local: all in this process", "processes"
@@ -232,12 +231,10 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
                 f"--transport local is one process, and a stage has {self.n_peers}; "
                 "leave it out, or --data_parallel and --tensor_parallel"
             )
-        compiling = {"compile": self.compiles, "cuda_graphs": self.cuda_graphs}
-        for name, is_on in compiling.items():
-            if is_on and self.emulate is not None:
-                raise RequestError(
-                    f"--{name}: emulated layers sleep; leave one of them out"
-                )
+        if self.compiles and self.emulate is not None:
+            raise RequestError(
+                "--compile: emulated layers sleep; leave one of them out"
+            )
         check_above_zero(self, "timeout_s")
 
     @property

@@ -284,7 +284,6 @@ def build_pipeline(
         ),
         "execution": Execution(
             compile="blocks" if options.compiles else False,
-            cuda_graphs=options.cuda_graphs,
             watch=loaded is None and measures_first(options),
             timeout_s=options.timeout_s,
         ),

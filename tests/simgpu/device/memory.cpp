@@ -162,9 +162,8 @@ void* Sim::allocate(size_t bytes, bool is_host) {
   const size_t unit = is_host ? kPage : kAlignment;
   const size_t size = (bytes + unit - 1) / unit * unit;
   const int id = is_host ? -1 : current();
-  const uint64_t pool = is_host ? 0 : stream(id).pool;
   if (!is_host) poison_freed(stream(id));
-  auto& free = free_[{is_host, id, pool}];
+  auto& free = free_[{is_host, id}];
   Block* block = nullptr;
   auto found = free.lower_bound(size);
   if (settings.reuses && found != free.end() && found->first <= 2 * size) {
@@ -178,7 +177,6 @@ void* Sim::allocate(size_t bytes, bool is_host) {
     block->size = size;
     block->is_host = is_host;
     block->stream = id;
-    block->pool = pool;
     std::memset((void*)block->ptr, kNoNumber, size);
     blocks_[block->ptr] = std::move(made);
     if (is_host) catch_faults();
@@ -220,25 +218,21 @@ void Sim::free(void* ptr) {
   if (!block->is_host) allocated -= block->size;
   block->is_live = false;
   freed_.push_back(block);
-  if (record_uses(*block) && block->pending.empty()) {
+  record_uses(*block);
+  if (block->pending.empty()) {
     freed_.pop_back();
     give_back(block);
   }
 }
 
-// Notes what other streams have been given that may use a block; not while one captures,
-// as an event of a capture is none: then it is done later, as CUDA's allocator does.
-bool Sim::record_uses(Block& block) {
-  if (block.used_on.empty()) return true;
-  for (const auto& s : streams_)
-    if (s->capture) return false;
+// Notes what other streams have been given that may use a block.
+void Sim::record_uses(Block& block) {
   for (int id : block.used_on) {
     Event event;
     record(event, id, /*by_allocator=*/true);
     block.pending.push_back(event);
   }
   block.used_on.clear();
-  return true;
 }
 
 void Sim::look_at_freed() {
@@ -252,7 +246,6 @@ void Sim::look_at_freed() {
     return demand(event.stream, event.number);
   };
   auto is_free = [&](Block* block) {
-    if (!record_uses(*block)) return false;
     auto& events = block->pending;
     while (!events.empty() && is_over(events.back())) {
       const Clock& clock = events.back().clock;
@@ -267,11 +260,7 @@ void Sim::look_at_freed() {
 }
 
 void Sim::give_back(Block* block) {
-  // What a capture has allocated, and is freed after it, only its pool's next capture
-  // takes: until then its graphs may read what they have written there.
-  Stream& s = stream(std::max(block->stream, 0));
-  const bool after_capture = block->pool != 0 && !(s.capture && s.pool == block->pool);
-  if (!block->is_host && settings.poisons && !after_capture) {
+  if (!block->is_host && settings.poisons) {
     Operation poison;
     poison.name = "free";
     poison.by_allocator = true;
@@ -280,9 +269,9 @@ void Sim::give_back(Block* block) {
       std::memset(at, kNoNumber, size);
       return true;
     };
-    s.poisons.emplace_back(std::move(poison), /*during_capture=*/block->pool == 0);
+    stream(block->stream).poisons.push_back(std::move(poison));
   }
-  free_[{block->is_host, block->stream, block->pool}].insert({block->size, block});
+  free_[{block->is_host, block->stream}].insert({block->size, block});
 }
 
 std::vector<std::string> Sim::live() {

@@ -1,4 +1,4 @@
-// For Python: settings, findings, graphs; and a simulated NCCL.
+// For Python: settings and findings; and a simulated NCCL.
 //
 // A communicator is a stream: messages and collectives run there in the order of their
 // launches, the host goes on. Other processes have a simulated device of their own; bytes
@@ -511,11 +511,6 @@ PYBIND11_MODULE(_simgpu, m) {
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(sim::default_numbers()));
   });
 
-  py::class_<sim::Graph, std::shared_ptr<sim::Graph>>(m, "Graph")
-      .def("__len__", [](const sim::Graph& graph) { return graph.operations.size(); })
-      .def("replay", [&](const sim::Graph& graph, int stream) { s.replay(graph, stream); }, no_gil);
-  m.def("capture_begin", [&](int stream, uint64_t pool) { s.capture_begin(stream, pool); }, no_gil);
-  m.def("capture_end", [&](int stream) { return s.capture_end(stream); }, no_gil);
   // torch does this itself in builds for CUDA only; fully_shard frees and refills by it.
   m.def("resize_storage", [](const Tensor& whole, int64_t n_bytes) {
     auto* storage = whole.storage().unsafeGetStorageImpl();
@@ -526,7 +521,6 @@ PYBIND11_MODULE(_simgpu, m) {
       storage->set_nbytes(0);
     }
   }, no_gil);
-  m.def("is_capturing", [&](int stream) { return s.is_capturing(stream); });
 
   m.def("use_processes", [&](const std::string& files, int number, int n) {
     folder = files;

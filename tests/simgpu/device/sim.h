@@ -63,10 +63,6 @@ struct Access {
   std::string look;
 };
 
-struct Graph {
-  std::vector<Operation> operations;
-};
-
 struct Stream {
   int id = 0;
   std::deque<Operation> queue;
@@ -75,13 +71,11 @@ struct Stream {
   uint64_t others_from = 0;  // from here on it ends when other processes let it; 0: none
   Clock clock;
   double time_s = 0;
-  std::vector<std::pair<Operation, bool>> poisons;  // of freed blocks; for a capture or not
-  std::shared_ptr<Graph> capture;
-  uint64_t pool = 0;
+  std::vector<Operation> poisons;  // of freed blocks
 };
 
 struct Event {
-  static constexpr int never = -1, captured = -2;
+  static constexpr int never = -1;
   int stream = never;
   uint64_t number = 0;
   Clock clock;
@@ -92,7 +86,6 @@ struct Block {
   uintptr_t ptr = 0;
   size_t size = 0, asked = 0;
   int stream = 0;
-  uint64_t pool = 0;
   bool is_host = false, is_live = false;
   bool is_exempt = false;  // a host's access was reported: not again until it is free
   int protection = 3;      // of pages of the host's memory: 0 none, 1 reads, 3 all
@@ -146,12 +139,6 @@ class Sim {
   bool host_fault(uintptr_t address, bool writes);
   std::vector<std::string> live();
 
-  // Graphs.
-  void capture_begin(int stream, uint64_t pool);
-  std::shared_ptr<Graph> capture_end(int stream);
-  bool is_capturing(int id) { return stream(id).capture != nullptr; }
-  void replay(const Graph& graph, int stream);
-
   void held_up(const char* what);  // a call that holds up the host
   void note(const std::string& what) { counts[what]++; }
   void set_label(const std::string& text) { label_ = names.number(text); }
@@ -173,7 +160,7 @@ class Sim {
  private:
   Stream& stream(int id);
   std::string site();
-  uint64_t enqueue(int stream, Operation operation, bool during_capture = false);
+  uint64_t enqueue(int stream, Operation operation);
   void mix(const std::string& text, uint64_t number);
   void check(int id, uint64_t number, const Operation& operation);
   void report_race(const Access& before, const Access& now, const Block& block);
@@ -191,7 +178,7 @@ class Sim {
   bool is_stuck();
   std::string stuck_file(int number) const;
   void moves();
-  bool record_uses(Block& block);
+  void record_uses(Block& block);
   void give_back(Block* block);
   void look_at_freed();
   void protect(Block& block);
@@ -202,7 +189,7 @@ class Sim {
   Clock host_;
   std::map<uintptr_t, std::unique_ptr<Block>> blocks_;
   std::set<Block*> protected_;
-  std::map<std::tuple<bool, int, uint64_t>, std::multimap<size_t, Block*>> free_;
+  std::map<std::pair<bool, int>, std::multimap<size_t, Block*>> free_;
   std::vector<Block*> freed_;  // that another stream may still use
   std::set<std::string> said_;
   std::map<int, std::tuple<std::string, int, uint64_t, int>> waiting_;  // by host's thread

@@ -1,4 +1,4 @@
-// What runs when: launches, events, the host's waits, and graphs.
+// What runs when: launches, events, and the host's waits.
 #include "sim.h"
 
 #include <unistd.h>
@@ -132,14 +132,10 @@ void Sim::launch(int id, Operation operation) {
   enqueue(id, std::move(operation));
 }
 
-uint64_t Sim::enqueue(int id, Operation operation, bool during_capture) {
+uint64_t Sim::enqueue(int id, Operation operation) {
   Stream& s = stream(id);
   if (!operation.only_orders) poison_freed(s);
   operation.label = label_;
-  if (s.capture && !during_capture) {
-    s.capture->operations.push_back(std::move(operation));
-    return 0;
-  }
   join(s.clock, host_);
   const uint64_t number = ++s.launched;
   if ((int)s.clock.size() <= id) s.clock.resize(id + 1);
@@ -173,8 +169,8 @@ bool Sim::ends_by_others(int id, uint64_t number) {
 // A stream may use freed memory again from its next operation on: this is when others must
 // have done with it, and when it is spoiled for those that have not.
 void Sim::poison_freed(Stream& s) {
-  for (auto& [operation, during_capture] : std::exchange(s.poisons, {}))
-    enqueue(s.id, std::move(operation), during_capture);
+  for (Operation& operation : std::exchange(s.poisons, {}))
+    enqueue(s.id, std::move(operation));
 }
 
 void Sim::after_launch() {
@@ -306,10 +302,6 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
 
 void Sim::record(Event& event, int id, bool by_allocator) {
   Lock lock(mutex);
-  if (stream(id).capture) {
-    event.stream = Event::captured;
-    return;
-  }
   auto time_s = std::make_shared<double>(0.0);
   Operation mark;
   mark.name = "event";
@@ -329,11 +321,6 @@ void Sim::block(const Event& event, int id) {
   Lock lock(mutex);
   Stream& s = stream(id);
   if (event.stream == Event::never) return;
-  if (event.stream == Event::captured) {
-    if (!s.capture) throw std::runtime_error("a stream outside a capture waits for one inside");
-    return;
-  }
-  if (s.capture) throw std::runtime_error("a capture waits for what is outside it");
   if (event.stream != id) {
     Operation wait;
     wait.name = "wait";
@@ -400,7 +387,6 @@ void Sim::wait_event(const Event& event, const char* what) {
 void Sim::wait_stream(int id, const char* what) {
   Lock lock(mutex);
   Stream& s = stream(id);
-  if (s.capture) throw std::runtime_error("the host waits inside a capture");
   const uint64_t number = s.launched;
   const Clock clock = s.clock;
   lock.unlock();
@@ -409,7 +395,7 @@ void Sim::wait_stream(int id, const char* what) {
 
 void Sim::wait_all() {
   for (size_t i = 0; i < streams_.size(); i++)
-    if (!streams_[i]->capture) wait_stream((int)i, "the device");
+    wait_stream((int)i, "the device");
 }
 
 void Sim::host_waits(const std::string& what) {
@@ -492,33 +478,6 @@ bool Sim::is_stuck() {
 void Sim::moves() {
   if (has_told_ && !is_stuck_) unlink(stuck_file(process).c_str());
   has_told_ = false;
-}
-
-// ---- Graphs: queues that are written down once, and launched again.
-
-void Sim::capture_begin(int id, uint64_t pool) {
-  Lock lock(mutex);
-  Stream& s = stream(id);
-  if (s.capture) throw std::runtime_error("it captures already");
-  s.capture = std::make_shared<Graph>();
-  s.pool = pool;
-}
-
-std::shared_ptr<Graph> Sim::capture_end(int id) {
-  Lock lock(mutex);
-  Stream& s = stream(id);
-  poison_freed(s);
-  s.pool = 0;
-  return std::move(s.capture);
-}
-
-void Sim::replay(const Graph& graph, int id) {
-  const std::string where = site();
-  Lock lock(mutex);
-  for (Operation operation : graph.operations) {
-    operation.site = names.number(where);
-    enqueue(id, std::move(operation));
-  }
 }
 
 }  // namespace sim

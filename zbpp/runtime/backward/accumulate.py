@@ -19,7 +19,6 @@ Then B's gradients wait for that W, and no gradient is added to those of another
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -31,39 +30,10 @@ from zbpp.runtime.backward.grads import (
 )
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.queue import EachSum, Progress
+from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.support.autograd_internals import NoGrad
 
-__all__ = ["GradientOrder", "MicrobatchGraph", "run_isolated"]
-
-
-class MicrobatchGraph(Protocol):
-    """A micro-batch's forward, whose B and W are still to come; see `SplitGraph`."""
-
-    def backward_input(
-        self, gradients: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        """B."""
-
-    def backward_weight(self, progress: Progress | None = None) -> None:
-        """W."""
-
-    def begin_weight(self, n_left: int) -> None:
-        """Do a part of W, of which so many are left."""
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """B and W at once."""
-
-    def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
-        """Say where each gradient is computed."""
-
-    def in_b(self) -> list[Tensor]:
-        """The leaves whose gradients B computes."""
-
-    def in_w(self) -> list[Tensor]:
-        """The leaves whose gradients W computes."""
-
-    def defers(self) -> bool:
-        """True if B has left work for W."""
+__all__ = ["GradientOrder", "run_isolated"]
 
 
 class GradientOrder:
@@ -99,7 +69,7 @@ class GradientOrder:
         self._n_w = 0
         self._n_apart = 0
         """B's that run, and have set gradients aside until they end."""
-        self._held: list[tuple[int, MicrobatchGraph]] = []
+        self._held: list[tuple[int, SplitGraph]] = []
         """W's that wait for these: what they add would be lost."""
         self._waiting: dict[int, Sequence[Tensor]] = {}
         """Of each micro-batch whose B has been added, what its W will add to."""
@@ -114,7 +84,7 @@ class GradientOrder:
     def run_b(
         self,
         microbatch: int,
-        graph: MicrobatchGraph,
+        graph: SplitGraph,
         gradients: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...]:
         """B of a micro-batch; see `SplitGraph.backward_input`."""
@@ -169,7 +139,7 @@ class GradientOrder:
             for p in earlier
         }
 
-    def run_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
+    def run_w(self, microbatch: int, graph: SplitGraph) -> None:
         """W of a micro-batch, or of several whose turn has come.
 
         While a B of another one has gradients set aside, it waits for that.
@@ -181,7 +151,7 @@ class GradientOrder:
         else:
             self._w.add(microbatch, lambda: self._do_w(microbatch, graph))
 
-    def begin_w(self, microbatch: int, graph: MicrobatchGraph, n_left: int) -> None:
+    def begin_w(self, microbatch: int, graph: SplitGraph, n_left: int) -> None:
         """Do a part of W, if it is its turn and nobody hears how far it is.
 
         Args:
@@ -196,7 +166,7 @@ class GradientOrder:
         _add_all(self._late.pop(microbatch, ()))
         graph.begin_weight(n_left)
 
-    def _do_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
+    def _do_w(self, microbatch: int, graph: SplitGraph) -> None:
         each = self._each
         if each is not None and not self._is_released:
             each.before()
@@ -217,7 +187,7 @@ class GradientOrder:
     def run_bw(
         self,
         microbatch: int,
-        graph: MicrobatchGraph,
+        graph: SplitGraph,
         gradients: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...]:
         """BW of a micro-batch: one full backward where it is its turn in all.
@@ -271,7 +241,7 @@ class _Turns:
 
 
 def run_isolated(
-    graph: MicrobatchGraph,
+    graph: SplitGraph,
     gradients: Sequence[Tensor | None],
     parameters: Sequence[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], PendingGrads]:

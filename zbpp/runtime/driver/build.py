@@ -26,8 +26,6 @@ from zbpp.runtime.comm.mailbox import StageLinks, connect
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.graphed.slot import pools_on
-from zbpp.runtime.graphed.stage import GraphedStage
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.optim.make import MakeOptimizer
@@ -202,12 +200,6 @@ def build_executors(
     """
     placement = plan.placement
     numerics, execution = options.numerics, options.execution
-    if execution.cuda_graphs and place.n_ranks > 1:
-        raise RequestError(
-            "cuda_graphs is for a pipeline in one process: to record a graph waits for "
-            "the whole device, and with it for messages of other processes; leave it "
-            "out, or run all stages in one process"
-        )
     random = LayerRandom(options.device, (place.replica, place.sequence_slice))
     executors = {}
     for stage, transport in transports.items():
@@ -224,10 +216,7 @@ def build_executors(
         stage_chunks = [
             compiled_chunk(chunk, execution.compile) for chunk in stage_chunks
         ]
-        make_stage: Callable[..., Stage] = Stage
-        if execution.cuda_graphs:
-            make_stage = partial(GraphedStage, make_pool=pools_on(options.device))
-        runner = make_stage(
+        runner = Stage(
             stage_chunks,
             n_chunks=placement.n_chunks,
             loss_fn=options.loss_fn,
@@ -256,7 +245,7 @@ def build_executors(
             collectives=collectives,
             times=times,
             stream=getattr(transport, "stream", None),
-            overlap=Overlap(options.device) if execution.overlaps else None,
+            overlap=Overlap(options.device) if execution.overlap else None,
             inject_fault=inject_fault,
         )
     return executors

@@ -1,1 +1,0 @@
-"""Passes as CUDA graphs: recorded once for each micro-batch in flight, then run."""
