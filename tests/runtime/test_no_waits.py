@@ -66,8 +66,3 @@ def test_a_copy_is_there_when_its_event_is_passed() -> None:
     assert copy.done() and copy.read() is copy.read()
     on_cpu = HostCopy(x)
     assert on_cpu.done() and on_cpu.read() is x
-
-
-def test_on_a_cpu_streams_of_stages_change_nothing() -> None:
-    pipeline = make_pipeline("ZBH1", 2, stage_streams=True)
-    assert all(one.stream is None for one in pipeline.stages.executors.values())

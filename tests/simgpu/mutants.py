@@ -206,11 +206,6 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "an event that is recorded again, not waited for",
     ),
     (
-        "support/streams.py", "StageStream.take_over",
-        "tensor.record_stream(self._stream)", "self._stream",
-        "only the event is waited for",
-    ),
-    (
         "support/streams.py", "sent_ahead",
         "staged.copy_(tensor).to(device, non_blocking=True)",
         "globals().setdefault('_ONLY', {})"
@@ -222,16 +217,6 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "microbatches.py", "Uploads._copied",
         "stream.event() if copies else None", "None",
         "no event behind the copies",
-    ),
-    (
-        "comm/local.py", "LocalMailbox.send",
-        "None if self.stream is None else self.stream.mark()", "None",
-        "no event goes with a value",
-    ),
-    (
-        "executor.py", "drive",
-        "of_stage.running()", "__import__('contextlib').nullcontext()",
-        "all stages on the caller's stream",
     ),
     (
         "stage.py", "Stage.backward_weight",
@@ -612,7 +597,6 @@ EXPLAINED: dict[str, str] = {
     "comm/mailbox.py Mailbox._read_header: without `self._link.confirm(work)`": (
         "`.cpu()` waits too, but has no time-out for a stage that is lost just then"
     ),
-    "executor.py drive: all stages on the caller's stream": _SPEED,
     "executor.py TakeStep.run: without `optimizer.wait(job)`": _TIMES,
     "executor.py ValidateStep.run: without `optimizer.wait(job)`": _TIMES,
     "job_times.py JobTimes.begin: without `event.synchronize()`": (
@@ -650,10 +634,6 @@ EXPLAINED: dict[str, str] = {
 
 
 MISTAKES = {
-    "take_over without its event": ("StageStream.take_over", "event.wait"),
-    "take_over without record_stream": ("StageStream.take_over", "record_stream"),
-    "join left out": ("StageStream.join", "wait_stream"),
-    "fork left out": ("StageStream.fork", "wait_stream"),
     "HostCopy read before its event": ("HostCopy.read", "synchronize"),
     "upload not handed over": ("Uploads.take", "hand_over"),
     "upload without its wait": ("Uploads.take", "event.wait"),

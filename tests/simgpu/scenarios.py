@@ -368,28 +368,23 @@ def failing(mode: str, n_stages: int | None, **more: Any) -> Outcome:
     return Outcome({f"error of rank {trained.rank}": error})
 
 
-STREAMS = {"stage_streams": True}
 DROPOUT = {"model": dropping, "seed": 3}
 POINTS = {"model": talking}
 TWO_TENSORS = {"model": with_two_tensors}
 
 ONE_PROCESS = [
-    Scenario("ZBV streams", from_host, "ZBV", STREAMS),
+    Scenario("ZBV", from_host, "ZBV"),
     Scenario("ZBH1", from_host, "ZBH1"),
-    Scenario("ZBH1 streams, batches of the GPU", from_gpu, "ZBH1", STREAMS),
-    Scenario(
-        "1F1B streams, pinned batches", from_host, "1F1B", {**STREAMS, "pins": True}
-    ),
-    Scenario("ZBV streams, own optimizer", own_optimizer, "ZBV", STREAMS),
-    Scenario("ZBH1 streams, dropout", from_host, "ZBH1", STREAMS, DROPOUT),
-    Scenario("ZBH1 streams, times", with_times, "ZBH1", STREAMS),
+    Scenario("ZBH1, batches of the GPU", from_gpu, "ZBH1"),
+    Scenario("1F1B, pinned batches", from_host, "1F1B", {"pins": True}),
+    Scenario("ZBV, own optimizer", own_optimizer, "ZBV"),
+    Scenario("ZBH1, dropout", from_host, "ZBH1", alike=DROPOUT),
+    Scenario("ZBH1, times", with_times, "ZBH1"),
     Scenario("DualPipeV, points", from_host, "DualPipeV", alike=POINTS),
-    Scenario("DualPipeV streams, points", from_gpu, "DualPipeV", STREAMS, POINTS),
-    Scenario("ZBV streams, closed at once", closed_at_once, "ZBV", STREAMS),
-    Scenario("ZBV streams, loss scale", scaled, "ZBV", STREAMS),
-    Scenario(
-        "VPP streams, snapshots", from_host, "VPP", {**STREAMS, "snapshots": True}
-    ),
+    Scenario("DualPipeV, points of the GPU", from_gpu, "DualPipeV", alike=POINTS),
+    Scenario("ZBV, closed at once", closed_at_once, "ZBV"),
+    Scenario("ZBV, loss scale", scaled, "ZBV"),
+    Scenario("VPP, snapshots", from_host, "VPP", {"snapshots": True}),
 ]
 SHARDS = {"shard": "parameters"}
 TWO_PROCESSES = [

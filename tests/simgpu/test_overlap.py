@@ -22,13 +22,12 @@ from zbpp.runtime.support.streams import NetworkStream
 CASES: dict[str, dict[str, Any]] = {
     "dropout": {},
     "recompute": {"recompute": "all"},
-    "stage streams": {"n_stages": 2, "stage_streams": True, "seed": 3},
+    "two stages": {"n_stages": 2, "seed": 3},
     "segments": {"mode": "ZB", "costs": moe_costs(0.4, 4)},
-    "segments, stage streams": {
+    "segments, two stages": {
         "mode": "ZBV",
         "costs": moe_costs(0.4, 2),
         "n_stages": 2,
-        "stage_streams": True,
         "seed": 3,
     },
 }

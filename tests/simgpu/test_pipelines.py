@@ -22,7 +22,6 @@ from zbpp import plan
 name_jobs()
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
-STREAMS = ({}, {"stage_streams": True})
 Outcome = tuple[list[float], dict[str, Tensor]]
 
 
@@ -131,14 +130,14 @@ def check(case: str, mode: str, policy: str, seed: int, **how: Any) -> None:
 def test_bits_are_those_of_one_stage(case: str, turn: int) -> None:
     """Each case with half of the modes; `test_many_seeds` has the others."""
     mode = MODES[2 * turn + list(CASES).index(case) % 2]
-    check(case, mode, "random", 1, stage_streams=True)
+    check(case, mode, "random", 1)
 
 
 @pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
 def test_a_pipeline_that_loads_goes_on(mode: str, tmp_path: Any) -> None:
     numbers, parameters = reference("rolled back")
     simgpu.begin("random", 4)
-    found = trained(mode, 2, tmp_path, stage_streams=True, **CASES["rolled back"])
+    found = trained(mode, 2, tmp_path, **CASES["rolled back"])
     assert found[0] == numbers and simgpu.reports() == []
     assert_same(found[1], parameters)
 
@@ -147,7 +146,7 @@ def test_a_switch_changes_no_bit() -> None:
     def run(switches: bool) -> list[float]:
         simgpu.begin("random", 5)
         pipeline = make_pipeline(
-            "ZBH1", 2, optimizer=adamw, device=simgpu.DEVICE, stage_streams=True,
+            "ZBH1", 2, optimizer=adamw, device=simgpu.DEVICE,
             clip_grad_norm=0.5, post_validation=True,
         )  # fmt: skip
         losses = [pipeline.step(*batch(0)).loss]
@@ -161,18 +160,15 @@ def test_a_switch_changes_no_bit() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's wait
-@pytest.mark.parametrize("how", STREAMS, ids=str)
 @pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
-def test_each_step_may_be_called_under_another_stream(
-    mode: str, how: dict[str, bool]
-) -> None:
+def test_each_step_may_be_called_under_another_stream(mode: str) -> None:
     """As long as the caller orders them, as for every other work of torch's."""
 
     def run(changes: bool) -> list[float]:
         simgpu.begin("random", 8)
         pipeline = make_pipeline(
             mode, 2, optimizer=adamw, device=simgpu.DEVICE, clip_grad_norm=0.5,
-            post_validation=True, **how,
+            post_validation=True,
         )  # fmt: skip
         losses, here = [], torch.cuda.current_stream()
         for step in range(4):
@@ -195,7 +191,7 @@ def test_each_step_may_be_called_under_another_stream(
     assert run(True) == run(False)
 
 
-@pytest.mark.parametrize("how", [*STREAMS, {"recompute": "all"}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"recompute": "all"}], ids=str)
 @pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "VPP"])
 def test_the_host_waits_for_the_sum_of_the_norms_only(
     mode: str, how: dict[str, Any]
@@ -247,9 +243,7 @@ def test_a_layer_that_waits_is_seen() -> None:
 @pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
 def test_steps_leave_nothing_behind(mode: str) -> None:
     simgpu.begin("random", 7)
-    pipeline = make_pipeline(
-        mode, 2, optimizer=adamw, device=simgpu.DEVICE, stage_streams=True
-    )
+    pipeline = make_pipeline(mode, 2, optimizer=adamw, device=simgpu.DEVICE)
     sizes = []
     for step in range(6):
         pipeline.step(*batch(step))
@@ -264,7 +258,7 @@ def test_steps_leave_nothing_behind(mode: str) -> None:
 def test_one_seed_gives_one_run(mode: str) -> None:
     def run(seed: int) -> int:
         simgpu.begin("random", seed)
-        trained(mode, 2, stage_streams=True, **CASES["rolled back"])
+        trained(mode, 2, **CASES["rolled back"])
         return simgpu.digest()
 
     run(1)  # what is done once in a process, such as finding what a call returns
@@ -272,10 +266,9 @@ def test_one_seed_gives_one_run(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", STREAMS, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_many_seeds(mode: str, how: dict[str, bool]) -> None:
+def test_many_seeds(mode: str) -> None:
     """The cases take turns, so that each meets every mode, and seeds of its own."""
     for seed, case in enumerate([*CASES][(MODES.index(mode) + 1) % 2 :: 2]):
-        check(case, mode, "random", seed, **how)
-    check("rolled back", mode, "eager", 0, **how)
+        check(case, mode, "random", seed)
+    check("rolled back", mode, "eager", 0)

@@ -30,7 +30,6 @@ _PLACES = {
     "max_consecutive_skips": "step=zbpp.StepPolicy(max_consecutive_skips=...)",
     "loss_scale": "step=zbpp.StepPolicy(loss_scale=...)",
     "compile": "execution=zbpp.Execution(compile=...)",
-    "stage_streams": "execution=zbpp.Execution(stage_streams=...)",
     "watch": "execution=zbpp.Execution(watch=...)",
     "timeout_s": "execution=zbpp.Execution(timeout_s=...)",
     "first_timeout_s": "execution=zbpp.Execution(first_timeout_s=...)",

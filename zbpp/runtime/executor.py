@@ -24,7 +24,6 @@ its name. The times of O and V are those of their work, without the wait for the
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,7 +64,6 @@ from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.collectives import is_broken
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
-from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.values import Tensors
 
 __all__ = ["HANDLERS", "BoundProgram", "Executor", "Handler", "drive"]
@@ -593,7 +591,6 @@ class Executor:
         stage_of: stage of every chunk of the whole model.
         collectives: of the stage's replicas and shards; None: it has none.
         times: note when jobs run; None: by a clock that fits the stage's device.
-        stream: computes this stage, where several share a GPU and each has its own.
         overlap: lets passes stop at their points; None: they run in a row.
         inject_fault: called with the name of each instruction, for faults on demand.
     """
@@ -607,7 +604,6 @@ class Executor:
         stage_of: Sequence[int],
         collectives: Collectives | None = None,
         times: JobTimes | None = None,
-        stream: StageStream | None = None,
         overlap: Overlap | None = None,
         inject_fault: InjectFault = no_fault,
     ) -> None:
@@ -617,7 +613,6 @@ class Executor:
         self.stage_of = stage_of
         self.collectives = collectives or Collectives({})
         self.times = times or JobTimes(stage.device)
-        self.stream = stream
         self.overlap = overlap
         self.replay = Replay(stage, replays=optimizer.speculates)
         self.inject_fault = inject_fault
@@ -826,20 +821,12 @@ def _drive(
     *,
     training: bool,
 ) -> None:
-    running: dict[Iterator[None], StageStream | None] = {}
+    runs = []
     for stage, executor in executors.items():
         executor.n_filled = executor.transport.begin(executor.opening)
-        running[executor.run(programs[stage], training=training)] = executor.stream
-    streams = [stream for stream in running.values() if stream is not None]
-    for stream in streams:
-        stream.fork()
-    while running:
-        for run, of_stage in list(running.items()):
-            with _NOTHING if of_stage is None else of_stage.running():
-                if next(run, _DONE) is _DONE:
-                    del running[run]
-    for stream in streams:
-        stream.join()
+        runs.append(executor.run(programs[stage], training=training))
+    while runs:
+        runs = [run for run in runs if next(run, _DONE) is not _DONE]
 
 
 _DONE = object()

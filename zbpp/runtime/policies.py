@@ -195,7 +195,6 @@ class Execution:
 
     Args:
         compile: compile each layer by itself, ``"blocks"``; see docs/how_to/compile.md.
-        stage_streams: stages of this process, on one GPU, compute side by side.
         overlap: passes stop where layers call `zbpp.overlap_point`, and what the plan
             has put beside them computes; False: they run one after the other.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
@@ -210,7 +209,6 @@ class Execution:
     """
 
     compile: "Compiling" = False
-    stage_streams: bool = False
     overlap: bool = True
     watch: Any = None
     timeout_s: float = 600.0

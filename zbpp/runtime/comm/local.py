@@ -4,14 +4,13 @@ stage 0   send A0.0 ---> | hub | ---> receive A0.0   stage 1
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from zbpp.core import Job, Message
 from zbpp.runtime.comm.transport import Expected, Transport
-from zbpp.runtime.support.streams import Event, HostCopy, StageStream
+from zbpp.runtime.support.streams import HostCopy
 from zbpp.runtime.values import Tensors
 
 __all__ = ["LocalHub", "LocalMailbox"]
@@ -22,30 +21,21 @@ class LocalHub:
     """Values and sums under way, shared by the stages of one process."""
 
     n_stages: int
-    mail: dict[Message, deque[tuple[Tensors, Event | None]]] = field(
+    mail: dict[Message, deque[Tensors]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     sums: list["_LocalSum"] = field(default_factory=list)
     n_ended: int = 0
 
-    def transports(
-        self, make_stream: Callable[[], StageStream] | None = None
-    ) -> list["LocalMailbox"]:
-        """Make one transport per stage.
-
-        Args:
-            make_stream: makes the stream of each; None: all use the caller's.
-        """
-        return [
-            LocalMailbox(self, None if make_stream is None else make_stream())
-            for _ in range(self.n_stages)
-        ]
+    def transports(self) -> list["LocalMailbox"]:
+        """Make one transport per stage."""
+        return [LocalMailbox(self) for _ in range(self.n_stages)]
 
 
 class _LocalSum:
     """Added up on the host, where every stage's vector goes when it is there.
 
-    So no stage's stream waits for another's, nor for the forwards before a V.
+    So no V waits for the forwards before it.
     """
 
     def __init__(self, n_stages: int) -> None:
@@ -76,9 +66,8 @@ class _LocalSum:
 class _InHub(Expected):
     """A value that a stage of this process will send."""
 
-    mail: dict[Message, deque[tuple[Tensors, Event | None]]]
+    mail: dict[Message, deque[Tensors]]
     value: Message
-    stream: StageStream | None
 
     def ready(self) -> bool:
         """True if the value is in the mailbox."""
@@ -87,11 +76,9 @@ class _InHub(Expected):
     def receive(self, job: Job) -> Tensors:
         """Take the tensors out of the mailbox."""
         copies = self.mail[self.value]
-        tensors, event = copies.popleft()
+        tensors = copies.popleft()
         if not copies:
             del self.mail[self.value]
-        if self.stream is not None and event is not None:
-            self.stream.take_over(tensors, event)
         return tensors
 
 
@@ -100,20 +87,17 @@ class LocalMailbox(Transport):
 
     is_local = True
 
-    def __init__(self, hub: LocalHub, stream: StageStream | None = None) -> None:
+    def __init__(self, hub: LocalHub) -> None:
         self._hub = hub
-        self.stream = stream
-        """Of the stage, where each one has its own."""
         self._n_sums = 0
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Put the tensors into the mailbox, behind an older copy if there is one."""
-        event = None if self.stream is None else self.stream.mark()
-        self._hub.mail[value].append((tensors, event))
+        self._hub.mail[value].append(tensors)
 
     def post(self, value: Message, peer: int, like: Tensors | None = None) -> "_InHub":
         """Name a value that will be in the mailbox."""
-        return _InHub(self._hub.mail, value, self.stream)
+        return _InHub(self._hub.mail, value)
 
     def reduce(self, vector: Tensor) -> _LocalSum:
         """Add to this process's n-th sum, n being this stage's count so far."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch
@@ -38,10 +37,8 @@ from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage
-from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.fault_injection import fault_injector
 from zbpp.runtime.support.sharded import own_shard
-from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
 from zbpp.runtime.ties.stage import StageTies
@@ -99,10 +96,7 @@ def make_transports(
         shards: layers are dealt out over replicas.
     """
     if place.everyone is None or place.n_ranks == 1:
-        make_stream = None
-        if execution.stage_streams and runs_ahead(device):
-            make_stream = partial(StageStream, device)
-        return dict(enumerate(LocalHub(len(programs)).transports(make_stream)))
+        return dict(enumerate(LocalHub(len(programs)).transports()))
     stage_of = {
         job.chunk: stage
         for stage, program in enumerate(programs)
@@ -244,7 +238,6 @@ def build_executors(
             stage_of=placement.stage_of,
             collectives=collectives,
             times=times,
-            stream=getattr(transport, "stream", None),
             overlap=Overlap(options.device) if execution.overlap else None,
             inject_fault=inject_fault,
         )

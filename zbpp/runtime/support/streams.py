@@ -24,7 +24,6 @@ __all__ = [
     "MakeEvent",
     "NetworkStream",
     "SideStream",
-    "StageStream",
     "sent_ahead",
     "timed_event",
 ]
@@ -174,43 +173,3 @@ def _record(tensors: Iterable[Tensor], stream: torch.Stream) -> None:
     for tensor in tensors:
         if runs_ahead(tensor.device):
             tensor.record_stream(stream)
-
-
-class StageStream:
-    """The stream of one of several stages that share a process and a GPU.
-
-        caller    ... fork |                          | join ...
-        stage 0            | F0 F1 ...                |
-        stage 1            | F0 (waits for a mark) .. |
-
-    Args:
-        device: one that runs ahead of the host.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
-
-    def running(self) -> AbstractContextManager[object]:
-        """Within this, it is the current stream."""
-        return self._stream
-
-    def fork(self) -> None:
-        """Wait for what the caller's stream has been given."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-
-    def join(self) -> None:
-        """Let the caller's stream wait for what this one has been given."""
-        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
-    def mark(self) -> Event:
-        """Record an event behind what it has been given; while it is current."""
-        event = plain_event(self._device)
-        event.record()
-        return event
-
-    def take_over(self, tensors: Iterable[Tensor], event: Event) -> None:
-        """Use another stage's tensors from here on, once its event is passed."""
-        event.wait()
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
