@@ -214,11 +214,6 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "one pinned buffer for all copies",
     ),
     (
-        "microbatches.py", "Uploads._copied",
-        "stream.event() if copies else None", "None",
-        "no event behind the copies",
-    ),
-    (
         "stage.py", "Stage.backward_weight",
         "run(microbatch, self._saved.pop((chunk, microbatch)).graph)",
         "(lambda on, before: (on.set_stream(on.Stream()), run(microbatch, "
@@ -579,7 +574,6 @@ _TIMES = "the job waits itself; here that does not count as its time"
 _CODE = "fused Adam's kernel is Inductor's, which writes none for a simulated GPU"
 EXPLAINED: dict[str, str] = {
     "overlap.py _Place.communicate: without `with self.network.running():`": _SPEED,
-    "support/streams.py SideStream.copy: without `with self.running():`": _SPEED,
     "comm/links.py P2PLink.send_numbers: without `with self._waits.beside_jobs():`": (
         _SPEED
     ),
@@ -635,8 +629,6 @@ EXPLAINED: dict[str, str] = {
 
 MISTAKES = {
     "HostCopy read before its event": ("HostCopy.read", "synchronize"),
-    "upload not handed over": ("Uploads.take", "hand_over"),
-    "upload without its wait": ("Uploads.take", "event.wait"),
     "one pinned buffer for all copies": ("sent_ahead", "one pinned"),
     "W on another stream": ("Stage.backward_weight", "another stream"),
 }

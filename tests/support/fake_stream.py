@@ -1,7 +1,5 @@
 """A GPU's streams, which run behind the host, with events as `torch.Event` has."""
 
-from torch import Tensor
-
 
 class FakeStream:
     """Kernels take their time one after the other; the host goes on at once."""
@@ -48,32 +46,3 @@ class FakeEvent:
         assert self.query() and end_event.query(), "torch raises here"
         assert self._time_s is not None and end_event._time_s is not None
         return (end_event._time_s - self._time_s) * 1e3
-
-
-class FakeUploadStream:
-    """As `SideStream`: notes copies, waits, and what is handed over."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, int]] = []
-        self.n_held = self.most_held = 0
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        self.log.append(("copy", int(tensor.flatten()[0])))
-        self.n_held += 1
-        self.most_held = max(self.most_held, self.n_held)
-        return tensor.clone()
-
-    def event(self) -> "FakeCopyEvent":
-        return FakeCopyEvent(self, self.log[-1][1])
-
-    def hand_over(self, tensor: Tensor) -> None:
-        self.log.append(("take", int(tensor.flatten()[0])))
-        self.n_held -= 1
-
-
-class FakeCopyEvent:
-    def __init__(self, stream: FakeUploadStream, after: int) -> None:
-        self._stream, self._after = stream, after
-
-    def wait(self) -> None:
-        self._stream.log.append(("wait", self._after))

@@ -24,6 +24,7 @@ its name. The times of O and V are those of their work, without the wait for the
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 

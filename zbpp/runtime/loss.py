@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.layer_random import draws_nothing
-from zbpp.runtime.microbatches import Uploads, shares
-from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.microbatches import shares
+from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 
 __all__ = [
@@ -42,13 +42,11 @@ class Loss:
     Args:
         loss_fn: see `LossFn`.
         device: where it computes.
-        uploads: move targets there.
     """
 
-    def __init__(self, loss_fn: LossFn, device: torch.device, uploads: Uploads) -> None:
+    def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
         self._loss_fn = loss_fn
         self._device = device
-        self._uploads = uploads
         self.modules = loss_modules(loss_fn)
         self.adds = False
         """The loss of the batch is the sum over micro-batches, not their mean."""
@@ -83,7 +81,6 @@ class Loss:
         self._used_fn = loss_fn or self._loss_fn
         self.draws_nothing = draws_nothing(self._used_fn)
         self.targets = targets
-        self._uploads.begin(targets)
         self._n_microbatches = n_microbatches
         self._first = first
         earlier = self._all_weights if first else []
@@ -107,7 +104,8 @@ class Loss:
         if not self.counts(microbatch):
             loss = _nothing(outputs, self._device)
         else:
-            loss = self._used_fn(outputs, self._uploads.take(microbatch))
+            move = partial(sent_ahead, device=self._device)
+            loss = self._used_fn(outputs, map_tensors(self.targets[microbatch], move))
             number = self._first + microbatch
             if type(loss) is tuple and len(loss) == 2:
                 loss, metrics = loss

@@ -26,9 +26,9 @@ from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
 from zbpp.runtime.loss import Loss, LossFn, refuse_foreign
-from zbpp.runtime.microbatches import uploads_to
 from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.support.streams import sent_ahead
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.values import (
     GivenConstants,
@@ -91,8 +91,7 @@ class Stage:
             for index, layer in chunk.numbered():
                 check_module(layer, chunk.name_of(index), on_mesh=True)
         self._last = n_chunks - 1
-        self._uploads, targets = uploads_to(device)
-        self.loss = Loss(loss_fn, device, targets)
+        self.loss = Loss(loss_fn, device)
         self.device = device
         self._computes: AbstractContextManager[object] = nullcontext()
         self._autocasts = autocast is not None
@@ -181,7 +180,6 @@ class Stage:
         torch.clear_autocast_cache()  # weights may have changed since they were cast
         self.ties.refresh()
         self.step, self.inputs = step, inputs
-        self._uploads.begin(inputs)
         self.loss.begin(
             targets,
             weights,
@@ -227,7 +225,7 @@ class Stage:
 
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
-        read = self._uploads.take(microbatch) if inputs is None else inputs
+        read = self._first_inputs(microbatch) if inputs is None else inputs
         held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         with torch.no_grad(), self._computes:
             value = held.run(
@@ -251,7 +249,7 @@ class Stage:
         Returns:
             The outputs, detached; those that need a gradient say so.
         """
-        taken = self._uploads.take(microbatch) if inputs is None else leaves(inputs)
+        taken = self._first_inputs(microbatch) if inputs is None else leaves(inputs)
         # before the layers run: one may add what needs a gradient to another input
         asked = [x for x in taken if x.requires_grad] if chunk else []
         read, versions = taken, None
@@ -339,6 +337,11 @@ class Stage:
         """The parts of the batch that a forward of this chunk reads, if any."""
         parts = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)
         return [part[microbatch] for reads, part in parts if reads and part is not None]
+
+    def _first_inputs(self, microbatch: int) -> Tensors:
+        """The step's inputs of a micro-batch, on the device."""
+        assert self.inputs is not None
+        return mapped(self.inputs[microbatch], partial(sent_ahead, device=self.device))
 
     def _seeds(self, chunk: int, microbatch: int) -> Callable[[int], None] | None:
         """The call that seeds the generators before each layer; None: nothing draws."""

@@ -128,21 +128,12 @@ class SideStream:
             self._made = torch.Stream(self._device)
         return self._made
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a host's tensor to the GPU."""
-        with self.running():
-            return sent_ahead(tensor, self._device)
-
     def event(self) -> Event:
-        """Record an event behind all copies so far."""
+        """Record an event behind all that it has been given so far."""
         with self.running():
             event = plain_event(self._device)
             event.record()
         return event
-
-    def hand_over(self, tensor: Tensor) -> None:
-        """Tell the allocator that the current stream uses a copy."""
-        tensor.record_stream(torch.accelerator.current_stream(self._device))
 
 
 class NetworkStream(SideStream):
