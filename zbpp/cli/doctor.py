@@ -38,6 +38,7 @@ def _torch_lines() -> list[str]:
         from torch import distributed
 
         from zbpp.runtime.support.devices import accelerator, built_for
+        from zbpp.runtime.support.private_names import missing_names
     except (ImportError, OSError) as error:
         return [_line("torch", f"{_version('torch')} cannot be loaded: {error}")]
     lines = [
@@ -48,6 +49,10 @@ def _torch_lines() -> list[str]:
         _line("torch threads", str(torch.get_num_threads())),
     ]
     lines.append(_line("split backward", _split()))
+    missing = missing_names()
+    if missing:
+        text = f"this torch lacks {', '.join(missing)}; some passes are slower or whole"
+        lines.append(_line("torch internals", text))
     kind = accelerator()
     if kind is None:
         why = f"no {built_for()} device visible"
