@@ -118,17 +118,6 @@ def test_sums_of_each_do_not_depend_on_the_order(uses: Sequence[int]) -> None:
             assert torch.equal(sums.totals[p], total)
 
 
-def test_watchers_see_gradients_before_they_are_taken() -> None:
-    module, seen = Fickle(), []
-    order, sums = GradientOrder(module.parameters()), Summed(module)
-    order.listen(N, sums)
-    order.watch(lambda i: seen.append((i, module.first.weight.grad is not None)))
-    for i, (x, n) in enumerate(inputs((1,) * N)):
-        order.run_bw(i, SplitGraph([module(x, n)]), [torch.ones(6, 8)])
-    assert seen == [(i, True) for i in range(N)]
-    assert torch.equal(sums.totals[module.first.weight], plain(module, (1,) * N)[0])
-
-
 USES = [(1,) * N, (1, 2, 1, 2, 1), (2, 1, 1, 0, 2), (0, 1, 2, 2, 1), (1, 2, 2, 2, 1)]
 
 
