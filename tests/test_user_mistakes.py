@@ -312,31 +312,6 @@ def test_a_mistake_is_refused_in_one_line_that_names_the_mend(name: str) -> None
         assert name == "a step after close"
 
 
-ABSENT = {
-    "parameters": "named_parameters",
-    "optimizer": "optimizers",
-    "eval": "evaluate",
-    "train": "step",
-    "to": "device=",
-    "zero_grad": "step",
-    "train_batch": "step",
-    "nothing": "has no attribute 'nothing'",
-}
-
-
-@pytest.mark.parametrize("name", ABSENT)
-def test_a_name_of_modules_and_trainers_says_what_stands_for_it(name: str) -> None:
-    pipeline = made()
-    with pytest.raises(AttributeError, match=ABSENT[name]):
-        getattr(pipeline, name)
-    assert not hasattr(pipeline, name)
-
-
-def test_a_call_says_what_stands_for_it() -> None:
-    with pytest.raises(TypeError, match=r"not called: step\(\) trains"):
-        made()(X)
-
-
 def test_fp16_without_a_loss_scale_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="float16 without a loss_scale"):
         made(autocast=torch.float16)

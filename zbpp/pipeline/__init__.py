@@ -4,7 +4,6 @@ pipeline     `Pipeline`: plan -> programs -> executors, and ``step``
 plan_model   `plan_model`: from a model to the plan that a pipeline runs
 checkpoints  the state of a pipeline, taken, saved and loaded
 arguments    checks of what a pipeline is given
-keywords     what names of before 1.0 are called now
 """
 
 from zbpp.pipeline.pipeline import Pipeline

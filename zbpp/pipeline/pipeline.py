@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from zbpp.pipeline.arguments import (
     weigh_of,
 )
 from zbpp.pipeline.checkpoints import Checkpoints
-from zbpp.pipeline.keywords import accepts_old_keywords, missing_attribute
 from zbpp.pipeline.parallel import check_one_queue, parts_of_step, with_collectives
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
@@ -124,7 +123,6 @@ class Pipeline:
         RequestError: the model, the schedule and the stages do not fit together.
     """
 
-    @accepts_old_keywords
     def __init__(
         self,
         model: Given,
@@ -969,19 +967,3 @@ class Pipeline:
         else:
             self.stages.transport.doing = "code outside of steps"
             self.stages.transport.report(error)
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Say that a pipeline is no function.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "a Pipeline is not called: step() trains, evaluate() gives a loss, "
-            "predict() the outputs"
-        )
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return missing_attribute(self, name)

@@ -3,13 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 from histories import INF, SPIKE, Injector, batch, draw, make, run
 from outcomes import bytes_of, look, same
 from small_model import batch as tokens
 from small_model import make_pipeline, refusal
 
-import zbpp
 from zbpp import diagnostics
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.runtime import LossScaler
@@ -47,18 +45,6 @@ def test_a_schedule_with_a_v_of_its_own_is_run_as_it_is() -> None:
     pipeline = make_pipeline(schedule, None, n_microbatches=2)
     assert pipeline.schedule == schedule
     assert pipeline.step(*tokens(0)).rollbacks == 0
-
-
-def test_how_to_roll_back_is_no_question_any_more() -> None:
-    with pytest.warns(FutureWarning, match="rollback= has no effect; leave it out"):
-        zbpp.Pipeline(
-            [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)],
-            n_stages=2,
-            n_microbatches=2,
-            loss_fn=lambda y, _: y.sum(),
-            optimizer=torch.optim.AdamW,
-            rollback="snapshot",
-        )
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:
