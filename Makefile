@@ -37,7 +37,7 @@ test-simgpu: $(READY)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
 
 # Results must not depend on the kernels that a processor chooses for a shape.
-KERNEL_ROOMS := tests/integrations tests/models tests/runtime/backward \
+KERNEL_ROOMS := tests/test_torch_schedule.py tests/models tests/runtime/backward \
 	tests/runtime/driver tests/trials
 
 test-other-kernels: $(READY)

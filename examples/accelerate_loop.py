@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from replica_loader import replica_loader
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zbpp
-from zbpp.integrations.loaders import replica_loader
 
 torch.set_num_threads(1)  # with other numbers of threads, sums round differently
 accelerator = Accelerator(cpu=True)

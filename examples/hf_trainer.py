@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import torch
+from pipeline_trainer import PipelineTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-from zbpp.integrations.trainer import PipelineTrainer
 
 torch.set_num_threads(1)  # with other numbers of threads, sums round differently
 torch.manual_seed(0)

@@ -12,9 +12,9 @@ from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
 if TYPE_CHECKING:
     from zbpp import diagnostics, simulator
-    from zbpp.integrations.torch_schedule import TorchSchedule
     from zbpp.models import cut, layers_from
     from zbpp.pipeline import Pipeline, plan_model
+    from zbpp.pipeline.torch_schedule import TorchSchedule
     from zbpp.runtime.overlap import overlap_point
     from zbpp.runtime.parallel.mesh import make_mesh as mesh
 
@@ -45,7 +45,7 @@ __all__ = [
 
 _HOMES = {
     "Pipeline": ("zbpp.pipeline", "Pipeline"),
-    "TorchSchedule": ("zbpp.integrations.torch_schedule", "TorchSchedule"),
+    "TorchSchedule": ("zbpp.pipeline.torch_schedule", "TorchSchedule"),
     "cut": ("zbpp.models", "cut"),
     "layers_from": ("zbpp.models", "layers_from"),
     "mesh": ("zbpp.runtime.parallel.mesh", "make_mesh"),

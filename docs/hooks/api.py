@@ -14,7 +14,6 @@ ABOUT = {
     "schedules": "Planners, and passes over schedules.",
     "planning": "Modes, requests and plans.",
     "profiling": "What `pipeline.profile` returns.",
-    "integrations": "A pipeline in the trainers of others.",
     "tuning": "When a running pipeline is planned again.",
     "core": "Jobs, costs, schedules, timelines and files: standard library only.",
 }
@@ -28,10 +27,6 @@ FIRST = {
         "Plan": "plan plan_model make_plan PlanRequest Plan read_plan Schedule",
         "Costs": "Costs MemoryModel",
         "Errors": "RequestError",
-    },
-    "integrations": {
-        "transformers' Trainer": "trainer.PipelineTrainer",
-        "Loaders": "loaders.replica_loader",
     },
 }
 """Of a module with headings: its names below each of them."""

@@ -2,7 +2,7 @@
 
 cli
 training
-emulation, integrations
+emulation
 pipeline                            planning, memory, profiling, tuning
 schedules | simulator | runtime     the three never import one another
 core                                the standard library
@@ -125,13 +125,11 @@ ONLY_IN = {
         "zbpp.models",
         "zbpp.checkpoint",
         "zbpp.bench",
-        "zbpp.integrations",
         "zbpp.cli.split_report",
         "zbpp.cli.estimate",
         "zbpp.memory",
     },
-    "transformers": {"zbpp.models", "zbpp.integrations.trainer"},
-    "accelerate": {"zbpp.integrations.loaders"},
+    "transformers": {"zbpp.models"},
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.charts"},
     "cyclopts": {"zbpp.cli.parser"},

@@ -1,9 +1,10 @@
 """The API in a user's script.
 
-pipeline     `Pipeline`: plan -> programs -> executors, and ``step``
-plan_model   `plan_model`: from a model to the plan that a pipeline runs
-checkpoints  the state of a pipeline, taken, saved and loaded
-arguments    checks of what a pipeline is given
+pipeline        `Pipeline`: plan -> programs -> executors, and ``step``
+plan_model      `plan_model`: from a model to the plan that a pipeline runs
+checkpoints     the state of a pipeline, taken, saved and loaded
+arguments       checks of what a pipeline is given
+torch_schedule  `TorchSchedule`: for a trainer that takes a schedule of torch
 """
 
 from zbpp.pipeline.pipeline import Pipeline

@@ -5,6 +5,7 @@ python in_turn.py script.py argument ... -- script.py argument ...
 
 import runpy
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     calls: list[list[str]] = [[]]
@@ -15,5 +16,6 @@ if __name__ == "__main__":
             calls[-1].append(word)
     for call in calls:
         sys.argv = call
+        sys.path[0] = str(Path(call[0]).parent)  # as `python script.py` does
         print("== in turn", flush=True)
         runpy.run_path(call[0], run_name="__main__")

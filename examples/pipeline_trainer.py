@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from replica_loader import replica_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from zbpp.core import RequestError
-from zbpp.integrations.loaders import replica_loader
-from zbpp.pipeline import Pipeline
-
-__all__ = ["PipelineTrainer"]
+import zbpp
 
 
 class PipelineTrainer(Trainer):
@@ -33,22 +30,22 @@ class PipelineTrainer(Trainer):
             ``clip_grad_norm``, which are the Trainer's.
 
     Raises:
-        RequestError: an argument of the Trainer has no meaning for a pipeline, or this
-            process has not exactly one optimizer.
+        zbpp.RequestError: an argument of the Trainer has no meaning for a pipeline, or
+            this process has not exactly one optimizer.
     """
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refuse()
         model: Any = self.model
-        self.pipeline = Pipeline(
+        self.pipeline = zbpp.Pipeline(
             model,
             optimizer=self._make_optimizer,
             clip_grad_norm=self.args.max_grad_norm or None,
             **pipeline,
         )
         if len(self.pipeline.optimizers) != 1:
-            raise RequestError(
+            raise zbpp.RequestError(
                 f"a Trainer has one optimizer in each process, this one would have "
                 f"{len(self.pipeline.optimizers)}: one stage a process, with parameters"
             )
@@ -69,12 +66,12 @@ class PipelineTrainer(Trainer):
         }
         for name, (usual, instruction) in instead.items():
             if getattr(args, name) != usual:
-                raise RequestError(
+                raise zbpp.RequestError(
                     f"TrainingArguments({name}={getattr(args, name)}) has no effect on "
                     f"a pipeline: give {instruction} in pipeline={{...}}"
                 )
         if self.optimizer is not None or self.compute_loss_func is not None:
-            raise RequestError(
+            raise zbpp.RequestError(
                 "optimizers= and compute_loss_func= of a Trainer are of a whole model: "
                 "TrainingArguments(optim=...) makes an optimizer a stage, and "
                 "pipeline={'loss_fn': ...} is the loss of a micro-batch"

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 
 def batches(n_replicas: int, replica: int) -> list[list[int]]:
-    from zbpp.integrations.loaders import replica_loader
+    from replica_loader import replica_loader
 
     place = SimpleNamespace(n_replicas=n_replicas, replica=replica)
     pipeline: Any = SimpleNamespace(place=place, device=torch.device("cpu"))
@@ -41,7 +41,7 @@ def test_arguments_that_a_pipeline_would_ignore_are_refused(
     options: dict[str, Any], words: str, tmp_path: Any
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    from zbpp.integrations.trainer import PipelineTrainer
+    from pipeline_trainer import PipelineTrainer
 
     more = {"use_cpu": True, "report_to": "none", **options}
     arguments = transformers.TrainingArguments(str(tmp_path), **more)

@@ -5,13 +5,11 @@ from typing import Any
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
-from zbpp.pipeline import Pipeline
-
-__all__ = ["replica_loader"]
+import zbpp
 
 
 def replica_loader(
-    loader: DataLoader[Any], pipeline: Pipeline, **options: Any
+    loader: DataLoader[Any], pipeline: zbpp.Pipeline, **options: Any
 ) -> DataLoader[Any]:
     """Prepare a loader as ``Accelerator.prepare`` does, but by replica.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zbpp.core import RequestError
-from zbpp.pipeline import Pipeline
+from zbpp.pipeline.pipeline import Pipeline
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import Batch
 
