@@ -97,7 +97,7 @@ def add_scaler(state):
 
 
 def add_scheduler(state):
-    state["schedulers"] = [{"groups": [], "place": 0, "state": {}}]
+    state["schedulers"] = {"StepLR 0 of AdamW 0": {}}
     return r"call pipeline.attach\(\*schedulers\) first"
 
 

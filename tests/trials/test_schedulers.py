@@ -1,6 +1,7 @@
-"""LR schedulers that are not attached, or attached for some stages only."""
+"""LR schedulers: one state for all stages, attached for all of them."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ def two_kinds(parameters: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(weights), torch.optim.SGD(others, lr=0.1)]
 
 
-def make(optimizer: Any = torch.optim.AdamW) -> zbpp.Pipeline:
+def layers() -> list[nn.Module]:
     torch.manual_seed(0)
+    return [nn.Linear(8, width) for width in (8, 8, 8, 9)]
+
+
+def make(optimizer: Any = torch.optim.AdamW, n_stages: int = 2) -> zbpp.Pipeline:
     return zbpp.Pipeline(
-        [nn.Linear(8, 8) for _ in range(4)],
+        layers(),
         "ZBH1",
         loss_fn=nn.functional.mse_loss,
         optimizer=optimizer,
-        n_stages=2,
+        n_stages=n_stages,
         n_microbatches=2,
     )
 
@@ -72,9 +77,63 @@ def test_a_save_warns_once_of_schedulers_that_are_not_attached(
     pipeline = make()
     schedulers = [step(optimizer) for optimizer in pipeline.optimizers[scheduled]]
     pipeline.attach(*schedulers[attached])
-    x, y = torch.randn(2, 4, 8)
+    x, y = torch.ones(4, 8), torch.zeros(4, 9)
     with caplog.at_level(logging.WARNING, logger="zbpp"):
         for _ in range(2):
             pipeline.step(x, y)
             pipeline.save(tmp_path, wait=True)
     assert caplog.text.count(LOST) == n_warnings
+
+
+def groups_of(parameters: Any, *, empty: bool) -> torch.optim.Optimizer:
+    """Two groups, of which the second is of the last layer alone."""
+    parts: dict[bool, list[Any]] = {False: [], True: []}
+    for parameter in parameters:
+        parts[parameter.shape == (9, 8)].append(parameter)
+    groups: list[dict[str, Any]] = [{"params": parts[False]}]
+    if parts[True] or empty:
+        groups.append({"params": parts[True], "lr": 0.2})
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("scheduler", [step, sequence])
+@pytest.mark.parametrize("kind", [two_kinds, partial(groups_of, empty=True)])
+def test_one_state_fits_any_number_of_stages(
+    scheduler: Any, kind: Any, tmp_path: Path
+) -> None:
+    plain = kind(list(nn.Sequential(*layers()).parameters()))
+    expected = [scheduler(one) for one in (plain if type(plain) is list else [plain])]
+    for n_stages in (2, 4, 1):
+        pipeline = make(kind, n_stages)
+        schedulers = [scheduler(one) for one in pipeline.optimizers]
+        pipeline.attach(*schedulers)
+        pipeline.load(tmp_path, missing_ok=True)
+        pipeline.step(torch.ones(4, 8), torch.zeros(4, 9))
+        for one in expected:
+            one.optimizer.step()
+        for one in (*schedulers, *expected):
+            one.step()
+        pipeline.save(tmp_path, wait=True)
+        assert len(pipeline.state_dict()["schedulers"]) == len(expected)
+        rates = [one.get_last_lr() for one in expected]
+        assert [one.get_last_lr() for one in schedulers] == rates * n_stages
+        assert [
+            [group["lr"] for group in one.param_groups] for one in pipeline.optimizers
+        ] == rates * n_stages
+
+
+def test_schedulers_that_differ_between_stages_are_not_saved(tmp_path: Path) -> None:
+    pipeline = make(partial(groups_of, empty=False))
+    pipeline.attach(*map(step, pipeline.optimizers))
+    text = refusal(pipeline.save, tmp_path)
+    assert "the stages have StepLR 0 of SGD 0 with different states" in text
+    assert "empty ones too" in text
+
+
+def test_a_state_of_other_groups_is_refused() -> None:
+    saved = make(partial(groups_of, empty=True))
+    saved.attach(*map(step, saved.optimizers))
+    other = make(partial(torch.optim.SGD, lr=0.1))
+    other.attach(*map(step, other.optimizers))
+    text = refusal(other.load_state_dict, saved.state_dict())
+    assert "StepLR 0 of SGD 0 has 2 parameter groups, here 1" in text

@@ -113,7 +113,7 @@ def _local_model(
     return LocalModel(
         [(0, model)],
         lambda _, name: own_name(name) if own_name is not None else name,
-        optimizers=optimizers,
+        optimizers=[optimizers],
         schedulers=schedulers,
     )
 

@@ -143,7 +143,8 @@ def _check(manifest: Manifest) -> None:
     texts = (*manifest.aliases.values(), *manifest.aliases)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("an alias is no name")
-    parts = (manifest.values.get(part, {}) for part in ("optimizer", "extra_states"))
+    by_name = ("optimizer", "extra_states", "schedulers")
+    parts = (manifest.values.get(part, {}) for part in by_name)
     tables = (manifest.run, manifest.values, *parts)
     if not all(isinstance(table, dict) for table in tables):
         raise ValueError("run, values, or a part of the values is no table")

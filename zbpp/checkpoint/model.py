@@ -63,7 +63,7 @@ class LocalModel:
         own_name: the model's own name of what a layer holds under a name.
         ties: places of parameters that are one in the model.
         copies: of tied parameters, each with the one that is in a layer.
-        optimizers: of the parameters.
+        optimizers: of the parameters, by stage.
         schedulers: of the optimizers.
         experts: parameters that are parts of tensors over several processes.
     """
@@ -75,7 +75,7 @@ class LocalModel:
         *,
         ties: Sequence[Sequence[Place]] = (),
         copies: Mapping[Tensor, Tensor] | None = None,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
+        optimizers: Sequence[Sequence[torch.optim.Optimizer]] = (),
         schedulers: Sequence[Any] = (),
         experts: ExpertParts | None = None,
     ) -> None:
@@ -84,7 +84,8 @@ class LocalModel:
         self._first_of: dict[Place, Place] = {
             place: tie[0] for tie in ties for place in tie
         }
-        self.optimizers, self.schedulers = tuple(optimizers), tuple(schedulers)
+        self.optimizers_by_stage, self.schedulers = optimizers, tuple(schedulers)
+        self.optimizers = [x for of_stage in optimizers for x in of_stage]
         held_slots = list(self._find(sorted(layers, key=lambda pair: pair[0])))
         self.slots = [slot for _, slot in held_slots]
         self._slots: dict[int, Slot] = {

@@ -7,13 +7,13 @@ another number of stages has other groups. State is put where the optimizer keep
 without a step and without a cast: `Optimizer.load_state_dict` makes moments as narrow
 as their parameters, and torch's `set_optimizer_state_dict` steps to make them.
 
-A scheduler has the groups of its optimizer, and every stage has an optimizer of its
-own. What a scheduler keeps per group goes by the names of the parameters in it; all
-else must be the same on all stages.
+All stages have the same schedulers, so there is one state of each, whatever stages
+load it. Groups must be the same on all stages; a group may be empty.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from zbpp.checkpoint.model import Checked, LocalModel, State
 from zbpp.checkpoint.tensors import shard_like
 from zbpp.checkpoint.values import misfit
+from zbpp.core import RequestError
 
 __all__ = [
     "Entry",
@@ -30,6 +31,7 @@ __all__ = [
     "load_optimizers",
     "optimizer_state",
     "scheduler_state",
+    "schedulers_differ",
 ]
 
 Entry = Mapping[str, Any]
@@ -37,21 +39,6 @@ Entry = Mapping[str, Any]
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Options about the way to compute: those of the present run stay."""
-
-_PER_GROUP = {
-    "base_lrs",
-    "_last_lr",
-    "lr_lambdas",
-    "min_lrs",
-    "max_lrs",
-    "base_momentums",
-    "max_momentums",
-}
-"""Attributes of torch's schedulers that have one value for each parameter group."""
-
-_CHILDREN = "_schedulers"  # of those that are made of others
-
-Groups = list[list[str]]
 
 
 def optimizer_state(
@@ -172,12 +159,20 @@ def load_optimizers(checked: Checked) -> None:
         else:
             optimizer.state.pop(parameter, None)
         for name, value in entry["options"].items():
-            if isinstance(group.get(name), Tensor):  # a scheduler may hold the same
-                group[name].copy_(torch.as_tensor(value))
-            else:
-                group[name] = value.clone() if isinstance(value, Tensor) else value
+            _set_option(group, name, value)
     for scheduler, state in checked.schedulers:
-        scheduler.load_state_dict(state)
+        scheduler.load_state_dict(deepcopy(state))
+        rates = getattr(scheduler, "_last_lr", [])
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            if not group["params"]:  # no saved parameter has had its options
+                _set_option(group, "lr", rate)
+
+
+def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(group.get(name), Tensor):  # a scheduler may hold the same
+        group[name].copy_(torch.as_tensor(value))
+    else:
+        group[name] = value.clone() if isinstance(value, Tensor) else value
 
 
 def _placed(value: Any, parameter: Tensor, on_device: bool) -> Any:
@@ -189,51 +184,53 @@ def _placed(value: Any, parameter: Tensor, on_device: bool) -> Any:
     return value.detach().to(device, copy=True)
 
 
-def scheduler_state(local: LocalModel) -> list[dict[str, Any]]:
-    """State of every scheduler, with its place among those of its optimizer."""
-    return [
-        {"groups": groups, "place": place, "state": scheduler.state_dict()}
-        for scheduler, groups, place in _schedulers(local)
-    ]
+def scheduler_state(local: LocalModel) -> dict[str, dict[str, Any]]:
+    """State of every scheduler, which all stages share, by name.
+
+    Raises:
+        RequestError: the stages of this process do not have the same.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    for name, scheduler in _schedulers(local):
+        state = scheduler.state_dict()
+        if repr(states.setdefault(name, state)) != repr(state):
+            raise RequestError(schedulers_differ(name))
+    return states
 
 
-def _schedulers(local: LocalModel) -> Iterator[tuple[Any, Groups, int]]:
-    places = defaultdict[int, int](int)
-    for scheduler in local.schedulers:
-        optimizer = scheduler.optimizer
-        groups = [
-            [local.slot_of(parameter).saved_as for parameter in group["params"]]
-            for group in optimizer.param_groups
-        ]
-        yield scheduler, groups, places[id(optimizer)]
-        places[id(optimizer)] += 1
+def schedulers_differ(name: str) -> str:
+    """Describe schedulers of one name whose states are not the same."""
+    return (
+        f"the stages have {name} with different states, but a checkpoint has one for "
+        "all stages; step them together, and give every stage the same parameter "
+        "groups in the same order, empty ones too"
+    )
+
+
+def _schedulers(local: LocalModel) -> Iterator[tuple[str, Any]]:
+    """Yield each scheduler with a name that is the same on all stages."""
+    for optimizers in local.optimizers_by_stage:
+        kinds = Counter[str]()
+        for optimizer in optimizers:
+            kind = type(optimizer).__name__
+            of_it = [x for x in local.schedulers if x.optimizer is optimizer]
+            for number, scheduler in enumerate(of_it):
+                own = f"{type(scheduler).__name__} {number}"
+                yield f"{own} of {kind} {kinds[kind]}", scheduler
+            kinds[kind] += 1
 
 
 def check_schedulers(local: LocalModel, state: State, checked: Checked) -> None:
     """Find the state of every scheduler."""
-    saved = state.get("schedulers", [])
-    for number, (scheduler, groups, place) in enumerate(_schedulers(local)):
-        where = f"the state of scheduler {number}"
-        names = set[str]().union(*groups)
-        parts = [
-            (entry["groups"], entry["state"])
-            for entry in saved
-            if entry["place"] == place and names & set[str]().union(*entry["groups"])
-        ]
-        here = scheduler.state_dict()
-        texts = [_scheduler_misfit(part, here, where) for _, part in parts]
-        if not parts:
+    saved = state.get("schedulers", {})
+    for name, scheduler in _schedulers(local):
+        where = f"the state of {name}"
+        if name not in saved:
             checked.wrong.append(f"{where} is missing")
-        elif any(texts):
-            checked.wrong.append(next(text for text in texts if text))
+        elif text := _scheduler_misfit(saved[name], scheduler.state_dict(), where):
+            checked.wrong.append(text)
         else:
-            try:
-                joined = _join(parts, groups, here)
-            except _DifferentError:
-                text = f"the states of scheduler {number} differ among the stages"
-                checked.wrong.append(f"{text} that saved")
-            else:
-                checked.schedulers.append((scheduler, joined))
+            checked.schedulers.append((scheduler, saved[name]))
     if saved and not local.schedulers and local.optimizers:
         checked.wrong.append(
             "there is a state of schedulers, but none are attached: call "
@@ -246,58 +243,12 @@ def _scheduler_misfit(saved: Any, here: dict[str, Any], where: str) -> str | Non
     if not isinstance(saved, dict):
         return f"{where} is a {type(saved).__name__}"
     shared = {name: value for name, value in here.items() if name in saved}
-    text = misfit(saved, shared, where)
-    children, children_here = saved.get(_CHILDREN) or [], here.get(_CHILDREN, [])
-    if text is None and len(children) != len(children_here):
-        return f"{where} has other schedulers in it"
-    texts = [
-        _scheduler_misfit(child, child_here, where)
-        for child, child_here in zip(children, children_here, strict=False)
-    ]
-    return next((text for text in (text, *texts) if text), None)
-
-
-class _DifferentError(Exception):
-    """The states that stages have saved contradict each other."""
-
-
-def _join(
-    parts: list[tuple[Groups, dict[str, Any]]], groups: Groups, here: dict[str, Any]
-) -> dict[str, Any]:
-    """Make one state of those that were saved by the stages of these groups."""
-    joined: dict[str, Any] = {}
-    for name in parts[0][1]:
-        values: list[tuple[Groups, Any]] = [
-            (saved_groups, state.get(name)) for saved_groups, state in parts
-        ]
-        if name in _PER_GROUP and all(
-            isinstance(value, list) and len(value) == len(saved_groups)
-            for saved_groups, value in values
-        ):
-            joined[name] = [
-                _common(
-                    [
-                        value[place]
-                        for saved_groups, value in values
-                        for place, names in enumerate(saved_groups)
-                        if set(names) & set(group)
-                    ]
-                    if group
-                    else [here[name][number]]
-                )
-                for number, group in enumerate(groups)
-            ]
-        elif name == _CHILDREN:
-            joined[name] = [
-                _join([(g, value[i]) for g, value in values], groups, child)
-                for i, child in enumerate(here.get(name, ()))
-            ]
-        else:
-            joined[name] = _common([value for _, value in values])
-    return joined
-
-
-def _common(values: list[Any]) -> Any:
-    if not values or any(repr(value) != repr(values[0]) for value in values):
-        raise _DifferentError
-    return values[0]
+    if text := misfit(saved, shared, where):
+        return text
+    for part, what in {"_last_lr": "parameter groups", "_schedulers": "parts"}.items():
+        n_saved, n_here = (len(state.get(part) or ()) for state in (saved, here))
+        if n_saved != n_here:
+            return f"{where} has {n_saved} {what}, here {n_here}"
+    parts = saved.get("_schedulers") or (), here.get("_schedulers") or ()
+    texts = (_scheduler_misfit(*pair, where) for pair in zip(*parts, strict=True))
+    return next((text for text in texts if text), None)

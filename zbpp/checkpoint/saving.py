@@ -29,6 +29,7 @@ from zbpp.checkpoint.manifest import (
     sha256_of,
     write_durably,
 )
+from zbpp.checkpoint.optimizers import schedulers_differ
 from zbpp.checkpoint.tensors import HostCopies, write_tensors
 from zbpp.core import RequestError
 
@@ -95,10 +96,15 @@ class Saver:
             problem = f"cannot write to {folder}: {error.strerror}"
         tensors = self._copies.finish()
         request = (str(folder.absolute()), part.step, keep)
-        answers = self._gather((request, partial, problem, earlier))
-        for _, _, text, _ in answers:
+        schedulers = part.values.get("schedulers", {})
+        answers = self._gather((request, partial, problem, earlier, schedulers))
+        seen: dict[str, Any] = {}
+        for _, _, text, _, states in answers:
             if text is not None:
                 raise CheckpointError(text)
+            for name, state in states.items():
+                if seen.setdefault(name, state) != state:
+                    raise CheckpointError(schedulers_differ(name))
         requests = [answer[0] for answer in answers]
         differing = [r for r, asked in enumerate(requests) if asked != requests[0]]
         if differing:
@@ -204,10 +210,8 @@ class _Writer:
             for name, table in tables.items():
                 table |= getattr(part, name)
             for name, value in part.values.items():
-                if name in ("optimizer", "extra_states"):
+                if name in ("optimizer", "extra_states", "schedulers"):
                     values.setdefault(name, {}).update(value)
-                elif name == "schedulers":
-                    values.setdefault(name, []).extend(value)
                 else:
                     values.setdefault(name, value)
         manifest = replace(self.part, **tables, values=values)

@@ -1,6 +1,6 @@
 """The whole state of a run: what is saved, and how it is read, checked and loaded.
 
-    {"step": 12, "model": {...}, "optimizer": {...}, "schedulers": [...],
+    {"step": 12, "model": {...}, "optimizer": {...}, "schedulers": {...},
      "run": {"scaler": ..., "history": ...}, "aliases": {...}, "extra": {...}}
 
 Loading has three parts, so that a state that does not fit changes nothing, on whatever
@@ -125,14 +125,10 @@ def take_snapshot(
             name: encode(entries, f"optimizer/{name}", gather)
             for name, entries in optimizers.items()
         },
-        "schedulers": [
-            encode(
-                entry,
-                f"schedulers/{'+'.join(entry['groups'][0][:1])}/{entry['place']}",
-                gather,
-            )
-            for entry in scheduler_state(local)
-        ],
+        "schedulers": {
+            name: encode(entry, f"schedulers/{name}", gather)
+            for name, entry in scheduler_state(local).items()
+        },
     }
     if not saves:
         values = {}
@@ -187,7 +183,11 @@ def read_state(
                 name: decode(values["optimizer"][name], read)
                 for name in sorted(names["optimizer"])
             }
-            for name in ("schedulers", "run", "extra"):
+            state["schedulers"] = {
+                name: decode(entry, read)
+                for name, entry in values.get("schedulers", {}).items()
+            }
+            for name in ("run", "extra"):
                 state[name] = decode(values.get(name), read)
             _check_entries(state)
     except _NOT_A_STATE as error:
@@ -212,20 +212,13 @@ def _check_entries(state: State) -> None:
     Raises:
         RequestError: names the first one.
     """
-    expected: dict[str, Any] = {"schedulers": [], "run": {}, "extra": {}}
+    expected: dict[str, Any] = {"run": {}, "extra": {}}
     texts = [misfit({name: state[name] for name in expected}, expected, "the state")]
     entry = {"kind": "", "state": {}, "options": {}}
     for name, entries in state["optimizer"].items():
         where = f"the optimizer's state of {name}"
         texts.append(misfit(entries, [], where))
         texts += [misfit(saved, entry, where) for saved in entries]
-    scheduler: dict[str, Any] = {"groups": [], "place": 0, "state": {}}
-    for number, saved in enumerate(state["schedulers"]):
-        where = f"the state of scheduler {number}"
-        texts.append(misfit(saved, scheduler, where))
-        for group in saved["groups"]:
-            texts.append(misfit(group, [], where))
-            texts += [misfit(name, "", where) for name in group]
     for text in texts:
         if text is not None:
             raise RequestError(text)

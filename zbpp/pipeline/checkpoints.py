@@ -257,7 +257,7 @@ class Checkpoints:
                 for stage in stages
                 for copy, original in stage.ties.unseen_copies()
             },
-            optimizers=self._stages.optimizers,
+            optimizers=self._stages.optimizers_by_stage,
             schedulers=self._schedulers,
             experts=ExpertParts(
                 {p for stage in stages for p in stage.experts}, self._expert_mesh

@@ -42,12 +42,12 @@ def layers_of(layers: range) -> list[nn.Module]:
 
 
 def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not; a stage may have only one of the two."""
+    """Matrices decay, vectors do not; a stage may have none of one kind."""
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() < 2], "lr": 2e-2},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2)
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def scheduler(optimizer: torch.optim.Optimizer) -> Any:
