@@ -11,7 +11,7 @@ from zbpp.cli.parser import application, parse
 from zbpp.core import read_schedule
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
-from zbpp.training.options import Train
+from zbpp.training.options import TrainOptions
 
 VALIDATED, BARRIER = (f"--{no}enable_optimizer_post_validation" for no in ("", "no-"))
 
@@ -106,5 +106,5 @@ def test_post_validation_is_a_flag_of_three_states():
         (["--no_enable_optimizer_post_validation"], False),
         (["--no-enable-optimizer-post-validation"], False),
     ):
-        options = parse(application({"train": Train}), ["train", *words])
+        options = parse(application({"train": TrainOptions}), ["train", *words])
         assert options.enable_optimizer_post_validation is value, words

@@ -99,7 +99,7 @@ def test_what_fits_is_named_and_the_files_feed_the_planner(
 def test_without_a_model_that_of_training_is_estimated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    small = ["--dim", "16", "--n_heads", "2", "--n_blocks", "2", "--hidden", "16"]
+    small = ["--size", "tiny"]
     assert main(["estimate", *SIZES, *small, "--modes", "ZBV"]) == 0
     assert "ZBV" in capsys.readouterr().out
 

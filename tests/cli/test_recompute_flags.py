@@ -83,25 +83,3 @@ def test_orders_that_are_given_are_not_planned_again(
     assert read_schedule(out).recompute == (False, True, False)
     assert main([*command, "auto"]) == 2
     assert "are given" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_runs_end_with_the_same_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], costs: str
-) -> None:
-    text = tmp_path / "text.txt"
-    run = ["train", *SIZES[2:4], "--stages", "2", "--steps", "3", "--n_blocks", "4",
-           "--transport", "local", "--data", str(text)]  # fmt: skip
-    text.write_text("A text that is learned by heart. " * 3000)
-    hashes = {}
-    for name, more in {
-        "none": (),
-        "all": ("--recompute", "all"),
-        "some": ("--recompute", "1,4"),
-        "auto": ("--recompute", "auto", "--costs", costs, "--memory_limit", "1.2"),
-    }.items():
-        metrics = tmp_path / f"{name}.jsonl"
-        command = [*run, "--pipeline_schedule_mode", "ZBV", "--metrics", str(metrics)]
-        assert main([*command, *more]) == 0
-        hashes[name] = json.loads(metrics.read_text().splitlines()[-1])["params_sha256"]
-    assert len(set(hashes.values())) == 1, hashes

@@ -3,15 +3,15 @@
 import json
 import re
 from importlib.metadata import version
-from pathlib import Path
 from shlex import split
 
 import pytest
 
 from zbpp.cli import main
 from zbpp.cli.parser import application, parse
-from zbpp.cli.train import TrainCommand
-from zbpp.core import RequestError, read_schedule
+from zbpp.cli.several import command_words
+from zbpp.cli.train import Train
+from zbpp.core import read_schedule
 from zbpp.planning import plan
 
 FILES = {
@@ -38,7 +38,6 @@ WRONG = {
     "show ZBV --micro-batches 4": "Did you mean --microbatches?",
     "show ZBV -p 2 -m 3 --memory-limt 3": "Did you mean --memory_limit?",
     "train --pipeline_mode ZBV": "Did you mean --pipeline_schedule_mode?",
-    "train --no_exact_sum": "Did you mean --no_exact_sums?",
     "show ZBV -x 2": "-x. (see zbpp show --help)",
     "show ZBV -p": "-p requires an argument",
     "show ZBV -p 2 -m 3 --effort": "--effort requires an argument",
@@ -76,9 +75,7 @@ WRONG = {
     "train --lr -1": "--lr is -1.0; it must be at least 0",
     "train --lr nan": "--lr is nan",
     "train --seed -1": "--seed is -1",
-    "train --keep 0": "--keep is 0",
-    "train --timeout_s 0": "above 0",
-    "train --timeout_s nan": "above 0",
+    "train --clip_grad_norm nan": "above 0",
     "train --clip_grad_norm -1": "above 0",
     "bench -p 2 -o out --rounds 0": "at least 1",
     "bench -p 1 -o out": "2 or more",
@@ -96,7 +93,7 @@ WRONG = {
     "compare -p 2 -m 3 --memory_limit 0.9": "no mode can be had",
     "show ZBV -p 1000000 -m 1000000": "at most",
     "train ZBX": "unknown schedule mode 'ZBX'",
-    "train --n_blocks 1 --stages 4": "3 layers cannot fill 4 chunks",
+    "train --size tiny --stages 7": "6 layers cannot fill 7 chunks",
     "train --memory_limit 0.5": "over the limit 0.5",
     # files
     "show missing.json": "cannot be read",
@@ -114,18 +111,11 @@ WRONG = {
     # contradictions
     "show ZBV -p 2 -m 3 --split 3,4": "needs --layers",
     "show ZBV -p 2 -m 3 --costs bytes.json --layers bytes.json": "leave --costs out",
-    "train --shard optimizer": "--data_parallel, 2 or more",
     "show ZBV -p 2 -m 3 --shard parameters": "--shard parameters needs replicas",
-    "train 1F1B --costs_out x.json": "--costs_out: 1F1B runs B and W as one",
     "plan ZBV -p 2 -m 3 -o x.json --recompute auto": "needs m_r",
     "plan ZBV -p 2 -m 3 -o x.json --recompute 0,9": "the chunks are 0 to 3",
     "plan ZBV -p 2 -m 3 -o x.json --recompute some": "choose auto, all or none",
     "plan ZBV -p 2 -m 3 -o x.json --recompute all --memory_limit 2": "no m_r",
-    "train --data_parallel 2 --transport local": "--transport local",
-    "train --tensor_parallel 3": "does not divide --n_heads 4",
-    "train --save_every 3": "needs --save_dir",
-    "train --max_restarts 1": "--max_restarts needs --save_dir",
-    "train --compile --emulate bytes.json": "leave one of them out",
     "compare -m 3": "--stages requires an argument",
     "compare -p 2 --devices 4 -m 3": "Unknown option: -p. (see zbpp mesh --help)",
     "bench -p 2 -o out --emulate bytes.json --model a:b": "does not go with --emulate",
@@ -134,17 +124,12 @@ WRONG = {
     "plot ZBV -p 2 -m 3 -o x.gif": ".svg",
     "plot ZBV -p 2 -m 3": "--out requires an argument",
     "show ZBV -p 2 -m 3 -o x.gif": ".svg",
-    # a file of flags
-    "train --config no.toml": "cannot be read",
-    "train --config list.json": "--config list.json: cannot be read",
-    "train --compile=some": 'Choose from: "off", "blocks"',
     "plot ZBV -p 2 -m 3 -o no/x.html": "there is no folder no",
     "trace ZBV -p 2 -m 3 -o .": "it is a folder",
     "plan ZBV -p 2 -m 3 -o no/x.json": "there is no folder no",
     "plan ZBV -p 2 -m 3 -o x.json --csv no/x.csv": "--csv no/x.csv",
     "plan ZBV -p 2 -m 3 -o list.json/x.json": "there is no folder list.json",
     "train --metrics no/x.jsonl": "--metrics no/x.jsonl",
-    "train --costs_out no/x.json": "--costs_out no/x.json cannot be",
     "train --trace no/x.json": "--trace no/x.json cannot be",
     "profile -o no/x.json": "there is no folder no",
     "bench -p 2 -o list.json": "name a folder",
@@ -152,7 +137,7 @@ WRONG = {
     "profile -o x.json --save_dir out": "zbpp profile",
     "profile -o x.json --metrics out": "zbpp profile",
     "profile -o x.json --steps 3": "zbpp profile",
-    "profile -o x.json --model a:b --split 3,4": "does not go with --model",
+    "profile -o x.json --model a:b --layers bytes.json": "does not go with --model",
     "train --model a:b": "hf:PATH",
 }
 
@@ -170,13 +155,11 @@ SAID_BY_TORCH = {
     "bench -p 1 -o out",
     "estimate -p 2 -m 3 --microbatch_size 0",
     "train --device gpu",
-    "train --tensor_parallel 3",
     "train ZBX",
-    "train --n_blocks 1 --stages 4",
+    "train --size tiny --stages 7",
     "train --memory_limit 0.5",
     "train --costs missing.json",
     "train --data nowhere",
-    "train 1F1B --costs_out x.json",
     "bench -p 2 -o out --emulate bytes.json --model a:b",
     "bench -p 2 -o list.json",
     "train --model a:b",
@@ -194,7 +177,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(line, folder, capsys):
     assert captured.err.startswith("zbpp: ")
     assert captured.err.count("\n") <= 2, captured.err
     assert len(captured.err) < 400
-    words = r"Traceback|NoneType|<class|Error parsing|TrainCommand|invalid literal"
+    words = r"Traceback|NoneType|<class|Error parsing|invalid literal"
     assert not re.search(words, captured.err)
     assert WRONG[line] in captured.err
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
@@ -211,8 +194,8 @@ def test_modes_stand_bare_and_flags_have_short_spellings(folder, capsys):
         assert read_schedule(folder / "x.json") == expected
         (folder / "x.json").unlink()
     capsys.readouterr()
-    assert main(split("train 1F1B --timeout_s 0")) == 2
-    assert capsys.readouterr().err.startswith("zbpp: --timeout_s is 0.0")
+    assert main(split("train 1F1B --clip_grad_norm 0")) == 2
+    assert capsys.readouterr().err.startswith("zbpp: --clip_grad_norm is 0.0")
     assert main(split("show ZBV -p 2 -m 3 --no-enable_optimizer-post_validation")) == 0
 
 
@@ -284,40 +267,18 @@ def test_compare_takes_some_modes(folder, capsys):
 
 
 def trained(words):
-    return parse(application({"train": TrainCommand}), ["train", *words])
+    return parse(application({"train": Train}), ["train", *words])
 
 
-def test_a_file_of_flags_is_overruled_by_those_that_are_typed(folder):
-    (folder / "run.toml").write_text(
-        'pipeline_schedule_mode = "ZBV"\ncompile = true\nsplit = [3, 4, 3]\n'
-        "[model]\ndim = 32\nn-heads = 2\nexact_sums = false\nlr = 0.5\n"
-    )
-    words = split("--dim 64 --config run.toml --lr=0.25")
-    assert trained(words) == TrainCommand(
-        config=Path("run.toml"), pipeline_schedule_mode="ZBV", compile="blocks",
-        split="3,4,3", dim=64, n_heads=2, exact_sums=False, lr=0.25,
-    )  # fmt: skip
-    (folder / "run.toml").write_text("n_block = 3\n")
-    with pytest.raises(RequestError, match="Did you mean --n_blocks"):
-        trained(["--config", "run.toml"])
+def test_the_last_of_two_equal_flags_counts():
+    assert trained(["--steps", "4", "--steps", "5"]).steps == 5
 
 
-def test_none_is_a_word_where_a_flag_knows_it():
-    assert trained(["--recompute", "none", "--resume", "none"]).recompute == "none"
-    assert trained(["--steps", "4", "--steps", "5"]).steps == 5  # the last one counts
-
-
-def test_blocks_are_compiled_in_each_spelling():
-    for line, value in {
-        "": "off",
-        "--compile": "blocks",
-        "--compile ZBV": "blocks",
-        "--compile blocks": "blocks",
-        "--compile=blocks": "blocks",
-        "--compile off": "off",
-        "--no_compile": "off",
-    }.items():
-        assert trained(split(line)).compile == value, line
+def test_a_command_is_repeated_by_its_words():
+    """As processes of a run are started by them."""
+    words = split("ZBV --lr 0.1234567890123456 -p 3 --memory_limit 40.3GiB --data a.b")
+    command = trained([*words, "--no_enable_optimizer_post_validation"])
+    assert trained(command_words(command)[1:]) == command
 
 
 def test_the_version_is_told(capsys):

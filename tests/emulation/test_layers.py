@@ -1,10 +1,6 @@
 """Emulated messages: they wait for their link, and stop neither stage."""
 
-import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from pool import Pool
 
 from zbpp.core import (
     Costs,
-    LayerCosts,
     Pass,
     PassKind,
     Placement,
@@ -22,7 +17,7 @@ from zbpp.core import (
     read_layers,
 )
 from zbpp.emulation import run
-from zbpp.emulation.layers import EmulatedLayer, sleep_until, sleeping_layers
+from zbpp.emulation.layers import EmulatedLayer, sleep_until
 from zbpp.emulation.network import DelayedTransport
 from zbpp.emulation.run import emulate
 from zbpp.pipeline import Pipeline
@@ -148,51 +143,3 @@ def measured_evenly(path: str) -> tuple[float, float]:
     schedule = plan("ZBH2", n_stages=2, n_microbatches=3)
     outcome = emulate(schedule, layers=read_layers(path), n_steps=3)
     return outcome.step_ms, outcome.simulated_step_ms
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_layers_take_their_own_time_in_the_chunk_that_has_them(
-    pool: Pool, tmp_path: Path
-) -> None:
-    """The control: with even chunks the same layers take longer, as simulated."""
-    path, metrics = tmp_path / "layers.json", tmp_path / "metrics.json"
-    times = [10, 10, 10, 10, 10, 30]
-    path.write_text(json.dumps({"n_layers": 6, "f": times, "b": times, "w": times}))
-    command = [
-        sys.executable,
-        "-m",
-        "zbpp",
-        "train",
-        "--emulate",
-        path,
-        "--pipeline_schedule_mode",
-        "ZBH2",
-        "--stages",
-        "2",
-        "--split",
-        "balanced",
-        "--microbatches",
-        "3",
-        "--steps",
-        "3",
-        "--metrics",
-        metrics,
-    ]
-    subprocess.run([str(word) for word in command], check=True, timeout=200)
-    outcome = json.loads(metrics.read_text())
-    assert outcome["simulated_step_ms"] == pytest.approx(3 * 120 + 40)
-    assert outcome["step_ms"] >= outcome["simulated_step_ms"] - 1
-    for step, simulated in pool.run(measured_evenly, 2, str(path)):
-        assert simulated == pytest.approx(3 * 150 + 30)
-        assert step >= simulated - 1
-
-
-def test_the_last_layer_of_a_model_sleeps_for_the_loss_too(clock):
-    costs = LayerCosts(n_layers=3, f=10, loss=5)
-    took = []
-    for layer in sleeping_layers(costs, {}, range(3)):
-        start = clock.now
-        layer(torch.zeros(1))
-        took.append((clock.now - start) * 1e3)
-    assert took == pytest.approx([10, 10, 15], abs=0.1)

@@ -11,18 +11,7 @@ PATIENCE_S = 200
 """For a process that ends within seconds on an idle machine."""
 SIZES = ["--stages", "2", "--microbatches", "3"]
 ZBH1 = ["--pipeline_schedule_mode", "ZBH1", *SIZES]
-TINY_LLAMA = [
-    "--dim",
-    "16",
-    "--n_heads",
-    "2",
-    "--hidden",
-    "24",
-    "--seq",
-    "16",
-    "--n_blocks",
-    "4",
-]
+TINY_LLAMA = ["--size", "tiny", "--seq", "16"]
 """Sizes of the model of `zbpp train` and `zbpp profile`."""
 COSTS = '{"f": 3, "b": 2, "w": 1, "comm": 0.5, "m_b": 4, "m_w": 1, "optimizer": 7}'
 

@@ -5,33 +5,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_here import train_here
 
 from zbpp.core import Costs, RequestError, write_costs
-from zbpp.training.options import Train
+from zbpp.training.options import TrainOptions
 from zbpp.training.setup import measures_first, plan_of
-from zbpp.training.start import start
 
-TINY = Train(
+TINY = TrainOptions(
     stages=2,
     microbatches=4,
     microbatch_size=1,
     seq=16,
     steps=3,
-    warmup_steps=2,
+    size="tiny",
     clip_grad_norm=0.5,
-    validation_microbatches=4,
-    dim=16,
-    n_blocks=4,
-    n_heads=2,
-    hidden=24,
     data=Path(__file__),
-    transport="local",
 )
 
 
-def last_line(options: Train, tmp_path: Path) -> dict[str, object]:
+def last_line(options: TrainOptions, tmp_path: Path) -> dict[str, object]:
     path = tmp_path / "run.jsonl"
-    start(replace(options, metrics=path))
+    train_here(replace(options, metrics=path))
     final: dict[str, object] = json.loads(path.read_text().splitlines()[-1])
     return final
 
@@ -54,14 +48,16 @@ def test_it_trains_as_every_mode_does_and_says_what_it_chose(tmp_path, capsys):
 @pytest.mark.slow
 def test_what_fits_no_stage_is_refused_with_the_sizes():
     with pytest.raises(RequestError, match="the smallest limit that works is"):
-        start(
-            replace(TINY, pipeline_schedule_mode="auto", memory_limit=2.0**20, dim=128)
+        train_here(
+            replace(
+                TINY, pipeline_schedule_mode="auto", memory_limit=2.0**20, size="small"
+            )
         )
 
 
 def test_a_fixed_mode_needs_costs_in_bytes_for_a_limit_in_bytes():
     with pytest.raises(RequestError, match="nothing says that the memories"):
-        start(replace(TINY, memory_limit=2.0**30))
+        train_here(replace(TINY, memory_limit=2.0**30))
 
 
 def test_costs_that_are_given_are_not_measured(tmp_path):

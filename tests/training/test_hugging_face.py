@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from training_here import train_here
 
 from zbpp.cli import main
 from zbpp.core import RequestError, read_costs
 from zbpp.training.data import load_corpus
-from zbpp.training.options import Train
-from zbpp.training.start import start
+from zbpp.training.options import TrainOptions
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,10 +22,9 @@ LLAMA = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "max_position_embeddings": 16},
 }
-TINY = Train(
-    stages=1, microbatches=2, microbatch_size=1, seq=16, steps=4, lr=1e-2,
-    warmup_steps=2, clip_grad_norm=0.5, validation_microbatches=2, data=Path(__file__),
-    transport="local",
+TINY = TrainOptions(
+    stages=1, microbatches=2, microbatch_size=1, seq=16, size="tiny", steps=4, lr=1e-2,
+    clip_grad_norm=0.5, data=Path(__file__),
 )  # fmt: skip
 
 
@@ -41,8 +40,8 @@ def gpt2(tmp_path: Path) -> str:
     return f"hf:{tmp_path / 'gpt2' / 'config.json'}"
 
 
-def outcome(options: Train, metrics: Path) -> list[Any]:
-    start(replace(options, metrics=metrics))
+def outcome(options: TrainOptions, metrics: Path) -> list[Any]:
+    train_here(replace(options, metrics=metrics))
     *steps, final = map(json.loads, metrics.read_text().splitlines())
     numbers = [(one["loss"], one["grad_norm"]) for one in steps]
     return [*numbers, final["val_loss"], final["params_sha256"]]
@@ -57,7 +56,7 @@ def test_a_configuration_is_trained_and_resumed_with_the_same_bits(
     other = outcome(replace(options, seed=1, steps=1), tmp_path / "other.jsonl")
     assert other[0] != whole[0]
     parts = replace(options, pipeline_schedule_mode="ZBV", save_dir=tmp_path / "run")
-    start(replace(parts, stages=2, steps=2))
+    train_here(replace(parts, stages=2, steps=2))
     rest = outcome(
         replace(parts, pipeline_schedule_mode="1F1B", stages=3), tmp_path / "p"
     )
@@ -65,9 +64,9 @@ def test_a_configuration_is_trained_and_resumed_with_the_same_bits(
     config = json.loads(Path(gpt2.removeprefix("hf:")).read_text())
     (tmp_path / "b.json").write_text(json.dumps({**config, "embd_pdrop": 0.3}))
     with pytest.raises(RequestError, match="of another training: config"):
-        start(replace(parts, model=f"hf:{tmp_path / 'b.json'}"))
+        train_here(replace(parts, model=f"hf:{tmp_path / 'b.json'}"))
     with pytest.raises(RequestError, match=r"of another model: .* is missing"):
-        start(replace(parts, model=None, dim=16, n_heads=2))
+        train_here(replace(parts, model=None))
 
 
 def test_a_checkpoint_is_trained_on_from_its_weights(tmp_path) -> None:
@@ -104,15 +103,15 @@ def test_what_cannot_be_trained_is_refused(name, changed, words, tmp_path) -> No
     config = {"model_type": "gpt2", **SIZES, **GPT2, **changed}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RequestError, match=words):
-        start(replace(TINY, model=name.format(tmp_path)))
+        train_here(replace(TINY, model=name.format(tmp_path)))
 
 
 @pytest.mark.slow
 def test_it_is_profiled(gpt2, tmp_path) -> None:
     out = tmp_path / "costs.json"
-    flags = "--stages 2 --microbatches 2 --seq 16 --transport local --rounds 1"
+    flags = "--stages 1 --microbatches 2 --seq 16 --rounds 1"
     layers = ["--layers_out", str(tmp_path / "layers.json")]
     command = ["profile", "--model", gpt2, *flags.split(), "--dtype", "bf16"]
     assert main([*command, "--out", str(out), *layers]) == 0
-    assert len(read_costs(out).f) == 2
+    assert len(read_costs(out).f) == 1
     assert json.loads((tmp_path / "layers.json").read_text())["n_layers"] == 4

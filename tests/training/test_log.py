@@ -28,7 +28,7 @@ class FakeResult:
 
 def run(steps, *, reads, results=None, **options):
     """The results read after each step, and after the last one was reported."""
-    choice = {"enabled": True, "log_every": 10, "metrics": None} | options
+    choice = {"enabled": True, "metrics": None} | options
     seen = []
     with Recorder(steps=steps, tokens=100, bubble_rate=0.04, **choice) as recorder:
         for step in range(1, steps + 1):
@@ -66,7 +66,7 @@ def test_metrics_are_read_one_step_late(tmp_path):
 
 
 def test_without_metrics_only_logged_steps_are_read():
-    assert run(25, reads=[], log_every=10)[-1] == [1, 10, 20, 25]
+    assert run(25, reads=[])[-1] == [1, 10, 20, 25]
 
 
 def test_other_ranks_read_and_print_nothing(tmp_path, capsys):
@@ -113,14 +113,14 @@ def test_no_terminal_no_bar(capsys):
 def test_the_speed_of_a_log_line_is_the_mean_since_the_last_one(monkeypatch, capsys):
     clock = iter(range(100))  # a second a step, 100 tokens each
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    run(20, reads=[], log_every=10)
+    run(20, reads=[])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all("tps: 100  " in line for line in lines)
 
 
 def test_the_metrics_file_is_closed_when_a_step_fails(tmp_path):
     recorder = Recorder(
-        enabled=True, steps=2, tokens=1, bubble_rate=0.0, log_every=1,
+        enabled=True, steps=2, tokens=1, bubble_rate=0.0,
         metrics=tmp_path / "metrics.jsonl",
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="lost"), recorder:

@@ -13,7 +13,7 @@ from zbpp.core import RequestError
 from zbpp.training.options import (
     MODEL_FLAG,
     MODES_FLAG,
-    BlockSizes,
+    ModelSize,
     check_above_zero,
     check_at_least,
     flag,
@@ -24,7 +24,7 @@ __all__ = ["Bench"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(BenchOptions, BlockSizes):
+class Bench(BenchOptions, ModelSize):
     """Time our modes and torch's own schedules, in turns, on the real devices.
 
     The same model, batch, split and optimizer for all, in one process group; loss and

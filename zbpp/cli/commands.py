@@ -25,11 +25,11 @@ from zbpp.cli.pictures.drawings import draw_file
 from zbpp.cli.pictures.meshes import Mesh
 from zbpp.cli.plan import Plan
 from zbpp.cli.playground.command import Playground
-from zbpp.cli.profile import ProfileCommand
+from zbpp.cli.profile import Profile
 from zbpp.cli.report import print_report
 from zbpp.cli.split_report import print_split
 from zbpp.cli.summary import steady, summarize
-from zbpp.cli.train import TrainCommand
+from zbpp.cli.train import Train
 from zbpp.core import (
     RequestError,
     WorkerError,
@@ -126,9 +126,9 @@ _COMMANDS: dict[str, type] = {
     "compare": Compare,
     "mesh": Mesh,
     "playground": Playground,
-    "train": TrainCommand,
+    "train": Train,
     "bench": Bench,
-    "profile": ProfileCommand,
+    "profile": Profile,
     "estimate": EstimateCommand,
     "doctor": Doctor,
 }

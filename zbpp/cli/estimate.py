@@ -25,9 +25,9 @@ from zbpp.planning.replicas import check_replicas
 from zbpp.training.options import (
     MODEL_FLAG,
     MODES_FLAG,
-    BlockSizes,
     Compute,
     Memory,
+    ModelSize,
     Replicas,
     check_at_least,
     flag,
@@ -48,7 +48,7 @@ _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateCommand(Compute, BlockSizes, Replicas):
+class EstimateCommand(Compute, ModelSize, Replicas):
     """Estimate the memory of every stage under every mode, without running anything."""
 
     model: str | None = flag(**MODEL_FLAG)

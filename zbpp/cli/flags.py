@@ -18,13 +18,13 @@ from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import gathers_in_passes, replicated, with_replicas
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
-from zbpp.training.options import Planning, Replicas, check_at_least, flag
+from zbpp.training.options import Planning, Replicas, Splitting, check_at_least, flag
 
 __all__ = ["PlanFlags", "ScheduleFlags"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(Replicas, Planning):
+class PlanFlags(Replicas, Splitting, Planning):
     """Plans."""
 
     effort: str = flag("of the search: fast, default, best or best:SECONDS", "default")

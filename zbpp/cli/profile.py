@@ -6,22 +6,23 @@ from functools import partial
 from pathlib import Path
 
 from zbpp.cli.outputs import check_outputs
+from zbpp.cli.several import command_words
 from zbpp.core import RequestError
 from zbpp.planning import Plan
 from zbpp.training.options import (
     MODEL_FLAG,
     RunOptions,
-    Train,
+    TrainOptions,
     check_at_least,
     flag,
 )
 from zbpp.training.user_model import UserModel, load_model
 
-__all__ = ["ProfileCommand"]
+__all__ = ["Profile"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileCommand(RunOptions):
+class Profile(RunOptions):
     """Measure a model's costs, per chunk and per layer, on the real devices.
 
     F, B, W, the loss, O, V, norms, links and memory, with quartiles; of the model of
@@ -52,26 +53,25 @@ class ProfileCommand(RunOptions):
             rounds=self.rounds,
             as_json=self.json,
         )
-        start_worker(worker, options, check=self._check)
+        start_worker(worker, options, command_words(self), check=self._check)
 
     def _load(self) -> UserModel:
         assert self.model is not None
         return load_model(self.model, seq=self.seq, samples=self.microbatch_size)
 
-    def _options(self) -> Train:
+    def _options(self) -> TrainOptions:
         """The options of the run whose passes are timed; the request has the model."""
         names = {field.name for field in fields(RunOptions)} - {"model"}
-        options = Train(**{name: getattr(self, name) for name in names})
+        options = TrainOptions(**{name: getattr(self, name) for name in names})
         check_at_least(self, 1, "rounds")
         check_outputs(out=self.out, layers_out=self.layers_out)
-        for name in ("split", "layers", "emulate"):
-            if self.model is not None and getattr(self, name):
-                raise RequestError(
-                    f"--{name} does not go with --model; leave one of them out"
-                )
+        if self.model is not None and self.layers is not None:
+            raise RequestError(
+                "--layers does not go with --model; leave one of them out"
+            )
         return options
 
-    def _check(self, _: Train, plan: Plan) -> None:
+    def _check(self, _: TrainOptions, plan: Plan) -> None:
         if self.model is not None:
             n_chunks = plan.schedule.placement.n_chunks
             n_layers = self._load().n_layers

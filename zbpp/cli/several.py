@@ -7,7 +7,7 @@ from typing import Any
 
 from zbpp.planning import is_file
 
-__all__ = ["command_text", "paths_in", "schedules_in"]
+__all__ = ["command_text", "command_words", "paths_in", "schedules_in"]
 
 _BARE = "pipeline_schedule_mode"
 
@@ -37,8 +37,13 @@ def command_text(command: object) -> str:
     >>> command_text(Compare(stages=4, microbatches=8, effort="fast"))
     'zbpp compare --stages 4 --microbatches 8 --effort fast'
     """
+    return shlex.join(["zbpp", *command_words(command)])
+
+
+def command_words(command: object) -> list[str]:
+    """The words behind ``zbpp`` that repeat a command."""
     assert is_dataclass(command)
-    words = ["zbpp", type(command).__name__.lower()]
+    words = [type(command).__name__.lower()]
     for field in fields(command):
         value = getattr(command, field.name)
         if value == _default(field):
@@ -49,7 +54,7 @@ def command_text(command: object) -> str:
             words.append(f"--{'' if value else 'no_'}{field.name}")
         else:
             words += [f"--{field.name}", _number(value)]
-    return shlex.join(words)
+    return words
 
 
 def _default(field: Field[Any]) -> object:
@@ -60,4 +65,4 @@ def _number(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     gib = value / 2**30
-    return f"{gib:.12g}GiB" if gib >= 1 else f"{value:.12g}"
+    return f"{gib!r}GiB" if gib >= 1 else repr(value)

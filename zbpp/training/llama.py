@@ -11,55 +11,65 @@ products with weights are `nn.Linear` without bias.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from zbpp.core import RequestError
-from zbpp.training.options import BlockSizes
+from zbpp.training.options import ModelSize
 from zbpp.training.user_model import UserModel
 
-__all__ = ["LlamaConfig", "build_layer", "build_layers", "cross_entropy", "dealt_out"]
+__all__ = ["LlamaConfig", "build_layer", "build_layers", "cross_entropy"]
 
 VOCABULARY = 256  # bytes
-_SIZES = tuple(field.name for field in fields(BlockSizes))
+_SIZES = ("dim", "n_blocks", "n_heads", "hidden")
+_NAMED_SIZES = {
+    "tiny": (32, 4, 2, 64),
+    "small": (96, 8, 4, 256),
+    "medium": (512, 8, 8, 1408),
+}
 _ROTARY_BASE = 10_000.0
 _NORM_EPS = 1e-5
 _LOGIT_STD = 0.02  # of the head's weights: the first loss is close to log(256)
 
-_Build = Callable[[range], Sequence[nn.Module]]
-_BY_COLUMNS = ("attention.query", "attention.key", "attention.value",
-               "feed_forward.gate", "feed_forward.up")  # fmt: skip
-_BY_ROWS = ("attention.out", "feed_forward.down")
-
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(BlockSizes):
+class LlamaConfig:
     """Sizes of the model; the defaults have 0.94 million parameters.
 
     Args:
+        seq: tokens of a sample.
+        dim: width.
+        n_blocks: transformer blocks; embedding and head are 2 layers more.
+        n_heads: attention heads.
+        hidden: inner width of the feed-forward layers.
         seed: of the initial weights.
 
     Raises:
         RequestError: a size is below 1, or dim is no multiple of 2 * n_heads.
     """
 
+    seq: int = 128
+    dim: int = 96
+    n_blocks: int = 8
+    n_heads: int = 4
+    hidden: int = 256
     seed: int = 0
 
     @classmethod
-    def of(cls, sizes: BlockSizes, *, seed: int = 0) -> Self:
-        """The model of these sizes, which a command has among its flags."""
-        return cls(**{name: getattr(sizes, name) for name in _SIZES}, seed=seed)
+    def of(cls, flags: ModelSize, *, seed: int = 0) -> Self:
+        """The model that the flags of a command name."""
+        sizes = dict(zip(_SIZES, _NAMED_SIZES[flags.size], strict=True))
+        return cls(seq=flags.seq, seed=seed, **sizes)
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        for name in ("seq", *_SIZES):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} is {getattr(self, name)}; at least 1")
         if self.dim % (2 * self.n_heads):
@@ -87,7 +97,7 @@ class LlamaConfig(BlockSizes):
 
     def about(self) -> dict[str, Any]:
         """The values that must be the same where a checkpoint of it is loaded."""
-        return {name: getattr(self, name) for name in _SIZES if name != "seq"}
+        return {name: getattr(self, name) for name in _SIZES}
 
     def loaded(self, samples: int) -> UserModel:
         """The model with one micro-batch of random bytes, as a user's comes."""
@@ -211,36 +221,6 @@ class Head(nn.Module):
         """(..., dim) to (..., 256)."""
         out: Tensor = self.linear(self.norm(x))
         return out
-
-
-def dealt_out(build: _Build, mesh: DeviceMesh) -> _Build:
-    """Deal the blocks of a builder of layers out, for tensor parallelism.
-
-    Queries, keys, values, gate and up by columns, so that each process has some heads
-    and channels; out and down by rows, whose outputs are summed (Megatron-LM, Shoeybi
-    et al., arXiv 1909.08053). Norms, embedding and head are whole everywhere.
-
-    Args:
-        build: makes the layers of a range.
-        mesh: the processes that share them.
-    """
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    def made(layers: range) -> list[nn.Module]:
-        plan = {name: ColwiseParallel() for name in _BY_COLUMNS}
-        rows = {name: RowwiseParallel() for name in _BY_ROWS}
-        return [
-            parallelize_module(layer, mesh, {**plan, **rows})
-            if isinstance(layer, Block)
-            else layer
-            for layer in build(layers)
-        ]
-
-    return made
 
 
 def _initialise(

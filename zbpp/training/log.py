@@ -28,6 +28,7 @@ from zbpp.runtime.optim.decision import StepResult
 __all__ = ["Record", "Recorder", "log_line"]
 
 _GIB = 2**30
+_LOG_EVERY = 10
 _LOG = logging.getLogger("zbpp")
 
 
@@ -80,7 +81,6 @@ class Recorder:
             lines stay in the metrics file.
         tokens: in one step.
         bubble_rate: as simulated, for the log line.
-        log_every: steps between log lines; the first and the last step have one too.
         metrics: file for the JSON lines, or None.
         device: whose largest memory so far is told: of torch on a GPU, else resident.
     """
@@ -89,7 +89,6 @@ class Recorder:
     steps: int
     tokens: int
     bubble_rate: float
-    log_every: int
     metrics: Path | None
     first: int = 0
     device: torch.device | str = "cpu"
@@ -183,7 +182,7 @@ class Recorder:
         if self._file is not None:
             self._write(_json(vars(self._record(step, result, since=step - 1))))
         ends = (self.first + 1, self.steps)
-        if step in ends or step % self.log_every == 0:
+        if step in ends or step % _LOG_EVERY == 0:
             record = self._record(step, result, since=self._logged)
             peak = peak_held(torch.device(self.device))
             self.say(

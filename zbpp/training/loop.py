@@ -4,14 +4,13 @@ All processes run the same code. Only those whose stage reads inputs or targets 
 the text; only rank 0 writes anything, and the pipeline brings it the results.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp import diagnostics
-from zbpp.core import RequestError, WorkerError, write_costs
+from zbpp.core import RequestError, WorkerError
 from zbpp.pipeline import Pipeline
 from zbpp.planning import Plan
 from zbpp.planning.answer import recomputed_layers
@@ -21,7 +20,7 @@ from zbpp.simulator import bubble_rate, simulate, write_trace
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.log import Recorder
-from zbpp.training.options import Train
+from zbpp.training.options import TrainOptions
 from zbpp.training.resume import CHECKPOINT, RunSaver, folder_of_one_run
 from zbpp.training.setup import (
     build_pipeline,
@@ -34,9 +33,11 @@ __all__ = ["load_text", "train"]
 
 _WINDOW = 10  # steps that are measured: the last ones
 _LONG_S = 60.0
+_WARM_UP_STEPS = 10
+_VALIDATION_MICROBATCHES = 32
 
 
-def train(options: Train, plan: Plan) -> int:
+def train(options: TrainOptions, plan: Plan) -> int:
     """Run this process's share of a training.
 
     Returns:
@@ -60,19 +61,16 @@ def train(options: Train, plan: Plan) -> int:
 class _Training:
     """The objects that each step of a run needs; all ranks make the same calls."""
 
-    def __init__(self, pipeline: Pipeline, options: Train) -> None:
+    def __init__(self, pipeline: Pipeline, options: TrainOptions) -> None:
         self._pipeline, self._options = pipeline, options
         self._model = model_of(options)
         self._corpus, about_data, data = load_text(pipeline, options)
-        warm_up = partial(_warm_up, options.warmup_steps)
-        self._rates = [LambdaLR(optim, warm_up) for optim in pipeline.optimizers]
+        self._rates = [LambdaLR(optim, _warm_up) for optim in pipeline.optimizers]
         pipeline.attach(*self._rates)
-        samples = options.microbatch_size * options.data_parallel
-        self._windows = pipeline.n_microbatches * samples
+        self._windows = pipeline.n_microbatches * options.microbatch_size
         same = {"data": data, **self._model.about()}
         self._saver = RunSaver(pipeline, options, same=same, samples=self._windows)
         about_start = self._saver.resume()
-        assert options.steps is not None, "start() has filled it in"
         self._steps = range(pipeline.n_steps, options.steps)
         self._recorder = Recorder(
             enabled=pipeline.rank == 0,
@@ -80,7 +78,6 @@ class _Training:
             first=pipeline.n_steps,
             tokens=self._windows * options.seq,
             bubble_rate=bubble_rate(simulate(pipeline.schedule, pipeline.plan.costs)),
-            log_every=options.log_every,
             metrics=options.metrics,
             device=pipeline.device,
         )
@@ -88,7 +85,7 @@ class _Training:
         self._heads = [about_data, about_model, pipeline.plan.line, about_start]
 
     def run(self, request: StopRequest | None) -> bool:
-        """Train, validate and report; true if a signal has stopped it before."""
+        """TrainOptions, validate and report; true if a signal has stopped it before."""
         pipeline, recorder, saver = self._pipeline, self._recorder, self._saver
         with recorder, recorder.hearing():
             for line in filter(None, self._heads):
@@ -101,7 +98,7 @@ class _Training:
             elif CHECKPOINT not in recorder.problems:
                 recorder.say(
                     f"stopped after step {pipeline.n_steps} by a signal, and saved in "
-                    f"{self._options.save_dir}; --resume auto goes on from there"
+                    f"{self._options.save_dir}; the same command goes on from there"
                 )
             words = pipeline.gather("; ".join(recorder.problems.values()))[0]
             if words:
@@ -120,7 +117,7 @@ class _Training:
                 batch = self._corpus.training_batch(
                     seed=options.seed, step=step, windows=self._windows, seq=options.seq
                 )
-                inputs, targets = self._share(batch)
+                inputs, targets = self._tensors(batch)
             recorder.add(pipeline.step(inputs, targets))
             if step == self._steps.start:
                 recorder.say(f"backward: {diagnostics.split_summary(pipeline)}")
@@ -129,23 +126,17 @@ class _Training:
             self._saver.after_step(recorder)
         return False
 
-    def _share(self, batch: Batch) -> tuple[Any, Any]:
-        """The inputs and targets of a batch that this replica reads."""
-        place = self._pipeline.place
-        tokens, following = (
-            torch.from_numpy(part).tensor_split(place.n_replicas)[place.replica]
-            for part in batch
-        )
-        return self._model.batch(tokens, following)
+    def _tensors(self, batch: Batch) -> tuple[Any, Any]:
+        """Inputs and targets of a batch, as the model takes them."""
+        return self._model.batch(*map(torch.from_numpy, batch))
 
     def _conclude(self) -> None:
         """Validate, hash the parameters, report."""
         options, pipeline, recorder = self._options, self._pipeline, self._recorder
-        n = max(1, options.validation_microbatches // options.data_parallel)
         inputs, targets = None, None
         if self._corpus is not None:
-            windows = n * options.microbatch_size * options.data_parallel
-            inputs, targets = self._share(
+            windows = _VALIDATION_MICROBATCHES * options.microbatch_size
+            inputs, targets = self._tensors(
                 self._corpus.validation_batch(windows=windows, seq=options.seq)
             )
         pipeline.synchronize()
@@ -159,7 +150,9 @@ class _Training:
                             [timeline], options.trace, microseconds_per_unit=1e6
                         )
             prediction = self._predict().as_dict()
-        val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
+        val_loss = pipeline.evaluate(
+            inputs, targets, n_microbatches=_VALIDATION_MICROBATCHES
+        )
         parts = pipeline.gather(
             fingerprints(
                 pair
@@ -182,38 +175,31 @@ class _Training:
         )
 
     def _predict(self) -> Prediction:
-        """Compare with the simulation, and write the costs file that was asked for.
+        """Compare with the simulation.
 
-        The estimate of the memory takes some seconds, so it is made where it is asked
-        for, or where they count for little.
+        The estimate of the memory takes some seconds, so it is made where they count
+        for little.
         """
         options, pipeline, recorder = self._options, self._pipeline, self._recorder
         planned, memory = None, None
         if measures_first(options) and not pipeline.n_switches:
             planned = memory = pipeline.plan.costs
-        is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
-        if memory is None and (options.costs_out is not None or is_long):
+        elif pipeline.gather(recorder.seconds >= _LONG_S)[0]:
             if pipeline.rank == 0:
-                schedule, split = (
-                    pipeline.schedule,
-                    [len(part) for part in pipeline.split],
-                )
+                schedule = pipeline.schedule
+                split = [len(part) for part in pipeline.split]
                 again = recomputed_layers(schedule, split)
                 layers = estimate_layers(options)
                 memory = layers.on(schedule.placement, split, recompute=again)
             memory = pipeline.gather(memory)[0]
-        if options.costs_out is not None:
-            costs = diagnostics.measured_costs(pipeline, _WINDOW)
-            if pipeline.rank == 0:
-                assert memory is not None
-                with recorder.writing(f"--costs_out {options.costs_out}"):
-                    write_costs(costs.with_memory(memory), options.costs_out)
         prediction = diagnostics.prediction(pipeline, planned, memory, n=_WINDOW)
         recorder.say(prediction.line)
         return prediction
 
 
-def load_text(pipeline: Pipeline, options: Train) -> tuple[Corpus | None, str, str]:
+def load_text(
+    pipeline: Pipeline, options: TrainOptions
+) -> tuple[Corpus | None, str, str]:
     """The text, where a stage of this process reads it, a line about it, its hash."""
     corpus, about = None, None
     if pipeline.needs_inputs or pipeline.needs_targets:
@@ -230,32 +216,24 @@ def load_text(pipeline: Pipeline, options: Train) -> tuple[Corpus | None, str, s
     return corpus, *next(iter(read.values()))
 
 
-def _warm_up(steps: int, step: int) -> float:
+def _warm_up(step: int) -> float:
     """Learning rate of a step (from 0 on) as a share of the full one."""
-    return min(1.0, (step + 1) / max(1, steps))
+    return min(1.0, (step + 1) / _WARM_UP_STEPS)
 
 
-def _describe_model(pipeline: Pipeline, options: Train) -> str:
+def _describe_model(pipeline: Pipeline, options: TrainOptions) -> str:
     """One line about the model and how it is run (every rank must call)."""
     own_name, ties = pipeline.layered.own_name, pipeline.layered.ties
     copies = {own_name(*place) for tie in ties for place in tie[1:]}
     parameters = [p for name, p in pipeline.named_parameters() if name not in copies]
     every = pipeline.gather(sum(p.numel() for p in parameters))
     n_parameters = sum(every[rank] for rank in pipeline.place.pipeline)
-    schedule, replicas = pipeline.schedule, ""
-    if options.data_parallel > 1:
-        held = "" if options.shard == "none" else f", {options.shard} in parts"
-        if options.alternating_buffers:
-            held += ", in alternating buffers"
-        replicas = f" with {options.data_parallel} replicas{held}"
-    if options.tensor_parallel > 1:
-        replicas += f", {options.tensor_parallel} for each stage"
+    schedule = pipeline.schedule
     return (
         f"model: {n_parameters:,} parameters in {pipeline.n_layers} layers; "
         f"{schedule.name}, {schedule.n_stages} stages in {pipeline.n_ranks} "
-        f"process(es){replicas}, {schedule.n_microbatches} micro-batches of "
+        f"process(es), {schedule.n_microbatches} micro-batches of "
         f"{options.microbatch_size} x {options.seq} bytes, {options.dtype} on "
         f"{pipeline.device.type}"
-        f"{', compiled' if options.compiles else ''}"
         f"{', post-validated' if schedule.is_post_validated else ''}"
     )

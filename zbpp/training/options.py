@@ -21,14 +21,15 @@ __all__ = [
     "MODEL_FLAG",
     "MODES_FLAG",
     "MODE_FLAG",
-    "BlockSizes",
     "Compute",
     "Memory",
+    "ModelSize",
     "Planning",
     "Processes",
     "Replicas",
     "RunOptions",
-    "Train",
+    "Splitting",
+    "TrainOptions",
     "check_above_zero",
     "check_at_least",
     "flag",
@@ -101,19 +102,6 @@ class Planning:
     microbatches: int | None = flag("of a step; a file knows its own", None)
     costs: Path | None = flag("costs file; else F, B and W take 1", None)
     layers: Path | None = flag("layers file, in place of --costs", None)
-    split: str | None = flag(
-        "of the layers: balanced, even, or those of each chunk: 3,4",
-        None,
-        metavar="SPLIT",
-        many=True,
-    )
-    recompute: str | None = flag(
-        "what B computes again: auto, all, none, or numbers of layers (of chunks, "
-        "where costs are theirs)",
-        None,
-        metavar="WHICH",
-        many=True,
-    )
     memory_limit: Memory = flag(
         "of a stage: 40GiB where costs are in bytes, or in their unit", None
     )
@@ -122,16 +110,6 @@ class Planning:
         "are apart",
         None,
     )
-
-    @property
-    def asked_split(self) -> Split:
-        """Return the split that ``--split`` asks for."""
-        return None if self.split is None else parse_split(self.split)
-
-    @property
-    def asked_recompute(self) -> Recomputing | None:
-        """Return the layers that ``--recompute`` asks for."""
-        return None if self.recompute is None else parse_recompute(self.recompute)
 
     def costs_of_layers(self) -> LayerCosts | None:
         """Read the layers file, if there is one, under ``--memory_limit``."""
@@ -147,6 +125,35 @@ class Planning:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Splitting:
+    """Layers."""
+
+    split: str | None = flag(
+        "of the layers: balanced, even, or those of each chunk: 3,4",
+        None,
+        metavar="SPLIT",
+        many=True,
+    )
+    recompute: str | None = flag(
+        "what B computes again: auto, all, none, or numbers of layers (of chunks, "
+        "where costs are theirs)",
+        None,
+        metavar="WHICH",
+        many=True,
+    )
+
+    @property
+    def asked_split(self) -> Split:
+        """Return the split that ``--split`` asks for."""
+        return None if self.split is None else parse_split(self.split)
+
+    @property
+    def asked_recompute(self) -> Recomputing | None:
+        """Return the layers that ``--recompute`` asks for."""
+        return None if self.recompute is None else parse_recompute(self.recompute)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replicas:
     """Replicas."""
 
@@ -157,14 +164,14 @@ class Replicas:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSizes:
-    """Sizes of the model of zbpp train."""
+class ModelSize:
+    """Model of zbpp train."""
 
     seq: int = flag("tokens of a sample, also of hf:PATH", 128)
-    dim: int = flag("width", 96)
-    n_blocks: int = flag("transformer blocks; embedding and head are 2 layers more", 8)
-    n_heads: int = flag("attention heads", 4)
-    hidden: int = flag("inner width of the feed-forward layers", 256)
+    size: Literal["tiny", "small", "medium"] = flag(
+        "blocks x width: 4 x 32, 8 x 96, 8 x 512; embedding and head are 2 layers more",
+        "small",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,95 +198,43 @@ class Processes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
+class RunOptions(ModelSize, Planning):
     """Run."""
 
     pipeline_schedule_mode: str = flag(MODE_WORDS, "ZBH1", **MODE_FLAG)
-    effort: Literal["fast", "default"] = flag(
-        "of the search; for more let zbpp plan write a file", "default"
-    )
     model: str | None = flag(
         "of transformers: hf:config.json, hf:FOLDER with weights; else a small Llama",
         None,
         metavar="hf:PATH",
     )
-    emulate: Path | None = flag(
-        "costs or layers file in ms: layers that sleep instead", None
-    )
     microbatch_size: int = flag("samples of a micro-batch", 2)
     seed: int = flag("of the weights and of the choice of text", 0)
     dtype: Literal["fp32", "bf16", "fp16"] = flag("16 bits by autocast", "fp32")
-    tensor_parallel: int = flag("processes that share the blocks of a stage", 1)
-    transport: Literal["processes", "local"] = flag(
-        "local: all in this process", "processes"
-    )
-    post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
-        flag("has no effect", "auto", hidden=True)
-    )
+    device: str = flag("auto (an accelerator, else the CPU), cpu, cuda, xpu ..", "auto")
 
     def __post_init__(self) -> None:
-        sizes = ("stages", "microbatches", "microbatch_size", "seq")
-        check_at_least(self, 1, *sizes, "data_parallel", "tensor_parallel")
+        check_at_least(self, 1, "stages", "microbatches", "microbatch_size", "seq")
         check_at_least(self, 0, "seed")
-        if self.shard != "none" and self.data_parallel == 1:
-            raise RequestError(
-                f"--shard {self.shard} needs replicas to share it; give "
-                "--data_parallel, 2 or more"
-            )
-        if self.n_peers > 1 and self.transport == "local":
-            raise RequestError(
-                f"--transport local is one process, and a stage has {self.n_peers}; "
-                "leave it out, or --data_parallel and --tensor_parallel"
-            )
-        if self.compiles and self.emulate is not None:
-            raise RequestError(
-                "--compile: emulated layers sleep; leave one of them out"
-            )
-        check_above_zero(self, "timeout_s")
-
-    @property
-    def n_peers(self) -> int:
-        """Processes of a stage."""
-        return self.data_parallel * self.tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(RunOptions):
+class TrainOptions(RunOptions):
     """Training."""
 
-    alternating_buffers: bool = flag(
-        "layers gathered into two buffers in turn; with --shard parameters", False
-    )
-    steps: int | None = flag("optimizer steps; 200, or 10 emulated ones", None)
+    steps: int = flag("optimizer steps", 200)
     lr: float = flag("learning rate of AdamW after the warm-up", 3e-3)
-    warmup_steps: int = flag("steps over which it rises", 10)
-    weight_decay: float = flag("of AdamW", 0.1)
     clip_grad_norm: float = flag("largest norm of the model's gradient", 1.0)
-    max_consecutive_skips: int = flag("steps in a row with Inf or NaN, then stop", 5)
-    validation_microbatches: int = flag("held-out text of the final loss", 32)
     data: Path | None = flag("text file or folder; else Python's own source", None)
     metrics: Path | None = flag("JSON line a step, and one with the results", None)
-    log_every: int = flag("steps between log lines", 10)
-    save_dir: Path | None = flag("checkpoints: at the end, and at SIGTERM", None)
-    save_every: int | None = flag("steps between checkpoints", None)
-    keep: int = flag("the newest checkpoints that stay", 3)
-    resume: str = flag("auto (the newest of --save_dir), none, or a path", "auto")
-    max_restarts: int = flag("new starts after a process has died", 0)
-    costs_out: Path | None = flag("costs file (ms) of the measured times", None)
+    save_dir: Path | None = flag(
+        "checkpoints: every 100 steps, at the end, and at SIGTERM; a run goes on from "
+        "the newest",
+        None,
+    )
     trace: Path | None = flag("timeline of the last step, for Perfetto", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = ("steps", "validation_microbatches", "log_every", "save_every", "keep")
-        check_at_least(self, 1, *counts, "max_consecutive_skips")
-        check_at_least(self, 0, "warmup_steps", "lr", "weight_decay", "max_restarts")
-        if self.alternating_buffers and self.shard != "parameters":
-            raise RequestError(
-                "--alternating_buffers hold layers for the time of a pass, and --shard "
-                f"is {self.shard}, which keeps them whole for longer; give --shard "
-                "parameters"
-            )
-        for name in ("save_every", "max_restarts"):
-            if getattr(self, name) and self.save_dir is None:
-                raise RequestError(f"--{name} needs --save_dir, a folder to save to")
+        check_at_least(self, 1, "steps")
+        check_at_least(self, 0, "lr")
         check_above_zero(self, "clip_grad_norm")

@@ -2,21 +2,15 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zbpp.core import write_costs, write_layers
-from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.planning import Plan
-from zbpp.planning.replicas import network_of, on_replicas
-from zbpp.profiling import Profile
-from zbpp.training.options import Train
+from zbpp.training.options import TrainOptions
 from zbpp.training.setup import (
     build_pipeline,
-    costs_of,
     estimate_layers,
     random_batch,
 )
@@ -26,7 +20,7 @@ __all__ = ["run_profile"]
 
 
 def run_profile(
-    options: Train,
+    options: TrainOptions,
     plan: Plan,
     *,
     load: Callable[[], UserModel] | None,
@@ -47,28 +41,18 @@ def run_profile(
         as_json: print a JSON object, and no table.
     """
     torch.set_num_threads(1)  # as in training: the processes share the cores
-    emulated = options.emulate is not None
     loaded = None if load is None else load()
-    if emulated:
-        costs = costs_of(options)
-        pipeline = emulated_pipeline(plan.schedule, costs, timeout_s=options.timeout_s)
-        inputs: Any = emulated_batch(pipeline)
-        targets: Any = inputs
+    pipeline = build_pipeline(options, plan, loaded)
+    m = pipeline.n_microbatches
+    if loaded is None:
+        inputs, targets = random_batch(options, m)
     else:
-        pipeline = build_pipeline(replace(options, shard="none"), plan, loaded)
-        m = pipeline.n_microbatches
-        if loaded is None:
-            inputs, targets = random_batch(options, m)
-        else:
-            inputs = [loaded.inputs] * m
-            targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
-    profile = pipeline.profile(
-        inputs, targets, rounds=rounds, memory=not emulated, shard=options.shard
-    )
+        inputs = [loaded.inputs] * m
+        targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
+    profile = pipeline.profile(inputs, targets, rounds=rounds, memory=True)
     if pipeline.rank == 0:
-        if not emulated:
-            profile = profile.with_memory(estimate_layers(options, loaded))
-        write_costs(_of_replica(profile, options.data_parallel).costs(), out)
+        profile = profile.with_memory(estimate_layers(options, loaded))
+        write_costs(profile.costs(), out)
         if layers_out is not None:
             write_layers(profile.layers, layers_out)
         if as_json:
@@ -80,14 +64,3 @@ def run_profile(
                 "costs in ms and bytes:", ", ".join([str(out), *per_layer]), flush=True
             )
     pipeline.close()
-
-
-def _of_replica(profile: Profile, n: int) -> Profile:
-    """Return a profile with memory and optimizer step of replicas that share."""
-    network = network_of(profile.layers)
-    if n == 1 or profile.shard == "none" or network is None:
-        return profile
-    whole = replace(profile.layers, parts=None)  # its times are not asked for
-    shared = on_replicas(whole, n, network, profile.shard)
-    layers = replace(profile.layers, m_fixed=shared.m_fixed, optimizer=shared.optimizer)
-    return replace(profile, layers=layers)

@@ -4,57 +4,30 @@ The place in the data is the number of samples so far, whatever the number of st
 what a step draws depends on the seed and the step alone.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint import CheckpointError, last_step, locked, newest
+from zbpp.checkpoint import CheckpointError, locked, newest
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.training.log import Recorder
-from zbpp.training.options import Train
+from zbpp.training.options import TrainOptions
 
-__all__ = ["CHECKPOINT", "RunSaver", "check_saving", "folder_of_one_run", "resumed"]
+__all__ = ["CHECKPOINT", "RunSaver", "check_saving", "folder_of_one_run"]
 
 CHECKPOINT = "a checkpoint"
 """Key of the last save among a recorder's problems."""
+_EVERY, _KEEP = 100, 3
+"""Steps between checkpoints, and the number of them that stay."""
 
 
-def check_saving(options: Train) -> None:
+def check_saving(options: TrainOptions) -> None:
     """Find before any process is started what would stop the run."""
-    folder, asked = options.save_dir, options.resume
-    if folder is None:
-        return
-    if folder.exists() and not folder.is_dir():
+    folder = options.save_dir
+    if folder is not None and folder.exists() and not folder.is_dir():
         raise RequestError(f"--save_dir {folder} is no folder")
-    if asked == "none" and _has_checkpoint(folder):
-        raise RequestError(
-            f"{folder} holds checkpoints of a run; go on from them with "
-            "--resume auto, or give another --save_dir"
-        )
-    if asked in ("auto", "none"):
-        return
-    # a restart goes on from the newest one, which must be of this run
-    first, last = last_step(asked), last_step(folder)
-    if first is not None and last is not None and last > first:
-        raise RequestError(
-            f"--resume {asked} is after step {first}, but {folder} has checkpoints up "
-            f"to step {last}; give another --save_dir, or move the later ones away"
-        )
-
-
-def resumed(options: Train) -> Train:
-    """Options of a run that starts again: it goes on from its own checkpoint."""
-    if options.save_dir is not None and _has_checkpoint(options.save_dir):
-        return replace(options, resume="auto")
-    return options
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.glob("step-*/manifest.json"))
 
 
 @contextmanager
@@ -89,7 +62,7 @@ class RunSaver:
     def __init__(
         self,
         pipeline: Pipeline,
-        options: Train,
+        options: TrainOptions,
         *,
         same: Mapping[str, Any],
         samples: int,
@@ -101,19 +74,16 @@ class RunSaver:
         self._same: dict[str, Any] = {"seed": options.seed, **same}
 
     def resume(self) -> str | None:
-        """Load the checkpoint that was asked for; gives a line about it.
+        """Load the newest checkpoint of the folder, if any; gives a line about it.
 
         Raises:
-            CheckpointError: it is not there, or damaged.
             RequestError: it is one of another training.
         """
-        path = self._path()
+        path = self._newest()
         if path is None:
             return None
         try:
             extra = self._pipeline.load(path)
-        except CheckpointError:
-            raise
         except RequestError as error:
             raise RequestError(
                 f"{path} is of another model: {error}; give the same options, or "
@@ -133,23 +103,19 @@ class RunSaver:
         step = self._saved = self._pipeline.n_steps
         return f"resumed after step {step} ({self._samples:,} samples) from {path}"
 
-    def _path(self) -> Path | None:
-        options = self._options
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-            options = resumed(options)
-        if options.resume not in ("auto", "none"):
-            return Path(options.resume)
-        if options.resume == "none" or options.save_dir is None:
+    def _newest(self) -> Path | None:
+        folder = self._options.save_dir
+        if folder is None:
             return None
-        latest = newest(options.save_dir) if self._pipeline.rank == 0 else None
+        latest = newest(folder) if self._pipeline.rank == 0 else None
         path: Path | None = self._pipeline.gather(latest)[0]
         return path
 
     def after_step(self, recorder: Recorder) -> None:
         """Save if it is time to, and what the recorder has to write before it."""
         self._samples += self._per_step
-        every = self._options.save_every
-        if every is not None and self._pipeline.n_steps % every == 0:
+        saves = self._options.save_dir is not None
+        if saves and self._pipeline.n_steps % _EVERY == 0:
             recorder.finish_steps()  # a run that goes on from here will not do it
             self._save(recorder)
 
@@ -169,7 +135,7 @@ class RunSaver:
         assert folder is not None, "the options were checked"
         extra = {"samples": self._samples, **self._same}
         try:
-            self._pipeline.save(folder, keep=self._options.keep, extra=extra)
+            self._pipeline.save(folder, keep=_KEEP, extra=extra)
         except CheckpointError as error:  # a full disk ends no training
             recorder.note(CHECKPOINT, str(error))
         else:
