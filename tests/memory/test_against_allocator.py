@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from zbpp.core import PassKind
-from zbpp.memory.layers import model_memory
 from zbpp.runtime.backward import graph
 
 WIDTH = 128
@@ -68,34 +66,6 @@ def test_passes_of_all_kinds_do(
     with torch.backends.mkldnn.flags(enabled=False):  # its scratch differs by CPU
         error, _ = worst(language(again=again), own, autocast)
     assert error < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
-def test_compiled_passes_take_what_the_allocator_says() -> None:
-    own = range(1, 3)
-    error, found = worst(language(), own, compile="blocks", small=2**11)
-    assert error < 0.05 and found.gradients_in_w
-    plain = model_memory(*language()).chunk(own).peak(PassKind.B)
-    assert plain > 1.5 * found.peak(PassKind.B)  # it would show
-
-
-class Broken(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return super().forward(x)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
-def test_layers_of_several_graphs_are_named_and_counted_as_they_are() -> None:
-    layers, *rest = language()
-    layers[2] = Broken(again=False)
-    found = model_memory(layers, *rest, compile="blocks")
-    assert found.uncompiled == [2]
-    plain = model_memory(layers, *rest).whole.layers
-    assert found.whole.layers[2].b.peak == plain[2].b.peak
-    assert found.whole.layers[3].b.peak < plain[3].b.peak
 
 
 def test_fakes_that_are_not_admitted_split_nothing(

@@ -16,7 +16,6 @@ from torch import nn
 from zbpp.cli import main
 from zbpp.memory import estimate
 from zbpp.memory.fake import building, fake_mode
-from zbpp.memory.layers import model_memory
 from zbpp.models import cut, layered_of
 
 transformers = pytest.importorskip("transformers")
@@ -57,30 +56,18 @@ def parts_of(config: dict[str, Any], **more: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padded", [0, 3])
-def test_a_mask_is_kept_where_tokens_are_padded_alone(
-    padded: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_masks_are_those_of_batches_without_padding(
+    has_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
     tokens = torch.arange(512).view(2, 256)
-    mask = torch.arange(256).expand(2, 256) < 256 - padded
-    parts = parts_of(config, input_ids=tokens, labels=tokens, attention_mask=mask)
-    assert worst(parts, range(2, 4))[0] < 0.005  # the mask travels there
-    if not padded:  # the negative control: transformers takes fakes for a compiler's
-        monkeypatch.setattr("zbpp.memory.model.reading_fakes", nullcontext)
-        assert worst(parts, range(2, 4))[0] > 0.02
-
-
-@pytest.mark.slow
-def test_a_mask_of_unknown_numbers_is_taken_for_one_with_padding() -> None:
-    config = {**LLAMA, "num_hidden_layers": 1}
-    known = {**batch(), "attention_mask": torch.ones(4, 32, dtype=torch.long)}
-    with fake_mode():
-        unknown = {**known, "attention_mask": torch.ones(4, 32, dtype=torch.long)}
-    model = made(config)
-    without, masked = (model_memory(model, one) for one in (known, unknown))
-    assert without.whole.m_b < masked.whole.m_b
-    assert without.of_size(6).whole.m_b < masked.of_size(6).whole.m_b
+    mask = {"attention_mask": torch.ones(2, 256, dtype=torch.long)} if has_mask else {}
+    parts = parts_of(config, input_ids=tokens, labels=tokens, **mask)
+    assert worst(parts, range(2, 4))[0] < 0.005
+    # the negative control: transformers takes fakes for a compiler's
+    monkeypatch.setattr("zbpp.memory.model.reading_fakes", nullcontext)
+    assert worst(parts, range(2, 4))[0] > 0.02
 
 
 @pytest.mark.slow

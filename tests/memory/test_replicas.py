@@ -51,32 +51,6 @@ def test_bytes_a_parameter_are_those_of_zero(stages, shard) -> None:
         assert kept == 16 * n / (1 if shard == "none" else N_REPLICAS)
 
 
-def test_alternating_buffers_are_flat_in_depth() -> None:
-    """A layer adds a 64th of 16 bytes a parameter on each of 64, and its input."""
-    added = N_PARAMETERS * 16 // N_REPLICAS + 4 * 2 + 4 * WIDTH
-    rest = []
-    for depth in (4, 8, 16):
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(depth)]
-        found = estimate(
-            layers,
-            (torch.zeros(1, WIDTH), torch.zeros(1, WIDTH)),
-            nn.functional.mse_loss,
-            n_stages=1,
-            n_microbatches=4,
-            modes=["1F1B"],
-            data_parallel=N_REPLICAS,
-            shard="parameters",
-            alternating_buffers=True,
-        )
-        (stage,) = found.modes["1F1B"]
-        kept = stage.parameters + stage.gradients + stage.optimizer
-        assert kept == depth * (added - 4 * WIDTH)
-        rest.append(stage.peak - depth * added)
-    layer = 4 * N_PARAMETERS
-    assert max(rest) - min(rest) < 0.1 * layer
-    assert max(rest) < 6.1 * layer  # four buffers, one that is computed, its parts
-
-
 def test_what_is_whole_for_a_while_counts_in_the_peak(stages) -> None:
     peaks = {shard: max(s.peak for s in own) for shard, own in stages.items()}
     layer, stage = 4 * N_PARAMETERS, 4 * N_PARAMETERS * N_LAYERS // 2
@@ -163,46 +137,3 @@ def test_parts_are_those_of_fully_shard_to_the_byte() -> None:
         n = sum(p.numel() for layer in layers for p in layer.parameters())
         whole = parameters + gradients + state
         assert (whole * 64 == 16 * n) == (rows == "128")
-
-
-class ManyMatrices(nn.Module):
-    """A router, and matrices of which every process along ``ep`` holds a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.experts = nn.Parameter(torch.zeros(4, WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bi,eio->bo", self.router(x), self.experts)
-
-
-@pytest.mark.parametrize(
-    ("shard", "of_router", "of_experts"),
-    [("none", 16, 16), ("optimizer", 16 / 4, 16 / 2)],
-)
-def test_processes_hold_their_part_of_the_experts(
-    shard: str, of_router: float, of_experts: float
-) -> None:
-    """On 2 x 2 processes: half of the experts, which 2 replicas share, and the rest."""
-    layers = [ManyMatrices() for _ in range(N_LAYERS)]
-    batch = torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)
-    found = estimate(
-        layers,
-        batch,
-        nn.functional.mse_loss,
-        n_stages=2,
-        n_microbatches=4,
-        modes=["ZBV"],
-        data_parallel=2,
-        expert_parallel=2,
-        expert_parameters=lambda name, _: name.endswith(".experts"),
-        shard=shard,
-    )
-    n = WIDTH * WIDTH * N_LAYERS // 2
-    for stage in found.modes["ZBV"]:
-        steps = 4 * 2 * N_LAYERS // 2
-        kept = stage.parameters + stage.gradients + stage.optimizer - steps
-        assert kept == n * of_router + 4 * n / 2 * of_experts
-        if shard == "optimizer":  # half of the experts is whole for a while
-            assert stage.gathered_peak == 4 * (n + 4 * n / 2)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from zbpp.core import PassKind
 from zbpp.memory.layers import model_memory
 from zbpp.memory.passes import ChunkPasses
-from zbpp.runtime.compiled.layers import Compiling
 
 Parts = tuple[list[nn.Module], tuple[Any, Any], Callable[..., Tensor]]
 
@@ -23,7 +22,6 @@ def worst(
     own: range,
     autocast: torch.dtype | None = None,
     *,
-    compile: Compiling = False,
     small: int = SMALL,
     runs: int = 1,
 ) -> tuple[float, ChunkPasses]:
@@ -33,13 +31,13 @@ def worst(
     threads of the network may hold a tensor for a moment longer.
     """
     layers, batch, loss_fn = parts
-    memory = model_memory(layers, batch, loss_fn, autocast=autocast, compile=compile)
+    memory = model_memory(layers, batch, loss_fn, autocast=autocast)
     chunk = memory.chunk(own)
     inputs = inputs_of(layers, batch[0], autocast)
     is_last = own.stop == len(layers)
     targets = batch[1] if is_last else None
     mine = layers[own.start : own.stop]
-    piece = Piece(mine, inputs[own.start], targets, own.start == 0, is_last, compile)
+    piece = Piece(mine, inputs[own.start], targets, own.start == 0, is_last)
     found = [measure_passes(piece, loss_fn, autocast) for _ in range(runs)]
     m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.gradients
     rows = [

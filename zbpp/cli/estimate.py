@@ -25,7 +25,6 @@ from zbpp.planning.replicas import check_replicas
 from zbpp.training.options import (
     MODEL_FLAG,
     MODES_FLAG,
-    Compute,
     Memory,
     ModelSize,
     Replicas,
@@ -48,7 +47,7 @@ _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateCommand(Compute, ModelSize, Replicas):
+class EstimateCommand(ModelSize, Replicas):
     """Estimate the memory of every stage under every mode, without running anything."""
 
     model: str | None = flag(**MODEL_FLAG)
@@ -69,20 +68,12 @@ class EstimateCommand(Compute, ModelSize, Replicas):
         "layers of each chunk; left out: evenly", (), metavar="INT,..", many=True
     )
     optimizer: str = flag("of torch.optim, or none", "adamw")
-    dtype: Literal["fp32", "bf16", "fp16"] = flag(
-        "16 bits by autocast", "fp32", also=("autocast",)
-    )
+    dtype: Literal["fp32", "bf16", "fp16"] = flag("16 bits by autocast", "fp32")
     enable_optimizer_post_validation: bool | None = flag(
         "count what a rollback needs; left out: where B and W are apart",
         None,
-        also=("post_validation",),
     )
-    rollback: Literal["auto", "deferred", "compiled", "snapshot"] = flag(
-        "has no effect", "auto", hidden=True
-    )
-    alternating_buffers: bool = flag(
-        "layers and gradients in buffers of each stage; with --shard parameters", False
-    )
+    exact_sums: bool = flag("gradients to the last bit alike in all modes", True)
     device: str = flag("whose kernels are taken: cpu, or one that is here", "cpu")
     costs: Path | None = flag("costs file with the times to plan for", None)
     costs_out: Path | None = flag("costs file with bytes, of the first mode", None)
@@ -111,7 +102,6 @@ class EstimateCommand(Compute, ModelSize, Replicas):
             device=self.device,
             autocast=None if dtype is None else getattr(torch, dtype),
             exact_sums=self.exact_sums,
-            compile=self.compiles,
         )
         steps = Steps(
             self._optimizer(),
@@ -119,7 +109,6 @@ class EstimateCommand(Compute, ModelSize, Replicas):
             self._split(),
             data_parallel=self.data_parallel,
             shard=self.shard,
-            alternating_buffers=self.alternating_buffers,
         )
         costs = Costs() if self.costs is None else read_costs(self.costs)
         named = USUAL_MODES if self.modes is None else schedules_in(self.modes)
@@ -148,7 +137,6 @@ class EstimateCommand(Compute, ModelSize, Replicas):
         check_replicas(
             self.data_parallel,
             self.shard,
-            alternating_buffers=self.alternating_buffers,
         )
 
     def _fakes(self) -> AbstractContextManager[Any]:
@@ -241,17 +229,11 @@ def _print(estimate: "Estimate", limit: float | None, largest: dict[str, int]) -
     Terminal(highlight=False, width=120).print(table)
     for mode, reason in estimate.refused.items():
         print(f"{mode}: {reason}")
-    how = "compiled blocks" if estimate.compiled else "no compiler"
     print(
-        f"micro-batches of {estimate.samples} samples; {how}; "
-        f"kernels of {estimate.device}. The parts have their peaks at their own times: "
-        "their sum may be more."
+        f"micro-batches of {estimate.samples} samples; kernels of {estimate.device}, "
+        "without a compiler. The parts have their peaks at different times: their sum "
+        "may be more."
     )
-    if estimate.as_they_are:
-        print(
-            "as they are, for want of one compiled graph: "
-            f"layers {estimate.as_they_are}"
-        )
     if limit is not None:
         _print_fits(estimate, limit, largest)
 

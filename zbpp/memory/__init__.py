@@ -4,8 +4,8 @@ The runtime's own stages run on fake tensors, which have sizes and no data:
 
     fake, alike           a model and a batch without data; equal layers run once
     tracker, recorder     bytes of tensors while they live, and marks between layers
-    engine_sums, routing  what fake tensors do not tell by themselves
-    trace, model          passes of chunks; compiled_layers runs the compiler's graphs
+    engine_sums           sums of gradients that autograd makes in place
+    trace, model          passes of chunks
     passes                rows of the cost table: what passes leave and need
     resident, optimizer   what is there all the time, and what a step needs
     walk, estimate        the one walk over a stage's program; stages of every mode

@@ -13,7 +13,6 @@ from zbpp.models.given import Given
 from zbpp.planning import USUAL_MODES
 from zbpp.planning.replicas import Shard, check_replicas
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.policies import IsExpert
 from zbpp.runtime.stage import LossFn
 
 __all__ = ["estimate", "largest_microbatch", "most_that_fits"]
@@ -36,9 +35,6 @@ def estimate(
     costs: Costs | None = None,
     data_parallel: int = 1,
     shard: Shard = "none",
-    alternating_buffers: bool = False,
-    expert_parallel: int = 1,
-    expert_parameters: IsExpert | None = None,
     **tracing: Unpack[Tracing],
 ) -> Estimate:
     """Bytes that every stage holds under every mode, without a weight.
@@ -60,12 +56,6 @@ def estimate(
         data_parallel: replicas of every stage.
         shard: state that replicas hold in parts: none, optimizer, gradients or
             parameters; each includes those before.
-        alternating_buffers: layers are gathered and reduced in buffers of a stage.
-        expert_parallel: processes of every replica that deal the experts of the model
-            among them, and read other samples.
-        expert_parameters: tells experts, as in `zbpp.DataParallel`. A process holds
-            its part of them, their gradients and their optimizer state; activations
-            are those of all, as where tokens spread evenly.
         tracing: see `Tracing`.
 
     Raises:
@@ -73,22 +63,13 @@ def estimate(
             be had.
     """
     memory = model_memory(model, batch, loss_fn, **tracing)
-    if alternating_buffers and expert_parallel > 1:
-        raise RequestError(
-            "alternating_buffers do not go with experts; leave alternating_buffers out"
-        )
-    check_replicas(
-        data_parallel * expert_parallel, shard, alternating_buffers=alternating_buffers
-    )
+    check_replicas(data_parallel, shard)
     steps = Steps(
         optimizer,
         post_validation,
         split,
         data_parallel=data_parallel,
         shard=shard,
-        alternating_buffers=alternating_buffers,
-        expert_parallel=expert_parallel,
-        expert_parameters=expert_parameters,
     )
     return estimate_modes(
         memory,

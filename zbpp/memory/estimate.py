@@ -11,15 +11,12 @@ from zbpp.memory.passes import ChunkPasses
 from zbpp.memory.resident import (
     ResidentMemory,
     Steps,
-    gradient_parts,
-    gradients_elsewhere,
     resident_memory,
 )
 from zbpp.memory.walk import PeakUsage, walk_stage
 from zbpp.planning import is_file, plan
 from zbpp.planning.pipelines import choose_validation
 from zbpp.planning.replicas import replicated
-from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.partition import partition_layers
 from zbpp.schedules import lower
 
@@ -75,16 +72,12 @@ class Estimate:
         refused: reasons by name.
         samples: of a micro-batch.
         device: whose kernels were taken.
-        compiled: what is compiled, but for the layers ``as_they_are``.
-        as_they_are: layers that the compiler makes no single graph of.
     """
 
     modes: Mapping[str, Sequence[StageEstimate]]
     refused: Mapping[str, str]
     samples: int
     device: str
-    compiled: Compiling = False
-    as_they_are: Sequence[int] = ()
 
     def peak(self, mode: str) -> int:
         """Most that a stage of a mode holds."""
@@ -123,8 +116,7 @@ def estimate_modes(
     if not estimates:
         raise RequestError(f"no mode can be had: {next(iter(refused.values()))}")
     device = str(memory.options.device)
-    about = memory.fake.samples, device, memory.options.compile, memory.uncompiled
-    return Estimate(estimates, refused, *about)
+    return Estimate(estimates, refused, memory.fake.samples, device)
 
 
 def plan_mode(
@@ -232,21 +224,14 @@ def _stages(
     schedule = choose_validation(
         schedule, steps.post_validation, steps=steps.optimizer is not None
     )
-    schedule = replicated(schedule, data_parallel=steps.n_replicas, shard=steps.shard)
+    schedule = replicated(
+        schedule, data_parallel=steps.data_parallel, shard=steps.shard
+    )
     ranges = _ranges(memory, steps, schedule)
     stages = []
     for indices in schedule.placement.chunks_of:
-        chunks = {
-            index: memory.chunk(ranges[index]).with_smaller_gradients(
-                gradients_elsewhere(memory, steps, ranges[index])
-            )
-            for index in indices
-        }
+        chunks = {index: memory.chunk(ranges[index]) for index in indices}
         kept = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
-        if steps.alternating_buffers:
-            for i, chunk in chunks.items():
-                parts = gradient_parts(memory, steps, ranges[i])
-                chunks[i] = chunk.with_gradients_elsewhere(parts)
         layers = {index: ranges[index] for index in indices}
         resident = resident_memory(memory, steps, schedule, layers, kept)
         stages.append(_Stage(chunks, resident))

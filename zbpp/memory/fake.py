@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from zbpp.core import RequestError
-from zbpp.memory.routing import MOST_NUMBERS
 from zbpp.runtime.partition import Model, count_layers
 from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.devices import is_missing
@@ -41,8 +40,6 @@ class FakeModel:
         layers: of the whole model, in order.
         inputs: of the first layer.
         targets: of the loss; None if the last layer puts it out.
-        numbers: fakes of these two with their numbers, where these are integers that
-            are known.
     """
 
     def __init__(
@@ -51,16 +48,14 @@ class FakeModel:
         layers: list[nn.Module],
         inputs: Any,
         targets: Any,
-        numbers: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self.mode = mode
         self.layers = layers
         self.inputs = inputs
         self.targets = targets
-        self.numbers = tuple(numbers)
 
     def of_size(self, samples: int | None) -> "FakeModel":
-        """The same model with another number of samples: those there are, in turn."""
+        """The same model with another number of samples."""
         if samples is None:
             return self
         old = _samples(self.inputs)
@@ -68,17 +63,7 @@ class FakeModel:
             inputs, targets = (
                 resized(part, old, samples) for part in (self.inputs, self.targets)
             )
-        parts = tensors_in((self.inputs, self.targets)), tensors_in((inputs, targets))
-        new = {
-            id(fake): resized_fake for fake, resized_fake in zip(*parts, strict=True)
-        }
-        turn = torch.arange(samples) % old
-        numbers = [
-            (new[id(fake)], real if new[id(fake)] is fake else real[turn])
-            for fake, real in self.numbers
-            if new[id(fake)].numel() <= MOST_NUMBERS
-        ]
-        return FakeModel(self.mode, self.layers, inputs, targets, numbers)
+        return FakeModel(self.mode, self.layers, inputs, targets)
 
     @property
     def samples(self) -> int:
@@ -202,20 +187,14 @@ def fake_model(
                 built = list(copy.deepcopy(real, groups_kept(real)))
         layers = [_moved(layer, device, mode) for layer in built]
 
-    numbers: list[tuple[Tensor, Tensor]] = []
-
     def fake(tensor: Tensor) -> Tensor:
-        real = tensor
         if not isinstance(tensor, FakeTensor):
             tensor = mode.from_tensor(tensor)
         with mode:
-            made = tensor.to(device)
-        if real is not tensor and not (real.is_floating_point() or real.is_complex()):
-            numbers.append((made, real.detach().cpu()))
-        return made
+            return tensor.to(device)
 
     return FakeModel(
-        mode, layers, map_tensors(inputs, fake), map_tensors(targets, fake), numbers
+        mode, layers, map_tensors(inputs, fake), map_tensors(targets, fake)
     )
 
 

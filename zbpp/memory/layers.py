@@ -9,8 +9,6 @@ from zbpp.memory.fake import fake_model
 from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.memory.trace import TraceOptions
 from zbpp.models.given import Given, layered_of, model_to_build
-from zbpp.runtime.compiled.layers import Compiling
-from zbpp.runtime.driver.compile_chunks import check_compile
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
@@ -30,8 +28,6 @@ class Tracing(TypedDict, total=False):
     """Compute dtype of the forward."""
     exact_sums: bool
     """Add gradients in micro-batch order."""
-    compile: Compiling
-    """A layer that takes several graphs counts as it is."""
 
 
 def model_memory(
@@ -44,7 +40,6 @@ def model_memory(
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     exact_sums: bool = True,
-    compile: Compiling = False,
 ) -> ModelMemory:
     """Trace the layers of a model on fake tensors; `layer_memory` explains the rest."""
     layered = layered_of(model, n_layers)
@@ -60,8 +55,7 @@ def model_memory(
         n_layers=layered.n_layers,
         device=device,
     ).of_size(microbatch_size)
-    check_compile(compile)
-    options = TraceOptions(device, loss_fn, autocast, exact_sums, compile=compile)
+    options = TraceOptions(device, loss_fn, autocast, exact_sums)
     return ModelMemory(fake, options, layered.own_name)
 
 

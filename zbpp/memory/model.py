@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.memory.alike import classes_of, shortened
-from zbpp.memory.compiled_layers import CompiledLayers
 from zbpp.memory.fake import FakeModel, reading_fakes
 from zbpp.memory.operations import layer_operations
 from zbpp.memory.optimizer import OptimizerMemory, optimizer_memory
@@ -56,8 +55,6 @@ class ModelMemory:
         self.fake = fake
         self.options = options
         self.granularity = granularity_of(options.device)
-        self._compiling = CompiledLayers(fake.mode) if options.compile else None
-        self._is_routed = False
         self._reads_fakes = True
         self._classes = classes_of(fake.layers)
         self._chunks: dict[Any, Traced] = {}
@@ -67,8 +64,6 @@ class ModelMemory:
         """All layers as one chunk."""
         self._specs = [traced.specs[place] for place in stands]
         self._gradients = self._gradients_of(traced, stands)
-        self.uncompiled = [i for i, at in enumerate(stands) if at in traced.refused]
-        """Layers that are to be compiled and cannot, as they need more than a graph."""
 
     def of_size(self, samples: int) -> "ModelMemory":
         """The same model with another number of samples in its micro-batch."""
@@ -195,18 +190,14 @@ class ModelMemory:
     def _inputs_of(self, layers: range, is_last: bool) -> ChunkInputs:
         targets = self.fake.targets if is_last else None
         if layers.start == 0:
-            return ChunkInputs(
-                self.fake.inputs, None, targets, is_last, self.fake.numbers
-            )
+            return ChunkInputs(self.fake.inputs, None, targets, is_last)
         try:
             sent: Any = as_tensors(self._specs[layers.start], leaf=Spec)
         except UnfitValueError as error:
             raise RequestError(
                 f"a chunk cannot begin with layer {layers.start}: it reads {error}"
             ) from None
-        return ChunkInputs(
-            None, sent, targets, is_last, self.fake.numbers if is_last else ()
-        )
+        return ChunkInputs(None, sent, targets, is_last)
 
     def _run(
         self,
@@ -215,7 +206,6 @@ class ModelMemory:
         *,
         recomputed: bool = False,
     ) -> Traced:
-        """Trace some layers; once more if integers count."""
         held = [self.fake.layers[i] for i in places]
 
         def trace() -> Traced:
@@ -225,17 +215,11 @@ class ModelMemory:
                 inputs,
                 self.options,
                 recomputed=recomputed,
-                is_routed=self._is_routed,
-                compiling=self._compiling,
             )
 
-        reads_fakes = self._reads_fakes
         try:
             return self._first(trace)
         except UnknownNumbers as error:
-            if self._compiling and self._compiling.refuse(held[error.place]):
-                self._reads_fakes = reads_fakes  # once more, with that layer as it is
-                return self._run(places, inputs, recomputed=recomputed)
             raise self._undecided(places[error.place], error) from error
 
     def operations(self) -> list[float]:
@@ -246,7 +230,7 @@ class ModelMemory:
         """
 
         def count() -> list[float]:
-            return layer_operations(self.fake, is_routed=self._is_routed)
+            return layer_operations(self.fake)
 
         try:
             return self._first(count)
@@ -264,21 +248,15 @@ class ModelMemory:
         )
 
     def _first(self, trace: Callable[[], _T]) -> _T:
-        """Trace; where layers decide by integers, let these be computed from now on.
-
-        If that is not enough, models of transformers may go their own way for fakes.
-        """
-        while True:
-            try:
-                with reading_fakes() if self._reads_fakes else nullcontext():
-                    return trace()
-            except UnknownNumbers:
-                if not self._is_routed:
-                    self._is_routed = True
-                elif self._reads_fakes:
-                    self._reads_fakes = False
-                else:
-                    raise
+        """Trace; transformers may take its own path for fakes if a run's path fails."""
+        try:
+            with reading_fakes() if self._reads_fakes else nullcontext():
+                return trace()
+        except UnknownNumbers:
+            if not self._reads_fakes:
+                raise
+            self._reads_fakes = False
+            return trace()
 
     def _gradients_of(
         self, traced: Traced, stands: Sequence[int]

@@ -7,7 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from zbpp.memory.fake import FakeModel
-from zbpp.memory.routing import IntegerNumbers
 from zbpp.memory.trace import UNKNOWN, UnknownNumbers, tensors_of
 from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.support.pytree import tensors_in
@@ -36,26 +35,20 @@ _MORE: dict[Any, Any] = {
 """Operators that torch's counter has no formula for: of shapes."""
 
 
-def layer_operations(fake: FakeModel, *, is_routed: bool) -> list[float]:
+def layer_operations(fake: FakeModel) -> list[float]:
     """Operations of each layer's forward of one micro-batch: matrix products.
 
     A multiplication and an addition count as two. The input gradient of a product takes
     as many operations as the product, and so does its weight gradient.
 
-    Args:
-        fake: the model and a micro-batch.
-        is_routed: layers decide by integers; then these are computed.
-
     Raises:
         UnknownNumbers: a layer decides by numbers that are not known.
     """
     operations: list[float] = []
-    tracker = StorageTracker(numbers=IntegerNumbers() if is_routed else None)
+    tracker = StorageTracker()
     value: Any = fake.inputs
     with fake.mode, torch.no_grad():
         tracker.ignore([*tensors_of(fake.layers), *tensors_in(fake.inputs)])
-        for tensor, numbers in fake.numbers:
-            tracker.learn(tensor, numbers)
         with tracker:
             for place, layer in enumerate(fake.layers):
                 try:

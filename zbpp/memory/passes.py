@@ -78,45 +78,6 @@ class ChunkPasses:
         """A chunk whose layers pass as those in these places do."""
         return replace(self, layers=tuple(self.layers[place] for place in places))
 
-    def with_gradients_elsewhere(self, parts: Sequence[int]) -> "ChunkPasses":
-        """The same where gradients are summed in buffers that are there already.
-
-        W sums each layer's, and holds this process's parts of the last two sums.
-
-        Args:
-            parts: bytes of the part of each layer.
-        """
-        layers = []
-        for i, (layer, part) in enumerate(zip(self.layers, parts, strict=True)):
-            held = part if i >= len(parts) - 2 else 0
-            first_w = Span(layer.w.left + held, layer.w.peak + held)
-            first_bw = layer.bw and Span(layer.bw.left + held, layer.bw.peak + held)
-            layers.append(
-                replace(layer, first_b=layer.b, first_w=first_w, first_bw=first_bw)
-            )
-        return replace(self, layers=tuple(layers))
-
-    def with_smaller_gradients(self, less: Sequence[int]) -> "ChunkPasses":
-        """The same where a part of the gradients is computed elsewhere.
-
-        What passes need inside stays: a product's gradient is whole for a while.
-
-        Args:
-            less: bytes of that part, of each layer.
-        """
-        layers = []
-        for layer, n in zip(self.layers, less, strict=True):
-            in_w = min(n, layer.first_w.left - layer.w.left)
-            layers.append(
-                replace(
-                    layer,
-                    first_b=layer.first_b.smaller(n - in_w),
-                    first_w=layer.first_w.smaller(in_w),
-                    first_bw=layer.first_bw and layer.first_bw.smaller(n),
-                )
-            )
-        return replace(self, layers=tuple(layers))
-
     @property
     def m_b(self) -> int:
         """Bytes that F leaves."""

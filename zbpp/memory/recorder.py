@@ -100,7 +100,7 @@ class Recorder:
         if self._kind == "F":
             if place > 0:
                 self.mark(place, self.tracker.counted(tensors))
-            self.specs.setdefault(place, map_tensors(value, self._spec_of))  # type: ignore[arg-type]
+            self.specs.setdefault(place, map_tensors(value, Spec))  # type: ignore[arg-type]
         asked = [x for x in tensors if x.requires_grad]
         if not asked:
             return value
@@ -111,9 +111,6 @@ class Recorder:
 
         mark: Any = _Mark.apply  # typed from torch 2.14 on
         return map_tensors(value, lambda x: mark(leave, x) if x.requires_grad else x)
-
-    def _spec_of(self, tensor: Tensor) -> "Spec":
-        return Spec(tensor, self.tracker.numbers_of(tensor))
 
     def _leave(self, place: int, arrived: "_Arrived", dx: Tensor | None) -> None:
         """B leaves a layer with its last gradient: mark it, and let W mark it too."""
@@ -185,15 +182,9 @@ class _Mark(torch.autograd.Function):
 
 
 class Spec:
-    """Shape, dtype and need of a gradient of a tensor between two layers.
+    """Shape, dtype and need of a gradient of a fake tensor between two layers."""
 
-    Args:
-        tensor: a fake one.
-        numbers: its numbers, if they are known.
-    """
-
-    def __init__(self, tensor: Tensor, numbers: Tensor | None = None) -> None:
-        self.numbers = numbers
+    def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device

@@ -1,27 +1,22 @@
 """Bytes that a stage holds all the time, by the rules of its steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbpp.core import RequestError, Schedule
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.optimizer import part_of, part_shape
 from zbpp.planning.replicas import Shard, gathers_in_passes
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.policies import IsExpert
-from zbpp.runtime.support.fsdp_buffers import aligned
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = [
     "ResidentMemory",
     "Steps",
-    "gradient_parts",
-    "gradients_elsewhere",
     "resident_memory",
 ]
 
@@ -38,46 +33,11 @@ class Steps:
     """Replicas of every stage."""
     shard: Shard = "none"
     """State that they hold in parts (`zbpp.planning.replicas`)."""
-    alternating_buffers: bool = False
-    """Layers are gathered and reduced in buffers that are there all the time."""
-    expert_parallel: int = 1
-    """Processes of every replica that hold different experts."""
-    expert_parameters: IsExpert | None = None
-    """Tells experts by the model's own names."""
-
-    @property
-    def n_replicas(self) -> int:
-        """Processes that gradients are summed over."""
-        return self.data_parallel * self.expert_parallel
 
     @property
     def n_parts(self) -> int:
         """Replicas that hold a part each; 1: every one holds all."""
-        return 1 if self.shard == "none" else self.n_replicas
-
-    def parts_of(self, name: str, parameter: nn.Parameter) -> "Parts":
-        """Return the parts that a parameter is divided into."""
-        is_expert = self.expert_parallel > 1 and (
-            self.expert_parameters is not None
-            and self.expert_parameters(name, parameter)
-        )
-        if not is_expert:
-            return Parts(1, self.n_parts)
-        n_dealt = 1 if self.shard == "none" else self.data_parallel
-        return Parts(self.expert_parallel, n_dealt)
-
-
-class Parts(NamedTuple):
-    """Processes with other experts, and among those with the same ones replicas that
-    hold a part each."""
-
-    n_own: int
-    n_dealt: int
-
-    @property
-    def n(self) -> int:
-        """Parts of the parameter of the whole model."""
-        return self.n_own * self.n_dealt
+        return 1 if self.shard == "none" else self.data_parallel
 
 
 @dataclass(frozen=True)
@@ -144,7 +104,6 @@ def resident_memory(
     """
     layers = [layer for of_chunk in chunks.values() for layer in of_chunk]
     parameters, n = memory.parameters(layers), steps.n_parts
-    parts = {p: steps.parts_of(name, p) for p, name in memory.named(layers).items()}
     if n > 1 and any(map(is_sharded, parameters)):
         raise RequestError(
             "replicas cannot divide parameters that tensor parallelism has divided in "
@@ -152,7 +111,7 @@ def resident_memory(
         )
     speculates = schedule.is_post_validated
     step = memory.optimizer(
-        layers, steps.optimizer, n_parts={p: part.n for p, part in parts.items()}
+        layers, steps.optimizer, n_parts=dict.fromkeys(parameters, n)
     )
     ends: list[Tensor] = []
     if 0 in layers:
@@ -162,19 +121,17 @@ def resident_memory(
     tied_sent, tied_received = memory.tied(layers)
     buffers = memory.bytes_of(memory.buffers(layers)) + kept + tied_sent
     sizes = {
-        chunk: [_gathered_bytes(memory, parts, layer) for layer in of_chunk]
+        chunk: [memory.bytes_of(memory.parameters([layer])) for layer in of_chunk]
         for chunk, of_chunk in chunks.items()
     }
     gathered, in_pass = {}, {}
-    if steps.alternating_buffers:
-        buffers += _alternating(memory, n, layers)
-    elif n > 1 and gathers_in_passes(steps.n_replicas, steps.shard):
+    if n > 1 and gathers_in_passes(steps.data_parallel, steps.shard):
         in_pass = {chunk: max(of_layers) for chunk, of_layers in sizes.items()}
     elif n > 1:
         gathered = {chunk: sum(of_layers) for chunk, of_layers in sizes.items()}
     return ResidentMemory(
         parameters=memory.bytes_of(
-            [part_of(memory.fake.mode, p, parts[p].n) for p in parameters]
+            [part_of(memory.fake.mode, p, n) for p in parameters]
         ),
         buffers=buffers,
         optimizer=step.state,
@@ -190,73 +147,18 @@ def resident_memory(
         summed=None
         if n == 1
         else {
-            c: sum(gradient_parts(memory, steps, of_chunk))
+            c: sum(_gradient_parts(memory, n, of_chunk))
             for c, of_chunk in chunks.items()
         },
     )
 
 
-def _alternating(memory: ModelMemory, n: int, layers: Sequence[int]) -> int:
-    """Bytes of two buffers for the largest layer, and of two for its gradients."""
-    sizes = [
-        [
-            (aligned(n * prod(part_shape(p.shape, n)) * p.itemsize), p.requires_grad)
-            for p in memory.parameters([layer])
-        ]
-        for layer in layers
-    ]
-    parameters = max(sum(size for size, _ in of_layer) for of_layer in sizes)
-    gradients = max(
-        sum(size for size, learns in of_layer if learns) for of_layer in sizes
-    )
-    return 2 * (parameters + gradients)
-
-
-def _gathered_bytes(
-    memory: ModelMemory, parts: Mapping[nn.Parameter, Parts], layer: int
-) -> int:
-    """Bytes of a layer's parameters that are in parts, when they are gathered."""
-    return memory.bytes_of(
-        [
-            part_of(memory.fake.mode, p, parts[p].n_own)
-            for p in memory.parameters([layer])
-            if parts[p].n_dealt > 1
-        ]
-    )
-
-
-def gradient_parts(
-    memory: ModelMemory, steps: Steps, layers: Sequence[int]
-) -> list[int]:
+def _gradient_parts(memory: ModelMemory, n: int, layers: Sequence[int]) -> list[int]:
     """Bytes of a replica's part of the gradients of each layer."""
     return [
         sum(
-            _part_bytes(p, size, steps.parts_of(name, p).n)
-            for p, name, size in _gradients(memory, layer)
+            round(size * prod(part_shape(p.shape, n)) / max(1, p.numel()))
+            for p, size in memory.gradients([layer]).items()
         )
         for layer in layers
     ]
-
-
-def gradients_elsewhere(
-    memory: ModelMemory, steps: Steps, layers: Sequence[int]
-) -> list[int]:
-    """Bytes of the gradients of each layer's experts that other processes have."""
-    return [
-        sum(
-            size - _part_bytes(p, size, steps.parts_of(name, p).n_own)
-            for p, name, size in _gradients(memory, layer)
-        )
-        for layer in layers
-    ]
-
-
-def _gradients(
-    memory: ModelMemory, layer: int
-) -> Iterator[tuple[nn.Parameter, str, int]]:
-    names = memory.named([layer])
-    return ((p, names[p], size) for p, size in memory.gradients([layer]).items())
-
-
-def _part_bytes(p: nn.Parameter, size: int, n: int) -> int:
-    return round(size * prod(part_shape(p.shape, n)) / max(1, p.numel()))

@@ -15,14 +15,12 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.utils.checkpoint import checkpoint
 
-from zbpp.memory.compiled_layers import CompiledLayers, checkpointed
 from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages
 from zbpp.memory.recorder import Recorder, WatchedLayer
-from zbpp.memory.routing import IntegerNumbers
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.devices import runs_ahead
@@ -56,7 +54,6 @@ class TraceOptions:
     loss_fn: LossFn | None = None
     autocast: torch.dtype | None = None
     exact_sums: bool = True
-    compile: Compiling = False
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,12 @@ class ChunkInputs:
         sent: `Spec`s as a value travels, what another chunk gets from the one before.
         targets: a micro-batch of the loss.
         is_last: the chunk ends the model.
-        numbers: of integers among the first two, with the fakes that have them.
     """
 
     inputs: Any = None
     sent: Any = None
     targets: Any = None
     is_last: bool = False
-    numbers: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 class UnknownNumbers(Exception):
@@ -103,8 +98,6 @@ def trace_chunk(
     options: TraceOptions,
     *,
     recomputed: bool = False,
-    is_routed: bool = False,
-    compiling: CompiledLayers | None = None,
 ) -> "Traced":
     """Trace F, B and W of one chunk on two micro-batches, and BW on two more.
 
@@ -114,21 +107,13 @@ def trace_chunk(
         inputs: its inputs.
         options: of the stage.
         recomputed: run every layer inside a non-reentrant checkpoint.
-        is_routed: layers decide by integers; then these are computed.
-        compiling: runs the layers; None: they run as they are.
 
     Raises:
         UnknownNumbers: a layer decides by numbers that are not known.
     """
-    tracker = StorageTracker(
-        granularity=granularity_of(options.device),
-        numbers=IntegerNumbers() if is_routed else None,
-    )
-    if compiling is not None:
-        compiling.tracker = tracker
+    tracker = StorageTracker(granularity=granularity_of(options.device))
     recorder = Recorder(tracker, len(layers))
-    run = None if compiling is None else compiling.run
-    run = checkpointed if recomputed else run
+    run = _checkpointed if recomputed else None
     watched = [WatchedLayer(x, i, recorder, run) for i, x in enumerate(layers)]
     is_first = inputs.sent is None
     index = 0 if is_first else 1
@@ -136,8 +121,6 @@ def trace_chunk(
     held = [*tensors_of(layers), *tensors_in((inputs.inputs, inputs.targets))]
     with LayerRandom(torch.device("cpu")).borrowed(), mode:
         tracker.ignore(held)
-        for fake, numbers in inputs.numbers:
-            tracker.learn(fake, numbers)
         stage = Stage(
             [Chunk(index, 0, tuple(watched))],
             n_chunks=n_chunks,
@@ -170,22 +153,19 @@ def trace_chunk(
     (first, _, _), (steady, autocast_cache, messages) = passes
     per_layer = zip(*first, *steady, autocast_cache, *joint, strict=True)
     chunk = ChunkPasses(tuple(LayerPasses(*spans) for spans in per_layer), messages)
-    failed = set() if compiling is None else compiling.refused
-    refused = [i for i, layer in enumerate(layers) if layer in failed]
-    return Traced(chunk, recorder.specs, gradients, refused)
+    return Traced(chunk, recorder.specs, gradients)
 
 
 class Traced(NamedTuple):
     """Bytes that the passes of a chunk take.
 
     ``specs`` are, by layer, its input with `Spec` for tensors, ``gradients`` the bytes
-    of those that parameters have got, ``refused`` places of layers not compiled.
+    of those that parameters have got.
     """
 
     passes: ChunkPasses
     specs: dict[int, Any]
     gradients: dict[nn.Parameter, int]
-    refused: Sequence[int]
 
 
 class _Microbatch:
@@ -247,7 +227,7 @@ class _Microbatch:
     ) -> tuple[list[Span], list[Any], list[int], tuple[int, int, int]]:
         """F; its spans, what it sends, casts that end with it, and bytes of x and y."""
         tracker, recorder = self._recorder.tracker, self._recorder
-        x = None if self._sent is None else _received(self._sent, tracker)
+        x = None if self._sent is None else _received(self._sent)
         n_x = 0 if x is None else tracker.counted(x)
         recorder.begin("F", n_x)
         y = self._stage.forward(self._chunk, microbatch, x)
@@ -260,11 +240,10 @@ class _Microbatch:
         return f, sent, autocast_cache, (n_x, n_y, full - tracker.held)
 
 
-def _received(sent: Any, tracker: StorageTracker) -> Tensors:
+def _received(sent: Any) -> Tensors:
     made = []
     for x in sent:
         tensor = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        tracker.learn(tensor, x.numbers)
         made.append(tensor.requires_grad_(x.needs_grad))
     return with_tensors(sent, made)
 
@@ -278,6 +257,11 @@ def _gradients(sent: Iterable[Any]) -> Tensors:
 def tensors_of(layers: Iterable[nn.Module]) -> list[Tensor]:
     """Parameters and buffers of some layers."""
     return [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+
+
+def _checkpointed(layer: nn.Module, value: Any) -> Any:
+    """Run a layer that B runs once more."""
+    return checkpoint(layer, value, use_reentrant=False)
 
 
 def _watched_loss(loss_fn: LossFn, recorder: Recorder) -> LossFn:

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.memory.engine_sums import EngineSums
-from zbpp.memory.routing import IntegerNumbers
 from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = ["Span", "StorageTracker", "storages_of"]
+
+
+_ANSWER = torch.ops.aten._local_scalar_dense.default
+"""Reads a number: of a bool, the answer to a question about data."""
 
 
 class Span(NamedTuple):
@@ -41,17 +44,10 @@ class StorageTracker(TorchDispatchMode):
 
     Args:
         granularity: every storage takes a multiple of so many bytes; 512 on GPUs.
-        numbers: knows those of integers, if layers decide by them.
     """
 
-    def __init__(
-        self,
-        *,
-        granularity: int = 1,
-        numbers: IntegerNumbers | None = None,
-    ) -> None:
+    def __init__(self, *, granularity: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers = numbers
         self.held = 0
         self._most = 0
         self._granularity = granularity
@@ -72,13 +68,11 @@ class StorageTracker(TorchDispatchMode):
         """Run an operator; what it makes is counted."""
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # its own operators come here again
+        if func is _ANSWER and args[0].dtype is torch.bool:
+            return True  # as of a mask without padding
         if self._sums.in_place(func, args):
             return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
-        run = _SHAPES.get(func, func)
-        if self._numbers is None or run is not func:
-            result = run(*args, **(kwargs or {}))
-        else:
-            result = self._numbers.run(func, args, kwargs or {})
+        result = _SHAPES.get(func, func)(*args, **(kwargs or {}))
         if func in _SHRUNK:
             n_bytes = self.size_of(args[0].untyped_storage())
             self._note(result, least=n_bytes)
@@ -95,19 +89,6 @@ class StorageTracker(TorchDispatchMode):
                 n_bytes = sum(self.size_of(x.untyped_storage()) for x in copied)
                 self._most = max(self._most, self.held + n_bytes)
         return result
-
-    def numbers_of(self, tensor: Tensor) -> Tensor | None:
-        """A copy of the numbers of a tensor of integers, if they are known."""
-        numbers = None if self._numbers is None else self._numbers.of(tensor)
-        if numbers is None:
-            return None
-        with _disable_current_modes():
-            return numbers.clone()
-
-    def learn(self, tensor: Tensor, numbers: Tensor | None) -> None:
-        """Take the numbers of a tensor as known."""
-        if self._numbers is not None and numbers is not None:
-            self._numbers.learn(tensor, numbers)
 
     def ignore(self, tensors: Iterable[Tensor]) -> int:
         """Never count these; return what they take.

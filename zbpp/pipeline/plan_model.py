@@ -126,7 +126,6 @@ def plan_model(
             post_validation=step.post_validation is not False,
             autocast=numerics.autocast,
             exact_sums=numerics.exact_sums,
-            compile=execution.compile,
         )
         if not isinstance(example, tuple) and layered.cut_batch is not None:
             example = layered.cut_batch(example)

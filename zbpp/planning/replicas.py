@@ -69,13 +69,11 @@ _MEMORIES = ("m_b", "m_w", "m_fixed", "m_r", "message", "parameters")
 _PEAKS = ("peak_f", "peak_b", "peak_w", "peak_o", "peak_r")
 
 
-def check_replicas(
-    data_parallel: int, shard: str, *, alternating_buffers: bool = False
-) -> None:
+def check_replicas(data_parallel: int, shard: str) -> None:
     """Refuse what is no number of replicas, or nothing that they can shard.
 
     Raises:
-        RequestError: it is none, or nothing is gathered for a pass alone.
+        RequestError: it is none.
     """
     if data_parallel < 1:
         raise RequestError(f"--data_parallel is {data_parallel}; it must be at least 1")
@@ -85,11 +83,6 @@ def check_replicas(
         raise RequestError(
             f"--shard {shard} needs replicas to shard among; give --data_parallel, 2 "
             "or more"
-        )
-    if alternating_buffers and shard != "parameters":
-        raise RequestError(
-            f"--alternating_buffers hold layers for the time of a pass, and --shard is "
-            f"{shard}, which keeps them whole for longer; give --shard parameters"
         )
 
 

@@ -20,10 +20,7 @@ from zbpp.runtime.support.compile_internals import (
     missing,
 )
 
-__all__ = ["Finish", "finished_by", "zbpp"]
-
-Finish = Callable[..., Callable[[list[Any]], Any]]
-"""Makes what runs a finished graph: ``finish(graph, inputs, **about)``."""
+__all__ = ["zbpp"]
 
 _NO_GRAPHS = {"triton.cudagraphs": False}
 """A captured graph's next run writes where W still reads."""
@@ -54,30 +51,14 @@ def zbpp(
     return compile_with(_Compiler(inputs), graph, inputs, chosen)
 
 
-def finished_by(finish: Finish) -> Callable[..., Any]:
-    """Return a backend that does all that ours does, but for the kernels.
-
-    Args:
-        finish: makes what runs a graph in their place.
-    """
-
-    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        chosen = inductor_options(None, None) | _NO_GRAPHS
-        return compile_with(_Compiler(inputs, finish), graph, inputs, chosen)
-
-    return backend
-
-
 class _Compiler:
     """Compiles the graphs of one region.
 
     Args:
         inputs: examples of the region's.
-        finish: see `finished_by`; None: Inductor.
     """
 
-    def __init__(self, inputs: Sequence[Any], finish: Finish | None = None) -> None:
-        self._finish = finish or compile_graph
+    def __init__(self, inputs: Sequence[Any]) -> None:
         self._n_inputs = sum(map(graph_inputs, inputs))
         self._n_gradients = self._n_tensors = 0
         self._edges: dict[int, int] = {}
@@ -103,7 +84,7 @@ class _Compiler:
         """Compile a finished graph: a forward, or a backward."""
         if not compile_kwargs.get("is_backward"):
             self._n_forward = len(inputs)
-            return self._finish(graph, inputs, **compile_kwargs)
+            return compile_graph(graph, inputs, **compile_kwargs)
         (results,) = next(iter(reversed(graph.graph.nodes))).args
         n_results = len(results)
         why, pieces = "", []
@@ -128,5 +109,5 @@ class _Compiler:
             },
             why,
         )
-        compiled = self._finish(graph, inputs, **compile_kwargs)
+        compiled = compile_graph(graph, inputs, **compile_kwargs)
         return run_with(compiled, n_results, region)
