@@ -72,7 +72,18 @@ def test_a_seed_draws_from_the_distributions_of_a_plain_model(family):
             assert abs(ratio - 1) < 4 / expected.numel() ** 0.5 + 0.1, name
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "vit"])
+def test_a_checkpoint_with_other_names_is_refused(family, tmp_path):
+    tiny(family).save_pretrained(tmp_path)
+    layered = zbpp.cut(on_meta(family), weights=tmp_path)
+    with pytest.raises(RequestError, match=r"no tensor .*from_pretrained and cut it"):
+        layered.build(range(layered.n_layers))
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gemma3", pytest.param("t5", marks=pytest.mark.slow)]
+)
 def test_a_folder_of_safetensors_gives_the_plain_model(family, tmp_path):
     plain = tiny(family).eval()
     plain.save_pretrained(tmp_path, max_shard_size="20KB")

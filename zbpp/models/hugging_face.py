@@ -10,14 +10,12 @@ is the model's own.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.models.converted import converted
 from zbpp.models.cut import CutModel, cut_at
 from zbpp.models.families import Family, family_of
 from zbpp.models.frame import children_on_path, persistent
@@ -111,7 +109,7 @@ def cut_pretrained(
                 "weights come from: zbpp.cut(model, weights=FOLDER), a state dict, or "
                 "a seed"
             )
-        made = Weights(model, weights, _Init(model), partial(converted, model))
+        made = Weights(model, weights, _Init(model))
     cut = CutModel(
         model,
         at,

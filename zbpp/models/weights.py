@@ -12,7 +12,7 @@ Buffers that no checkpoint holds come from the initialisation in any case.
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.models.converted import Read
 from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.random_state import random_state, seed_torch, set_random_state
 from zbpp.runtime.support.torch_internals import is_fake
@@ -31,8 +30,8 @@ __all__ = ["Source", "Weights", "is_on_meta", "reset"]
 Source = int | Mapping[str, Tensor] | str | Path
 """A seed, tensors by name, or safetensors files."""
 
-Convert = Callable[[Collection[str], Read], Read]
-"""From names and a way to read them to a way to read by other names."""
+Read = Callable[[str], Tensor | None]
+"""From a name to a tensor; None: there is none."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -58,7 +57,6 @@ class Weights:
         source: of the weights.
         init: called with the name of a module and the module, whose children it leaves
             alone; gives parameters and buffers their first values.
-        convert: reads by the model's names from what may have others.
     """
 
     def __init__(
@@ -66,14 +64,10 @@ class Weights:
         model: nn.Module,
         source: Source,
         init: Callable[[str, nn.Module], None] = reset,
-        convert: Convert | None = None,
     ) -> None:
         self._model, self._init = model, init
         self._seed = source if isinstance(source, int) else 0
-        self._read: Read | None = None
-        if not isinstance(source, int):
-            names, read = _reader(source)
-            self._read = read if convert is None else convert(names, read)
+        self._read = None if isinstance(source, int) else _reader(source)
         first: dict[int, str] = {}
         self._canonical = {
             name: first.setdefault(id(parameter), name)
@@ -170,7 +164,10 @@ class Weights:
                 value = self._read(full)
                 value = self._read(first) if value is None else value
                 if value is None:
-                    raise RequestError(f"the weights given have no tensor {full}")
+                    raise RequestError(
+                        f"the weights have no tensor {full}; where a checkpoint has "
+                        "other names, load the model by from_pretrained and cut it"
+                    )
                 values[key] = value
             elif first != full:
                 above, _, last = first.rpartition(".")
@@ -223,10 +220,10 @@ def _unset(tensor: Tensor) -> Tensor:
     return made
 
 
-def _reader(source: Mapping[str, Tensor] | str | Path) -> tuple[list[str], Read]:
-    """Names of tensors, and from a name to a tensor, or None."""
+def _reader(source: Mapping[str, Tensor] | str | Path) -> Read:
+    """Read tensors of a source by their names there."""
     if isinstance(source, Mapping):
-        return list(source), source.get
+        return source.get
     path = Path(source)
     if path.is_dir() and (path / _INDEX).exists():
         listed = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -238,7 +235,7 @@ def _reader(source: Mapping[str, Tensor] | str | Path) -> tuple[list[str], Read]
                 f"{path} holds no safetensors files; it needs {_SINGLE}, or {_INDEX}"
             )
         files = dict.fromkeys(_open(single).keys(), single)
-    return list(files), partial(_read, files, {})
+    return partial(_read, files, {})
 
 
 def _read(

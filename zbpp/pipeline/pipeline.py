@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from zbpp.checkpoint.state import State
 from zbpp.core import Program, RequestError, Schedule, schedule_text
-from zbpp.core.sharding import Shard
 from zbpp.diagnostics import split_warning
 from zbpp.models import Tie, layered_of
 from zbpp.models.given import Given
@@ -768,12 +767,11 @@ class Pipeline:
         rounds: int = 10,
         most_s: float = 20.0,
         memory: bool = False,
-        shard: Shard = "none",
     ) -> Profile:
         """Measure the costs of every layer on these devices (every rank must call).
 
-        Parameters, buffers, gradients, optimizer state, random generators and the
-        number of steps are then as before, to the bit.
+        It comes before the first step. Parameters and buffers are then as before.
+        During a training, `zbpp.diagnostics.measured_costs` tells the costs of chunks.
 
         Args:
             inputs: of a batch, as for `step`; its first micro-batch is used.
@@ -783,11 +781,10 @@ class Pipeline:
             memory: also measure what the passes leave and need, on CPUs by a run of
                 torch's profiler (none other may run); on a GPU this resets
                 `torch.accelerator.max_memory_allocated`.
-            shard: what replicas shall share: gathers and sums are measured for it,
-                with the layers whole.
 
         Raises:
-            RequestError: the batch does not fit, or layers are sharded.
+            RequestError: the batch does not fit, layers are sharded, or steps were
+                taken.
             PeerError: another stage died, did not answer, or does not profile.
         """
         self._refuse_between_parts()
@@ -796,7 +793,13 @@ class Pipeline:
             raise RequestError(
                 "layers that are sharded cannot be profiled, as they cannot be copied; "
                 "profile the bare ones, in a pipeline with shard='none': their passes "
-                "are the same, and profile(shard=...) measures the collectives"
+                "are the same"
+            )
+        if self._n_steps != self._options.numerics.first_step:
+            raise RequestError(
+                "profile() comes before the first step, as it clears the optimizers' "
+                "state; profile a new Pipeline, or use "
+                "zbpp.diagnostics.measured_costs(pipeline) during a training"
             )
         self.synchronize()
         inputs, targets = self._batches.pair(inputs, targets)
@@ -808,7 +811,6 @@ class Pipeline:
             self._options,
             self._n_steps,
             self.place,
-            shard,
         )
         with self.stages.running():
             return measure(

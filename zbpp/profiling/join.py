@@ -1,14 +1,12 @@
 """Make one profile of what all ranks have found: layers scaled to their chunks."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from zbpp.core import LayerCosts, Pass, PassKind, Placement, Schedule
-from zbpp.core.sharding import Shard
-from zbpp.profiling.collectives import CollectiveTimes
 from zbpp.profiling.links import Link, link_list
 from zbpp.profiling.points import layer_parts
 from zbpp.profiling.profile import ChunkProfile, Profile
@@ -34,7 +32,6 @@ class Profiled:
     options: StageOptions
     step: int
     place: Place
-    shard: Shard
 
 
 def most_in_flight(schedule: Schedule, stage: int) -> int:
@@ -109,7 +106,6 @@ def join(
         parts=layer_parts(
             [figures["points"][i] for i in every], [layers[i] for i in every]
         ),
-        **_replica_link(part["collectives"] for part in parts),
     )
     return Profile(
         layers=costs,
@@ -125,42 +121,7 @@ def join(
         rounds=min(part["rounds"] for part in parts),
         device=device_name(pipeline.options.device),
         speculative=pipeline.schedule.is_post_validated,
-        shard=pipeline.shard,
-        collectives=_by_layer([part["collectives"] for part in parts], n_layers),
     )
-
-
-def _replica_link(collectives: Iterable[CollectiveTimes | None]) -> dict[str, Any]:
-    """The slowest link between replicas, for costs of layers."""
-    links = [
-        stage_times.link
-        for stage_times in collectives
-        if stage_times is not None and stage_times.link is not None
-    ]
-    if not links:
-        return {}
-    return {
-        "replica_bandwidth": min(link.bandwidth for link in links),
-        "replica_delay": max(link.alpha for link in links),
-    }
-
-
-def _by_layer(
-    collectives: Sequence[CollectiveTimes | None], n_layers: int
-) -> Mapping[str, tuple[float, ...]]:
-    """Gathers and sums of all layers; the slowest of the processes that share one."""
-    times = {}
-    for name in ("all_gather", "reduce_scatter"):
-        rows = [
-            getattr(stage_times, name)
-            for stage_times in collectives
-            if stage_times is not None
-        ]
-        if rows:
-            times[name] = tuple(
-                max(row[i] for row in rows if i in row) for i in range(n_layers)
-            )
-    return times
 
 
 def _chunk_times(

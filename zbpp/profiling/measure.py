@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from zbpp.core import RequestError, Slot
 from zbpp.profiling.capture import Given, capture
-from zbpp.profiling.collectives import time_collectives
 from zbpp.profiling.join import Profiled, join, most_in_flight
 from zbpp.profiling.kept import training_kept
 from zbpp.profiling.memory import measure_memory
@@ -51,15 +50,11 @@ def measure(
         raise RequestError(
             f"rounds is {rounds} and most_s {most_s}; they must be above 0"
         )
-    device = pipeline.options.device
     microbatch = _given(pipeline, inputs, targets)
-    with training_kept(pipeline.executors, device):
+    with training_kept(pipeline.executors):
         figures = _measure_own(pipeline, microbatch, rounds, most_s, memory)
     sent = {c: n for part in microbatch.values() for c, n in part.out_bytes.items()}
     wires = measure_wires(pipeline.executors, pipeline.schedule.placement, sent)
-    figures["collectives"] = time_collectives(
-        pipeline.executors, pipeline.place, pipeline.shard, rounds
-    )
     transport = next(iter(pipeline.executors.values())).transport
     parts = transport.gather(figures)
     return join(pipeline, parts, wires)

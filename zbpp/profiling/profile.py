@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zbpp.core import Costs, Lane, LayerCosts, PassKind, Placement, format_bytes
-from zbpp.core.sharding import Shard
 from zbpp.profiling.links import FASTEST, Link
 from zbpp.profiling.stopwatch import Spread
 
@@ -67,8 +66,6 @@ class Profile:
         rounds: that were counted.
         device: their kind.
         speculative: O and V are those of speculative steps.
-        shard: what replicas share where the collectives are those of it.
-        collectives: ``all_gather`` and ``reduce_scatter`` of each layer, with replicas.
     """
 
     layers: LayerCosts
@@ -84,8 +81,6 @@ class Profile:
     rounds: int
     device: str
     speculative: bool
-    shard: Shard = "none"
-    collectives: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def costs(
         self,
@@ -94,9 +89,7 @@ class Profile:
         *,
         recompute: Collection[int] = (),
     ) -> Costs:
-        """Costs to plan with, collectives of replicas included.
-
-        With these, passes have no parts: no plan has both.
+        """Costs to plan with.
 
         Args:
             placement: None: as measured.
@@ -107,13 +100,7 @@ class Profile:
             RequestError: the split does not fit the placement.
         """
         placement = placement or self.placement
-        layers = replace(
-            self.layers,
-            all_gather=self.collectives.get("all_gather", 0.0),
-            reduce_scatter=self.collectives.get("reduce_scatter", 0.0),
-            parts=None if self.collectives else self.layers.parts,
-        )
-        costs = layers.on(placement, split or self.split, recompute=recompute)
+        costs = self.layers.on(placement, split or self.split, recompute=recompute)
         if not all(self.splits) and placement == self.placement:
             costs = replace(costs, splits=self.splits)
         return costs
@@ -161,12 +148,6 @@ class Profile:
                 else f"{link.bandwidth * 1e3 / 2**30:.2f} GiB/s"
             )
             for (a, b), link in sorted(self.links.items())
-        ]
-        lines += [
-            f"{name} of all layers, --shard {self.shard}: {sum(times):.3f} ms, at most "
-            f"{max(times):.3f} of one"
-            for name, times in self.collectives.items()
-            if any(times)
         ]
         lines += self._communication()
         lines.append(

@@ -184,7 +184,7 @@ def train(
     loads: str = "",
     saves: str = "",
     broken: str | None = None,
-    profiles: str | None = None,
+    profiles: bool = False,
     **how: Any,
 ) -> Found:
     """Train on a mesh up to a number of steps, from a checkpoint on if it is given."""
@@ -193,9 +193,8 @@ def train(
         if loads:
             pipeline.load(loads)
         profile = None
-        if profiles is not None:
-            more: Any = {"rounds": 5, "most_s": 0.01, "shard": profiles}
-            profile = pipeline.profile(*share(pipeline, 0), **more)
+        if profiles:
+            profile = pipeline.profile(*share(pipeline, 0), rounds=5, most_s=0.01)
         results = [
             pipeline.step(*share(pipeline, step))
             for step in range(pipeline.n_steps, steps)

@@ -151,7 +151,6 @@ def train(
     large: bool = False,
     tied: bool = False,
     switches_at: int | None = None,
-    profiles_at: int | None = None,
     broken: str | None = None,
     tp: Any = None,
     **more: Any,
@@ -196,9 +195,6 @@ def train(
         if first:
             pipeline.load(folder)
         for step in range(first, steps):
-            if step == profiles_at:
-                inputs, targets = batch(0)
-                pipeline.profile(inputs[own], targets[own], rounds=5, most_s=1)
             if step == switches_at:
                 n, m = pipeline.schedule.n_stages, pipeline.n_microbatches
                 costs = Costs(f=1, b=3, w=2)
