@@ -5,7 +5,6 @@ The clock goes on where the layers say so (`ticking`), so all times are exact.
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,10 @@ from zbpp.core import (
 )
 from zbpp.profiling import Profile
 from zbpp.profiling.points import layer_parts
+from zbpp.training.options import TrainOptions
+from zbpp.training.profiled import run_profile
+from zbpp.training.setup import plan_of
+from zbpp.training.user_model import load_model
 
 C, N = Lane.COMPUTE, Lane.NETWORK
 F, B = PassKind.F, PassKind.B
@@ -104,14 +107,6 @@ def test_layers_that_mark_nothing_have_no_parts(tmp_path: Path) -> None:
         assert data["version"] == 2 and "parts" not in data
 
 
-def test_beside_collectives_of_replicas_passes_have_no_parts() -> None:
-    profile = profiled(layers())
-    shared = replace(profile, collectives={"reduce_scatter": (1.0,) * 4})
-    whole, laid = shared.costs(), profile.costs()
-    assert whole.parts is None and laid.parts is not None
-    assert (whole.f, whole.b) == (laid.f, laid.b)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_plan_for_an_example_has_parts_if_they_may_overlap(overlap: bool) -> None:
     plan = zbpp.plan_model(
@@ -177,9 +172,16 @@ def test_the_files_of_the_command_are_planned_on_two_lanes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = ["DualPipeV", "--stages", "2", "--microbatches", "4"]
-    command = ["profile", *sizes, "--model", "ticking:build", "--transport", "local"]
-    files = ["--out", "costs.json", "--layers_out", "layers.json", "--rounds", "2"]
-    assert main([*command, *files]) == 0
+    options = TrainOptions(pipeline_schedule_mode="DualPipeV", stages=2, microbatches=4)
+    run_profile(  # both stages in this process, which has the clock
+        options,
+        plan_of(options),
+        load=lambda: load_model("ticking:build", seq=1, samples=4),
+        out=Path("costs.json"),
+        layers_out=Path("layers.json"),
+        rounds=2,
+        as_json=False,
+    )
     told = capsys.readouterr().out
     assert "layer 1 communicates in F 3.000 of 11.000 ms, in B 5.000 of 15.000" in told
     assert "layer 0 communicates" not in told

@@ -275,7 +275,6 @@ def test_an_import_that_breaks_a_rule_is_found(module, source):
         ("zbpp.core.jobs", "import zbpp.core.schedule", False),
         ("zbpp.runtime.stage", "from zbpp.runtime.executor import Executor", True),
         ("zbpp.training.setup", "from zbpp.cli.flags import CommonFlags", True),
-        ("zbpp.emulation.run", "from zbpp.training import options", True),
     ],
 )
 def test_a_circle_is_found(module, line, rooms):

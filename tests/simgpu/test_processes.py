@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
+import faults
 import pytest
 import torch
 from gpu_waits import waits_are_errors
@@ -231,7 +232,7 @@ def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
 
 def struck(fault: str) -> None:
     """Rank 1 comes to harm in its second step."""
-    os.environ["ZBPP_FAULT"] = fault
+    faults.install(fault)
     watched(partial(small, "1F1B", timeout_s=2.0, first_timeout_s=30.0))
 
 

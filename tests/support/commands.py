@@ -1,9 +1,11 @@
 """Calls of the zbpp command."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from zbpp.cli import main
 
@@ -22,6 +24,17 @@ def run(*arguments, cwd=None):
     return subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=cwd
     )
+
+
+def torchrun(script, *words):
+    """A command that starts a script of tests/support in two processes, and its
+    environment."""
+    support = Path(__file__).parent
+    folders = [support, support / "models", support / "runs"]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = [sys.executable, *run, str(support / "runs" / script), *words]
+    return command, os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def heed_ctrl_c() -> None:

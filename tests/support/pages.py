@@ -211,13 +211,11 @@ def unknown_flags(page: Page) -> list[str]:
         cli.Compare,
         cli.Mesh,
         cli.Doctor,
-        cli.ProfileCommand,
+        cli.Profile,
         cli.Bench,
         cli.EstimateCommand,
     )
-    known = {
-        field.name for kind in (*kinds, cli.TrainCommand) for field in fields(kind)
-    }
+    known = {field.name for kind in (*kinds, cli.Train) for field in fields(kind)}
     known |= {f"no_{name}" for name in known}
     text = page.text
     if page.name == "docs/coming_from.md":  # first columns have the flags of others

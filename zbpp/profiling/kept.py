@@ -3,6 +3,7 @@
     parameters, buffers      values, and the tensors themselves
     gradients                taken away
     optimizers               without state again
+    random generators        torch's, Python's, numpy's
 
 Copies of what lives on a GPU go to the host's memory: the GPU's may be full.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.support.random_state import random_state, set_random_state
 
 __all__ = ["training_kept"]
 
@@ -22,8 +24,11 @@ Restore = Callable[[], None]
 
 
 @contextmanager
-def training_kept(executors: Mapping[int, Executor]) -> Iterator[None]:
+def training_kept(
+    executors: Mapping[int, Executor], device: torch.device
+) -> Iterator[None]:
     """Within this, passes and optimizer steps may run: nothing of them stays."""
+    generators = random_state(device)
     restores: list[Restore] = []
     for executor in executors.values():
         optimizers = executor.optimizer.optimizers
@@ -38,6 +43,7 @@ def training_kept(executors: Mapping[int, Executor]) -> Iterator[None]:
         with torch.no_grad():
             for restore in restores:
                 restore()
+        set_random_state(generators, device)
 
 
 def _keep_value(tensor: Tensor) -> Restore:

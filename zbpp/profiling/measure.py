@@ -51,7 +51,7 @@ def measure(
             f"rounds is {rounds} and most_s {most_s}; they must be above 0"
         )
     microbatch = _given(pipeline, inputs, targets)
-    with training_kept(pipeline.executors):
+    with training_kept(pipeline.executors, pipeline.options.device):
         figures = _measure_own(pipeline, microbatch, rounds, most_s, memory)
     sent = {c: n for part in microbatch.values() for c, n in part.out_bytes.items()}
     wires = measure_wires(pipeline.executors, pipeline.schedule.placement, sent)

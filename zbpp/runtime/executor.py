@@ -64,7 +64,6 @@ from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.collectives import is_broken
-from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.values import Tensors
 
 __all__ = ["HANDLERS", "BoundProgram", "Executor", "Handler", "drive"]
@@ -313,7 +312,6 @@ class PairHandler(Handler):
         forward, backward = self._passes
         for handler in (forward, *self._sends, backward):
             self.instruction = handler.instruction  # errors name the pass
-            self.executor.inject_fault(handler.instruction)
             handler.run()
 
     def _run_in_turns(self, overlap: Overlap) -> None:
@@ -321,7 +319,6 @@ class PairHandler(Handler):
         pair: Pair = self.instruction
         for handler in self._passes:
             self.instruction = handler.instruction
-            self.executor.inject_fault(handler.instruction)
             handler.begin(overlap)
         with Timed(self.executor.times, pair):
             self._take_turns(pair, overlap)
@@ -341,7 +338,6 @@ class PairHandler(Handler):
 
     def _send(self) -> None:
         for send in self._sends:
-            self.executor.inject_fault(send.instruction)
             send.run()
 
 
@@ -364,7 +360,6 @@ class PassSegment(Handler):
         segment, executor = self.instruction, self.executor
         overlap, job = executor.overlap, segment.part.of
         if segment.begins:
-            executor.inject_fault(job)
             if overlap is None or not overlap.has_points(job.chunk):
                 self._pass.run()
                 return
@@ -387,7 +382,6 @@ class WeightSegment(Handler):
         stage, overlap, w = executor.stage, executor.overlap, segment.part.of
         stops = overlap is not None and overlap.has_points(w.chunk)
         if not segment.left:
-            executor.inject_fault(w)
             if overlap is not None:
                 overlap.finish(Pass(PassKind.B, w.chunk, w.microbatch))
             job = segment.part if stops else w
@@ -593,7 +587,6 @@ class Executor:
         collectives: of the stage's replicas and shards; None: it has none.
         times: note when jobs run; None: by a clock that fits the stage's device.
         overlap: lets passes stop at their points; None: they run in a row.
-        inject_fault: called with the name of each instruction, for faults on demand.
     """
 
     def __init__(
@@ -606,7 +599,6 @@ class Executor:
         collectives: Collectives | None = None,
         times: JobTimes | None = None,
         overlap: Overlap | None = None,
-        inject_fault: InjectFault = no_fault,
     ) -> None:
         self.stage = stage
         self.transport = transport
@@ -616,7 +608,6 @@ class Executor:
         self.times = times or JobTimes(stage.device)
         self.overlap = overlap
         self.replay = Replay(stage, replays=optimizer.speculates)
-        self.inject_fault = inject_fault
         self.opening: Opening | None = Opening(1)
         """Begins the messages of the next step; None: its shapes are known."""
         self._is_part = False
@@ -689,7 +680,6 @@ class Executor:
             is_whole = n == self.stage.n_microbatches
         bound = self._bind(program, None if is_whole else n, training=training)
         self.times.begin(training=training and is_whole and not self._is_part)
-        inject_fault = self.inject_fault
         try:
             for handlers in self._in_order(bound) if training else [bound.rest]:
                 for handler in handlers:
@@ -698,8 +688,6 @@ class Executor:
                             self._finish_forwards()
                             yield
                     try:
-                        if inject_fault is not no_fault:
-                            inject_fault(handler.instruction)
                         handler.run()
                     except Exception as error:
                         self._explain(error, handler.instruction)
@@ -761,7 +749,6 @@ class Executor:
         All stages do so together, so what has been sent before is sent again; what has
         come of it and was not read yet is invalid as well.
         """
-        self.inject_fault("replay")
         bound.forget()
         self.collectives.rewind()
         self.replay.rewind()

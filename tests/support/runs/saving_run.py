@@ -1,28 +1,28 @@
-"""A run that saves; processes import it by this name, as they cannot a test's file."""
+"""``torchrun saving_run.py FOLDER FAULT``: a user's script that saves between steps."""
 
-import os
 import pickle
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+import faults
 from histories import History, Injector, batch, make
 from outcomes import look
 
-__all__ = ["train_and_save"]
+HISTORY = "history.pickle"
 
 
-def save(pipeline: Any, folder: str, name: str) -> None:
+def save(pipeline: Any, folder: Path, name: str) -> None:
     """All or nothing."""
-    path = Path(folder) / f"rank{pipeline.rank}-{name}"
+    path = folder / f"rank{pipeline.rank}-{name}"
     draft = path.with_suffix(".draft")
     draft.write_bytes(pickle.dumps(look(pipeline, [])))
     draft.rename(path.with_suffix(".state"))
 
 
-def train_and_save(history: History, folder: str, fault: str) -> None:
-    """A user's script: SIGTERM ends the loop after a step; an exception ends it."""
-    os.environ["ZBPP_FAULT"] = fault
+def train_and_save(history: History, folder: Path) -> None:
+    """SIGTERM ends the loop after a step; an exception ends it."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     pipeline = make(history, None, post_validation=True, timeout_s=60)
@@ -34,3 +34,9 @@ def train_and_save(history: History, folder: str, fault: str) -> None:
             save(pipeline, folder, f"after{step + 1}")
         if asked:
             return
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    faults.install(sys.argv[2])
+    train_and_save(pickle.loads((folder / HISTORY).read_bytes()), folder)

@@ -37,7 +37,6 @@ from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage
-from zbpp.runtime.support.fault_injection import fault_injector
 from zbpp.runtime.support.sharded import own_shard
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
@@ -221,7 +220,6 @@ def build_executors(
             ties=tied,
             random=random,
         )
-        inject_fault = fault_injector(place.rank, runner)
         share = StageOptimizer(
             runner,
             make_optimizer=options.optimizer,
@@ -229,7 +227,6 @@ def build_executors(
             rules=options.rules,
             own_name=options.own_name,
             is_reporter=stage == 0,
-            inject_fault=inject_fault,
         )
         executors[stage] = Executor(
             runner,
@@ -239,7 +236,6 @@ def build_executors(
             collectives=collectives,
             times=times,
             overlap=Overlap(options.device) if execution.overlap else None,
-            inject_fault=inject_fault,
         )
     return executors
 

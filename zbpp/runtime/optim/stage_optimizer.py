@@ -34,7 +34,6 @@ from zbpp.runtime.optim.same_samples import N_NUMBERS, SameSamples
 from zbpp.runtime.optim.step_state import History, StepRules
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.errors import NonFiniteError, SumsError
-from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.sharded import is_sharded, place_gradients
 
@@ -157,7 +156,6 @@ class StageOptimizer:
         rules: how steps are taken.
         own_name: the model's own names of parameters.
         is_reporter: this stage logs what concerns all stages.
-        inject_fault: called with the name of what comes now, for faults on demand.
     """
 
     def __init__(
@@ -169,7 +167,6 @@ class StageOptimizer:
         rules: StepRules,
         own_name: OwnName,
         is_reporter: bool = False,
-        inject_fault: InjectFault = no_fault,
     ) -> None:
         self._stage = stage
         self._clip = rules.clip_grad_norm
@@ -194,7 +191,6 @@ class StageOptimizer:
         """Parameters and copies, where forwards may write to them and run again."""
         self.result: StepResult | None = None
         """Of the last step."""
-        self._inject_fault = inject_fault
 
     # In the order of a step.
 
@@ -368,7 +364,6 @@ class StageOptimizer:
         if not optimizers:
             return
         if pending.has_stepped and not decision.requires_rollback:
-            self._inject_fault("commit")
             optimizers.commit()
             optimizers.zero_grad()
             self._stage.ties.note_write()
@@ -376,9 +371,7 @@ class StageOptimizer:
         for parameter, gradient in pending.gradients:
             parameter.grad = gradient
         if pending.has_stepped:
-            self._inject_fault("undo")
             optimizers.undo()
-        self._inject_fault("redo")
         multiply_gradients(optimizers.parameters(), decision.factor)
         optimizers.step(pending.groups, skipped=decision.skipped)
         optimizers.zero_grad()
