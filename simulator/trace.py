@@ -148,14 +148,10 @@ def _names(drawing: Drawing, run: int, unit: float) -> Iterator[Event]:
     timeline = drawing.timeline
     of, share = waste(timeline)
     name = f"{timeline.name}, {of} {share:.4f}"
-    if timeline.clock_error:
-        error = timeline.clock_error * unit
-        name += f", clocks of the stages within {error:.3g} us"
     about: Event = {  # what `read_trace` cannot see in the jobs
         "timeline": timeline.name,
         "n_stages": timeline.placement.n_stages,
         "recomputing": sorted(timeline.recomputing),
-        "clock_error": timeline.clock_error * unit,
     }
     if timeline.sending:
         about["sending"] = [time * unit for time in timeline.sending]
@@ -257,7 +253,6 @@ def _timeline(about: Event, jobs: Sequence[Event], unit: float) -> Timeline:
         max(job.microbatch for job, _ in passes) + 1,
         tuple(map(tuple, lanes[:n])),
         recomputing=frozenset(about["recomputing"]),
-        clock_error=about["clock_error"] / unit,
         collectives=tuple(map(tuple, lanes[n:])) if any(lanes[n:]) else (),
         sending=tuple(time / unit for time in about.get("sending", ())),
     )

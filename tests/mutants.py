@@ -200,8 +200,6 @@ TABLE = (
     # ---- comm
     ("comm", "another dtype fits", "zbpp/runtime/comm/shapes.py",
      "and x.dtype is self.dtypes[0]", ""),
-    ("comm", "clocks by the loosest bound", "zbpp/runtime/comm/clocks.py",
-     "high = min(end", "high = max(end"),
     ("comm", "evaluation has the tags of training", "zbpp/runtime/comm/links.py",
      "_KIND_OF[value.what] + 2 * (not training)", "_KIND_OF[value.what]"),
     ("comm", "constants go one chunk too early", "zbpp/runtime/comm/passthrough.py",

@@ -7,7 +7,7 @@ split_report, split_summary    where W computes gradients, and why not elsewhere
 """
 
 from collections import ChainMap, Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
@@ -28,12 +28,11 @@ from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.window import Wires, measure_wires, window_costs
 from zbpp.runtime.backward.causes import NO_WEIGHT
-from zbpp.runtime.comm.clocks import clock_name, compare_clocks
 from zbpp.runtime.driver.stages import LocalStages
+from zbpp.runtime.job_times import clock_offsets
 
 __all__ = [
     "RunningPipeline",
-    "gather_slots",
     "measured_costs",
     "prediction",
     "split_report",
@@ -61,9 +60,9 @@ class RunningPipeline(Protocol):
 def timeline(pipeline: RunningPipeline) -> Timeline:
     """Jobs of every stage in the last step, in seconds (every rank must call).
 
-    Clocks of several machines are compared in each call; ``clock_error`` of the
-    timeline is the largest error of that, 0 on one machine. On GPUs the times are those
-    of CUDA events around the jobs, and the call waits for the last one.
+    Times of several machines are those of the first one's clock, within a message's
+    time. On GPUs they are those of CUDA events around the jobs, and the call waits for
+    the last one.
 
     Raises:
         RequestError: there was no step yet.
@@ -81,7 +80,12 @@ def timelines(pipeline: RunningPipeline, n: int) -> list[Timeline]:
     """
     schedule, stages = pipeline.schedule, pipeline.stages
     slots = {s: x.times.steps(n) for s, x in stages.executors.items()}
-    steps, error_s = gather_slots(slots, stages.transport.gather_pipeline)
+    gather = stages.transport.gather_pipeline
+    by_stage: dict[int, list[list[Slot]]] = {}
+    for part, ahead_s in zip(gather(slots), clock_offsets(gather), strict=True):
+        for stage, its_steps in part.items():
+            by_stage[stage] = [_earlier(step, ahead_s) for step in its_steps]
+    steps = [*zip(*(by_stage[stage] for stage in sorted(by_stage)), strict=True)]
     if not steps:
         raise RequestError("nothing is measured yet; call pipeline.step() first")
     lines = []
@@ -94,33 +98,10 @@ def timelines(pipeline: RunningPipeline, n: int) -> list[Timeline]:
                 schedule.n_microbatches,
                 rows,
                 recomputing=schedule.recomputing,
-                clock_error=error_s,
                 collectives=lanes,
             )
         )
     return lines
-
-
-def gather_slots(
-    slots: Mapping[int, Sequence[list[Slot]]], gather: Callable[[Any], list[Any]]
-) -> tuple[list[tuple[list[Slot], ...]], float]:
-    """Bring the jobs of all stages to the first process's clock; all must call.
-
-    Args:
-        slots: jobs of each step, by the stages of this process, in seconds.
-        gather: gives every process the things of all.
-
-    Returns:
-        For each step the jobs of all stages, and the largest error of their clocks.
-    """
-    names, parts = zip(*gather((clock_name(), slots)), strict=True)
-    clocks = compare_clocks(gather, names)
-    rows: dict[int, list[list[Slot]]] = {}
-    for part, ahead_s in zip(parts, clocks.ahead_s, strict=True):
-        for stage, steps_there in part.items():
-            rows[stage] = [_earlier(step, ahead_s) for step in steps_there]
-    steps = zip(*(rows[stage] for stage in sorted(rows)), strict=True)
-    return list(steps), clocks.error_s
 
 
 def _earlier(slots: list[Slot], seconds: float) -> list[Slot]:

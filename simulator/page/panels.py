@@ -244,8 +244,6 @@ def _facts(panel: Panel) -> str:
         errors = entry.errors_by_kind().items()
         parts = (f"{name} {time:.3g} and {start:.3g}" for name, (time, start) in errors)
         facts.append(f"mean error of times and of starts: {', '.join(parts)}")
-    if timeline.clock_error:
-        facts.append(f"clocks of the stages within {timeline.clock_error:.3g}")
     return " \N{MIDDLE DOT} ".join(facts)
 
 

@@ -1,15 +1,21 @@
 """On a GPU the times of jobs are those of events, and no step waits for them."""
 
+import platform
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from fake_stream import FakeStream
+from pool import Pool
 from small_model import batch, make_pipeline
 from torch import Tensor, nn
 
 from zbpp import diagnostics
-from zbpp.core import Pass, PassKind, Step
+from zbpp.core import Pass, PassKind, Step, Timeline
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.job_times import JobTimes
+from zbpp.simulator import step_time
 
 SECONDS = {"F": 0.25, "B": 0.5}
 
@@ -130,3 +136,24 @@ def test_a_profile_names_the_jobs() -> None:
     ) as profile:
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert not jobs & {event.name for event in profile.events()}
+
+
+AHEAD_S = 1000.0
+
+
+def on_two_clocks() -> tuple[Timeline, Timeline]:
+    """A step's timeline on two machines, and as if these were one."""
+    rank, real = dist.get_rank(), time.perf_counter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: real() + rank * AHEAD_S)
+        with make_pipeline("ZBH1", None) as pipeline:
+            pipeline.step(*batch(0))
+            wrong = diagnostics.timeline(pipeline)
+            patch.setattr(platform, "node", lambda: f"machine {rank}")
+            return diagnostics.timeline(pipeline), wrong
+
+
+@pytest.mark.dist
+def test_a_timeline_of_several_machines_has_one_clock(pool: Pool) -> None:
+    found, wrong = pool.run(on_two_clocks, 2)[0]
+    assert step_time(found) < AHEAD_S / 2 < step_time(wrong)

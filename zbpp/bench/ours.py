@@ -162,7 +162,6 @@ def _in_ms(timeline: Timeline) -> Timeline:
     zero = min(row[0].start for row in timeline.rows if row)
     return replace(
         timeline,
-        clock_error=1e3 * timeline.clock_error,
         rows=tuple(
             tuple(
                 replace(

@@ -38,12 +38,11 @@ class Slot:
 class Timeline:
     """Jobs of all stages in time: one row of slots per stage, in time order.
 
-    ``recomputing`` are the chunks whose B computes layers again. Where stages read
-    clocks of several machines, ``clock_error`` is the largest error by which one was
-    compared with that of the first stage's process. ``collectives`` are the UNSHARDs
-    and REDUCE_GRADs of each stage, which go on beside its jobs; empty: there are none.
-    ``sending`` has one entry per edge between chunks: the time at the end of a pass in
-    which it only sends over that edge (`Costs.send_occupies`); empty: none does.
+    ``recomputing`` are the chunks whose B computes layers again. ``collectives`` are
+    the UNSHARDs and REDUCE_GRADs of each stage, which go on beside its jobs; empty:
+    there are none. ``sending`` has one entry per edge between chunks: the time at the
+    end of a pass in which it only sends over that edge (`Costs.send_occupies`); empty:
+    none does.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Timeline:
     n_microbatches: int
     rows: tuple[tuple[Slot, ...], ...]
     recomputing: frozenset[int] = frozenset()
-    clock_error: float = 0.0
     collectives: tuple[tuple[Slot, ...], ...] = ()
     sending: tuple[float, ...] = ()
 

@@ -11,6 +11,7 @@ The times of the passes are noted anyway, so that a window costs one gather. Mea
 those of `zbpp.core.measured.robust_mean`.
 """
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +22,6 @@ from zbpp.profiling.links import Link, measure_links
 from zbpp.profiling.step_times import StepTimes, measure_step_times
 from zbpp.profiling.steps import time_reduction
 from zbpp.profiling.stopwatch import Spread
-from zbpp.runtime.comm.clocks import clock_name
 from zbpp.runtime.executor import Executor
 
 __all__ = ["Wires", "measure_wires", "window_costs"]
@@ -72,13 +72,13 @@ def measure_wires(
     """
     transport = next(iter(executors.values())).transport
     sizes = transport.message_bytes() if message is None else message
-    clock, parts = clock_name(), transport.gather((clock_name(), dict(sizes)))
+    parts = transport.gather((platform.node(), dict(sizes)))
     every = {chunk: n_bytes for _, part in parts for chunk, n_bytes in part.items()}
     links = measure_links(executors, placement, max(every.values(), default=0))
     n_numbers = placement.n_chunks + _LOSSES
     reduction = time_reduction(executors, n_numbers, _REDUCTIONS)
-    one_clock = all(name == clock for name, _ in parts)
-    return Wires(links, reduction, every, one_clock=one_clock)
+    n_machines = len({machine for machine, _ in parts})
+    return Wires(links, reduction, every, one_clock=n_machines == 1)
 
 
 def window_costs(

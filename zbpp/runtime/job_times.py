@@ -9,6 +9,7 @@ float32 of an elapsed time is fine enough. The first one is waited for, to learn
 the host's clock read when it passed: so processes of one machine share a time axis.
 """
 
+import platform
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,13 +25,27 @@ from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.streams import Event, MakeEvent, timed_event
 from zbpp.runtime.support.torch_internals import profiling
 
-__all__ = ["JobTimes", "Timed"]
+__all__ = ["JobTimes", "Timed", "clock_offsets"]
 
 _WINDOW = 10
 
 
 Mark = tuple[Job, Any, Any]
 """A job, and what was noted before and after it: seconds, or events."""
+
+
+def clock_offsets(gather: Callable[[Any], list[Any]]) -> list[float]:
+    """Seconds by which the clock of each process is ahead of the first one's.
+
+    Every rank must call. Processes of one machine read one clock; those of several are
+    read behind a barrier, so an offset is as exact as all leave it together.
+    """
+    gather(None)
+    readings = gather((platform.node(), time.perf_counter()))
+    ahead: dict[str, float] = {}
+    for machine, now in readings:
+        ahead.setdefault(machine, now - readings[0][1])
+    return [ahead[machine] for machine, _ in readings]
 
 
 class JobTimes:
