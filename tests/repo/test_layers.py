@@ -68,6 +68,7 @@ ROOMS = {
         "zbpp.runtime.comm.stage_group",
         "zbpp.runtime.stage",
         "zbpp.runtime.chunk",
+        "zbpp.runtime.microbatches",
         "zbpp.runtime.policies",
     },
     "zbpp.runtime.parallel": {

@@ -259,7 +259,6 @@ class Pipeline:
             writes=self.place.peers.row == 0,
             expert_mesh=self.place.expert_mesh,
         )
-        self._has_learned_metrics = False
         self._part: StepPart | None = None
         """The call that was last, of a step that is not taken yet."""
         self._forward_programs = lower_forward(placement, n_microbatches=1)
@@ -479,14 +478,14 @@ class Pipeline:
         stages = self.stages
         result = stages.first.optimizer.result
         assert result is not None
-        if not self._has_learned_metrics:
+        if not self._has_stepped:
             if (warning := split_warning(self)) is not None:
                 warnings.warn(warning, stacklevel=3)
             with stages.failures_told():
                 self._refuse_lost_buffers()
-                result = replace(result, first_metrics=stages.learn_metrics())
-            self._has_learned_metrics = True
         self._warn_of_unstepped()
+        if (mean_metrics := stages.mean_metrics()) is not None:
+            result = replace(result, mean_metrics=mean_metrics)
         if return_outputs:
             result = replace(result, outputs=stages.last_outputs())
         return result
@@ -617,8 +616,8 @@ class Pipeline:
             inputs: as for `step`.
             targets: as for `step`.
             n_microbatches: any number, the same on every rank; None: as in `step`.
-            metrics: filled with the means of the metrics that ``loss_fn`` returns;
-                given on every rank, or on none.
+            metrics: filled on the last stage with the means of the metrics that
+                ``loss_fn`` returns.
 
         Raises:
             RequestError: the batch does not fit.
@@ -629,8 +628,8 @@ class Pipeline:
             counts = self._batches.samples(inputs, targets)
             loss, samples = self.stages.mean_loss(counts)
             if metrics is not None:
-                sums = self.stages.learn_metrics()
-                metrics.update({} if sums is None else sums.metrics())
+                read = self.stages.mean_metrics() or dict
+                metrics.update(read())
         check_samples(*samples)
         return loss
 

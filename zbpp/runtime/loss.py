@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.layer_random import draws_nothing
-from zbpp.runtime.microbatches import shares
+from zbpp.runtime.microbatches import mean_by_weight, shares
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 
@@ -19,7 +19,6 @@ __all__ = [
     "is_sum",
     "loss_alone",
     "loss_modules",
-    "names_text",
     "refuse_foreign",
 ]
 
@@ -50,10 +49,8 @@ class Loss:
         self.modules = loss_modules(loss_fn)
         self.adds = False
         """The loss of the batch is the sum over micro-batches, not their mean."""
-        self.returned: tuple[str, ...] | None = None
-        """Names of the metrics that loss_fn returns; None: it has not run here."""
-        self.names: tuple[str, ...] = ()
-        """Names of the metrics, once all processes know them."""
+        self.names: tuple[str, ...] | None = None
+        """Of the metrics that loss_fn returns; None: it has not run here."""
         self._all_weights: list[float] = []
         self.begin(None, None, n_microbatches=1)
 
@@ -131,12 +128,12 @@ class Loss:
         self.metrics.clear()
 
     def _check_names(self, metrics: Metrics) -> None:
-        if self.returned is None:
-            self.returned = tuple(metrics)
-        elif metrics.keys() != set(self.returned):
+        if self.names is None:
+            self.names = tuple(metrics)
+        elif metrics.keys() != set(self.names):
             raise RequestError(
-                f"loss_fn returned {names_text(metrics)}, and "
-                f"{names_text(self.returned)} before; it must return the same metrics "
+                f"loss_fn returned {_names_text(metrics)}, and "
+                f"{_names_text(self.names)} before; it must return the same metrics "
                 "for every micro-batch"
             )
 
@@ -160,33 +157,18 @@ class Loss:
         return tuple(torch.full_like(y, share) for y in losses if y.requires_grad)
 
     def table(self) -> Tensor:
-        """Loss and weight of each micro-batch, then a row for each of `names`, float64.
-
-        All zero where there is no loss.
-        """
-        n, size = len(self._all_weights), 2 + len(self.names)
+        """Loss and weight of each micro-batch, float64; zero where there is no loss."""
+        n = len(self._all_weights)
         if not self.values:
-            return torch.zeros(size, n, dtype=torch.float64, device=self._device)
+            return torch.zeros(2, n, dtype=torch.float64, device=self._device)
         nothing = torch.zeros((), device=self._device)
         losses = torch.stack([self.values.get(i, nothing) for i in range(n)]).double()
         weights = torch.tensor(self._all_weights, dtype=torch.float64)
-        rows = [losses.to(self._device), sent_ahead(weights, self._device)]
-        return torch.stack([*rows, *map(self._row, self.names)])
+        return torch.stack([losses.to(self._device), sent_ahead(weights, self._device)])
 
-    def _row(self, name: str) -> Tensor:
-        """A metric of each micro-batch; 0 where the weight is."""
-        n = len(self._all_weights)
-        values = [self.metrics.get(i, {}).get(name, 0.0) for i in range(n)]
-        if not any(isinstance(value, Tensor) for value in values):
-            numbers = torch.tensor(values, dtype=torch.float64)
-            return sent_ahead(numbers, self._device)
-        return torch.stack([self._there(value) for value in values])
-
-    def _there(self, value: Tensor | float) -> Tensor:
-        """A scalar on the device, without a wait for it."""
-        if isinstance(value, Tensor) and value.device.type == self._device.type:
-            return value.double()
-        return sent_ahead(torch.as_tensor(value).double(), self._device)
+    def mean_metrics(self) -> Callable[[], dict[str, float]]:
+        """Return what reads the means of the metrics so far, of this replica."""
+        return partial(_mean_metrics, self.metrics, self._all_weights)
 
 
 def loss_modules(loss_fn: LossFn) -> list[nn.Module]:
@@ -240,7 +222,23 @@ def loss_alone(loss_fn: LossFn) -> Callable[..., Tensor]:
     return loss
 
 
-def names_text(names: Iterable[str]) -> str:
+def _mean_metrics(
+    metrics: Mapping[int, Metrics], weights: Sequence[float]
+) -> dict[str, float]:
+    """Mean of each metric over micro-batches by weight; those of weight 0 have none."""
+    names = dict.fromkeys(name for one in metrics.values() for name in one)
+    counts = torch.tensor(weights, dtype=torch.float64)
+    means = {}
+    for name in names:
+        values = [
+            float(metrics[i][name]) if i in metrics else 0.0
+            for i in range(len(weights))
+        ]
+        means[name] = mean_by_weight(torch.tensor(values, dtype=torch.float64), counts)
+    return means
+
+
+def _names_text(names: Iterable[str]) -> str:
     """Names of metrics in words."""
     return f"the metrics {', '.join(sorted(names))}" if names else "no metrics"
 

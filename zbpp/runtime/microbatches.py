@@ -20,6 +20,7 @@ __all__ = [
     "check_samples",
     "count_samples",
     "find_weigh",
+    "mean_by_weight",
     "merge",
     "repeat_first",
     "samples_to_cut",
@@ -239,6 +240,13 @@ def shares(weights: Sequence[float]) -> list[float] | None:
         return None
     total = sum(weights)
     return [weight / total for weight in weights]
+
+
+def mean_by_weight(values: Tensor, weights: Tensor) -> float:
+    """Mean of values; NaN if all weights are 0."""
+    if weights[0] > 0 and bool((weights == weights[0]).all()):
+        return float(values.mean())
+    return float((values * weights).sum() / weights.sum())
 
 
 def merge(outputs: Sequence[Any]) -> Any:

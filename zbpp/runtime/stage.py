@@ -367,7 +367,7 @@ class Stage:
         if chunk == self._last and self.loss.targets is not None:
             if self.outputs is not None:
                 self.outputs[microbatch] = map_tensors(value, isolated)
-            is_first = self.loss.returned is None
+            is_first = self.loss.names is None
             value = self.loss(value, microbatch)
             if is_first:
                 refuse_foreign(value, {p for *_, p in self.named_leaves()})

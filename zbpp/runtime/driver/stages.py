@@ -13,9 +13,7 @@ from torch import nn
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.comm.transport import Reduction, Transport
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.loss import names_text
 from zbpp.runtime.microbatches import merge
-from zbpp.runtime.optim.decision import StepSums, StepVectorLayout
 from zbpp.runtime.optim.step_state import History
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.pytree import map_tensors
@@ -220,7 +218,7 @@ class LocalStages:
         adds = self.first.stage.loss.adds
         rows = peers.rows(sums[0].result())
         losses, weights = (
-            peers.replica_rows(rows)[:, :-2].reshape(-1, *table.shape)[:, :2].unbind(1)
+            peers.replica_rows(rows)[:, :-2].reshape(-1, *table.shape).unbind(1)
         )
         n_inputs, n_targets = (int(count) or None for count in rows[peers.row, -2:])
         mean = float((losses * weights).sum() / (1 if adds else weights.sum()))
@@ -232,42 +230,12 @@ class LocalStages:
         losses: torch.Tensor = last.stage.loss.table()[0, : last.n_filled]
         return losses
 
-    def learn_metrics(self) -> StepSums | None:
-        """Tell all processes the metrics of the step that has run; all must call.
-
-        From the next step on they are summed with its losses.
-
-        Returns:
-            The sums with those of this step; None: there are no metrics.
-
-        Raises:
-            RequestError: replicas have different ones.
-        """
-        first = self.first
-        returned = {x.stage.loss.returned for x in self.executors.values()}
-        every = set().union(*first.transport.gather(returned)) - {None}
-        if len({frozenset(names) for names in every}) > 1:
-            texts = "; others: ".join(map(names_text, sorted(every)))
-            raise RequestError(
-                f"replicas of the pipeline return different metrics of loss_fn: {texts}"
-            )
-        names = min(every, default=())
-        for executor in self.executors.values():
-            executor.stage.loss.names = names
-        if not names:
+    def mean_metrics(self) -> Callable[[], dict[str, float]] | None:
+        """Return what reads the metrics of the last run; None: it has none here."""
+        last = self.executors.get(self._last)
+        if last is None or not last.stage.loss.metrics:
             return None
-        sums = [
-            executor.transport.reduce(executor.stage.loss.table().flatten())
-            for executor in self.executors.values()
-        ]
-        return StepSums(
-            sums[0],
-            StepVectorLayout(
-                0, first.stage.first + first.stage.n_microbatches, metrics=names
-            ),
-            step=first.stage.step,
-            peers=first.transport.peers,
-        )
+        return last.stage.loss.mean_metrics()
 
     def last_outputs(self, *, everywhere: bool = False) -> Any:
         """Take the outputs of all micro-batches, joined; None on other processes.

@@ -8,7 +8,7 @@ A step that was taken before the sums were known is invalid in the last two case
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from zbpp.core import Job
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Reduction
+from zbpp.runtime.microbatches import mean_by_weight
 from zbpp.runtime.optim.same_samples import SameSamples
 
 __all__ = [
@@ -65,13 +66,12 @@ def decide(norm: float, max_norm: float | None, loss: float = 0.0) -> Decision:
 class StepVectorLayout:
     """The places of a step's numbers in the vector that is summed over the stages.
 
-        squared norms | losses, weights, metrics | tied parameters | samples
-        by layer      | rows of micro-batches    | by slot         | by end
+        squared norms | losses, weights       | tied parameters | samples
+        by layer      | rows of micro-batches | by slot         | by end
 
     Args:
         n_layers: of the whole model.
         n_microbatches: of the step.
-        metrics: names of the metrics that ``loss_fn`` returns.
         adds: the loss of the batch is the sum over micro-batches.
         n_tied: numbers that stages tell of their copies of tied parameters.
         n_samples: numbers that tell which samples a stage was given.
@@ -79,7 +79,6 @@ class StepVectorLayout:
 
     n_layers: int
     n_microbatches: int
-    metrics: tuple[str, ...] = ()
     adds: bool = False
     n_tied: int = 0
     n_samples: int = 0
@@ -87,8 +86,7 @@ class StepVectorLayout:
     @property
     def sizes(self) -> list[int]:
         """Numbers of each kind, in their order."""
-        n_losses = (2 + len(self.metrics)) * self.n_microbatches
-        return [self.n_layers, n_losses, self.n_tied, self.n_samples]
+        return [self.n_layers, 2 * self.n_microbatches, self.n_tied, self.n_samples]
 
     def vector(
         self,
@@ -174,32 +172,20 @@ class StepSums:
 
     def losses(self) -> Tensor:
         """Losses of the micro-batches of all replicas, and their weights."""
-        return self._table()[:2]
+        rows = self._peers.replica_rows(self._part(1))
+        table = rows.reshape(-1, 2, self._layout.n_microbatches)
+        return table.transpose(0, 1).reshape(2, -1)
 
     def loss(self) -> float:
         """Mean over the micro-batches by weight, or their sum; NaN without weights."""
         losses, weights = self.losses()
         if self._layout.adds:
             return float((losses * weights).sum())
-        return _mean(losses, weights)
+        return mean_by_weight(losses, weights)
 
     def decision(self, max_norm: float | None, job: Job | None = None) -> Decision:
         """Judge the step."""
         return decide(self.norm(job), max_norm, self.loss())
-
-    def metrics(self) -> dict[str, float]:
-        """Mean of each metric over the micro-batches by weight."""
-        _, weights, *rows = self._table()
-        return {
-            name: _mean(row, weights)
-            for name, row in zip(self._layout.metrics, rows, strict=True)
-        }
-
-    def _table(self) -> Tensor:
-        """Losses, weights and metrics, a row each, of all replicas' micro-batches."""
-        size, n = 2 + len(self._layout.metrics), self._layout.n_microbatches
-        rows = self._peers.replica_rows(self._part(1))
-        return rows.reshape(-1, size, n).transpose(0, 1).reshape(size, -1)
 
     def tied(self) -> Tensor:
         """Fingerprints of tied parameters, of this process's peers on other stages."""
@@ -225,8 +211,7 @@ class StepResult:
         sums: of the step.
         clip_grad_norm: largest norm of all gradients; None: any.
         speculative: the step was taken before its norm was known.
-        first_metrics: the sums with the metrics, in the first step alone: names were
-            not known when ``sums`` began.
+        mean_metrics: reads the metrics, where the loss is; else gives none.
         outputs: of the last layer for all samples, without a graph, joined as `predict`
             joins them; None elsewhere than on the last stage, or if they were not
             asked for.
@@ -235,7 +220,7 @@ class StepResult:
     sums: StepSums
     clip_grad_norm: float | None
     speculative: bool
-    first_metrics: StepSums | None = None
+    mean_metrics: Callable[[], dict[str, float]] = dict
     outputs: Any = None
 
     def __repr__(self) -> str:
@@ -264,8 +249,11 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the metrics that ``loss_fn`` returns, taken as that of the loss."""
-        return (self.first_metrics or self.sums).metrics()
+        """Means by weight of the metrics that ``loss_fn`` returns, on the last stage.
+
+        Over the micro-batches of this process's replica; empty on other stages.
+        """
+        return self.mean_metrics()
 
     @property
     def grad_norm(self) -> float:
@@ -285,9 +273,3 @@ class StepResult:
     @property
     def _decision(self) -> Decision:
         return self.sums.decision(self.clip_grad_norm)
-
-
-def _mean(values: Tensor, weights: Tensor) -> float:
-    if weights[0] > 0 and bool((weights == weights[0]).all()):
-        return float(values.mean())
-    return float((values * weights).sum() / weights.sum())

@@ -222,7 +222,6 @@ class StageOptimizer:
         layout = StepVectorLayout(
             self._n_layers,
             stage.first + stage.n_microbatches,
-            metrics=stage.loss.names,
             adds=stage.loss.adds,
             n_tied=len(stage.ties.plan.slots),
             n_samples=0 if self.samples is None else N_NUMBERS,
