@@ -224,7 +224,7 @@ TABLE = (
      "p.grad = torch.ones_like(p, requires_grad=False)"),
     # ---- driver
     ("driver", "parts of a step weigh as a whole", "zbpp/runtime/driver/batches.py",
-     "(weight or 1.0) * self.n_expected", "(weight or 1.0)"),
+     "return weight * self.n_calls", "return weight"),
     ("driver", "the batches differ a little", "zbpp/runtime/driver/agreement.py",
      "_differ(first.inputs, last.inputs) and _differ(first.targets, last.targets)",
      "_differ(first.inputs, last.inputs) or _differ(first.targets, last.targets)"),

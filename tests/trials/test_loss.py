@@ -206,7 +206,7 @@ def test_a_sum_over_several_calls() -> None:
     pipeline = make(nn.MSELoss(reduction="sum"))
     x, y = batch()
     for part in (slice(0, 5), slice(5, 8)):
-        pipeline.forward_backward(x[part], y[part])
+        pipeline.forward_backward(x[part], y[part], n_calls=2)
     result = pipeline.optim_step()
     assert (result.loss, result.grad_norm) == pytest.approx(whole(x, y), rel=1e-5)
 

@@ -78,7 +78,7 @@ def test_steps_leave_the_generators_as_they_were(
         pipeline.evaluate(inputs, inputs)
         pipeline.predict(inputs)
         assert states() == before, step
-    pipeline.forward_backward(inputs, inputs)
+    pipeline.forward_backward(inputs, inputs, n_calls=1)
     pipeline.optim_step()
     pipeline.close()
     assert states() == before

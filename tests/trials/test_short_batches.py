@@ -108,19 +108,6 @@ def test_a_loader_keeps_its_last_batch() -> None:
     )
 
 
-def test_calls_before_one_step_may_be_short() -> None:
-    pipeline, whole = make(), nn.Sequential(*layers())
-    for n in (8, 3):
-        pipeline.forward_backward(X[:n], Y[:n], n_calls=2)
-    result = pipeline.optim_step()
-    total = 0.0
-    for n in (8, 3):
-        m = min(M, n)
-        for a, b in zip(X[:n].tensor_split(m), Y[:n].tensor_split(m), strict=True):
-            total += mse(whole(a), b).item() * len(a) / 11
-    assert result.loss == pytest.approx(total, rel=1e-6)
-
-
 def answers(mode: str, n_stages: int | None) -> list[Any]:
     """Of requests of any size: what is predicted, and the mean loss."""
     pipeline = make(mode, n_stages)

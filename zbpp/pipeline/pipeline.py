@@ -340,30 +340,28 @@ class Pipeline:
         inputs: Batch = None,
         targets: Batch = None,
         *,
+        n_calls: int,
         loss_fn: LossFn | None = None,
-        n_calls: int = 1,
         key: Any = None,
     ) -> None:
-        """Add the gradients of one batch; `optim_step` steps after any number of calls.
+        """Add the gradients of one batch; `optim_step` steps after ``n_calls`` calls.
 
-        ``step`` is one call and an `optim_step`. Several calls with equal batches have
-        the loss, the gradients and the norm of one step with the micro-batches of all,
-        to the bit if ``n_calls`` says how many they are, or if they are 1, 2, 4, 8, ...
-        Else gradients are rounded once more. The first call after an `optim_step`
-        validates it, where steps are post-validated.
-
-        Every rank must call, with the same ``n_calls``.
+        ``step`` is one call and an `optim_step`. Several calls have the loss, the
+        gradients and the norm of one step with the micro-batches of all, to the bit.
+        The first call after an `optim_step` validates it, where steps are
+        post-validated. Every rank must call.
 
         Args:
             inputs: as for `step`.
             targets: as for `step`.
+            n_calls: calls before the next `optim_step`, the same in each of them.
             loss_fn: of this call, in place of the pipeline's.
-            n_calls: calls before the next `optim_step`, as far as they are known.
             key: as for `step`; what differs, `optim_step` finds.
 
         Raises:
-            RequestError: the batch does not fit; or steps of this pipeline cannot be
-                taken in parts: there are replicas, or no optimizer.
+            RequestError: the batch does not fit, or has another size than that of the
+                call before, unless the loss is a sum; or steps of this pipeline cannot
+                be taken in parts: there are replicas, or no optimizer.
             PeerError: another stage died or did not answer.
         """
         if self._part is None:
@@ -373,36 +371,46 @@ class Pipeline:
             part = StepPart(self.n_microbatches, n_calls)
         else:
             part = self._part
+            if n_calls != part.n_calls:
+                raise RequestError(
+                    f"n_calls is {n_calls}, and {part.n_calls} in the first call"
+                )
+            if part.n_done == part.n_calls:
+                raise RequestError(
+                    f"there were {part.n_calls} calls of forward_backward(), as "
+                    "n_calls says; call optim_step()"
+                )
         assert self._parts is not None
         self._begin(inputs, targets, part=part, loss_fn=loss_fn, key=key)
         with self._step_under_way():
             drive(self.stages.executors, self._parts[0])
-        part.n_calls += 1
+        part.n_done += 1
         self._part = part
 
     def optim_step(self) -> StepResult:
         """Clip and step by the gradients of the `forward_backward` calls before.
 
-        Ranks tell each other the weights of several calls: it waits for their passes.
-
         Returns:
             The result over the micro-batches of all calls.
 
         Raises:
-            RequestError: there was no such call.
+            RequestError: there were not so many calls as ``n_calls`` says.
             PeerError: another stage died or did not answer.
         """
-        part, self._part = self._part, None
+        part = self._part
         if part is None or self._parts is None:
             raise RequestError("optim_step() comes after forward_backward()")
-        stages, factor = self.stages, 1.0
+        if part.n_done < part.n_calls:
+            raise RequestError(
+                f"optim_step() comes after {part.n_calls} calls of forward_backward(), "
+                f"as n_calls says; there {'was' if part.n_done == 1 else 'were'} "
+                f"{part.n_done}"
+            )
+        self._part = None
         with self._step_under_way():
-            if part.n_calls > 1 or part.n_expected > 1:
-                factors = {"factor": part.gradient_factor} if part.divisor else {}
-                factor = stages.gather_dict(factors)["factor"]
-            for executor in stages.executors.values():
-                executor.begin_end(factor)
-            drive(stages.executors, self._parts[1])
+            for executor in self.stages.executors.values():
+                executor.begin_end()
+            drive(self.stages.executors, self._parts[1])
         return self._end_step(return_outputs=False)
 
     def _begin(

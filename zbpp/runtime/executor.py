@@ -655,13 +655,8 @@ class Executor:
             training,
         )
 
-    def begin_end(self, gradient_factor: float) -> None:
-        """Begin what a step of several parts does behind them all.
-
-        Args:
-            gradient_factor: what the gradients are multiplied by.
-        """
-        self.stage.gradient_factor = gradient_factor
+    def begin_end(self) -> None:
+        """Begin what a step of several parts does behind them all."""
         self.opening = None
 
     def run(self, program: Program, *, training: bool = True) -> Iterator[None]:

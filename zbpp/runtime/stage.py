@@ -196,8 +196,6 @@ class Stage:
         }
         self.outputs: dict[int, object] | None = {} if keeps_outputs else None
         self.n_microbatches, self.first = n_microbatches, first
-        self.gradient_factor = 1.0
-        """The factor of the gradients at the end of a step of several parts."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self._lent = {i: c.gathered() for i, c in self.chunks.items() if c.shards}
         for order in self._orders.values():

@@ -40,36 +40,37 @@ __all__ = ["Batches", "StepPart"]
 class StepPart:
     """The call that runs now, of several that add up to one step.
 
-    Their number need not be known, nor the weight of them all: losses are divided by
-    the weight of the first call, times the calls that are expected, and the gradients
-    are put right at the end.
-
     Args:
         n_microbatches: of each call.
-        n_expected: calls that the script has promised.
+        n_calls: of the step.
+        n_done: calls before this one.
+        weight: of each call; None: this process does not know it.
     """
 
     n_microbatches: int
-    n_expected: int
-    n_calls: int = 0
-    divisor: float = 0.0
-    weight: float = 0.0
+    n_calls: int
+    n_done: int = 0
+    weight: float | None = None
 
     @property
     def first(self) -> int:
         """Micro-batches of the calls before this one."""
-        return self.n_calls * self.n_microbatches
+        return self.n_done * self.n_microbatches
 
-    def weigh(self, weight: float) -> float:
-        """Count this call's weight; return what its losses are divided by."""
-        self.divisor = self.divisor or (weight or 1.0) * self.n_expected
-        self.weight += weight
-        return self.divisor
+    def total(self, weight: float) -> float:
+        """Return the weight of all calls from that of this one.
 
-    @property
-    def gradient_factor(self) -> float:
-        """The factor that puts the gradients right, where the weights are known."""
-        return self.divisor / self.weight if self.weight else 1.0
+        Raises:
+            RequestError: an earlier call had another weight.
+        """
+        self.weight = weight if self.weight is None else self.weight
+        if weight != self.weight:
+            raise RequestError(
+                f"the batch of this forward_backward() weighs {weight:g}, and that of "
+                f"the first one {self.weight:g}; give calls before one optim_step() "
+                'equal batches, or a loss that is a sum (reduction="sum")'
+            )
+        return weight * self.n_calls
 
 
 class Batches:
@@ -156,7 +157,7 @@ class Batches:
         self._transport.doing = f"step {step}" if training else call
         cut_inputs: Any = None
         cut_targets: Any = None
-        weights = n_filled = None
+        weights = n_filled = part_total = None
         try:
             for late in self._late if training else ():
                 late.check()
@@ -167,6 +168,8 @@ class Batches:
                 cut_targets = split_targets(targets, m)
                 weights = [self._weigh(target) for target in cut_targets]
                 weights += [0.0] * (m - len(weights))
+                if part is not None and not self._adds:
+                    part_total = part.total(sum(weights))
             if training and not self._has_compared:
                 check_first_step(self._executors, self.samples(inputs, targets))
                 self._has_compared = True
@@ -174,7 +177,7 @@ class Batches:
                 check_samples(*self.samples(inputs, targets))
                 check_filled(n_filled, cut_targets and len(cut_targets))
             if training and self._samples is not None:
-                is_first = part is None or part.n_calls == 0
+                is_first = part is None or part.n_done == 0
                 self._samples.note(inputs, targets, key, is_first=is_first)
         except RequestError as error:
             self._transport.report(error, ends=False)
@@ -195,10 +198,8 @@ class Batches:
         whole = None if total is None else partial(_number, total)
         if self._adds:
             whole = partial(float, 1.0)
-            if part is not None and weights is not None:
-                part.divisor = part.weight = 1.0
-        elif part is not None and weights is not None:
-            whole = partial(float, part.weigh(sum(weights)))
+        elif part_total is not None:
+            whole = partial(float, part_total)
         for stage, executor in self._executors.items():
             executor.begin(
                 step=step,

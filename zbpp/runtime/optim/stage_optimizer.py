@@ -218,7 +218,7 @@ class StageOptimizer:
         parameters = optimizers.parameters()
         sharded = [p for p in parameters if is_sharded(p)]
         place_gradients(sharded)
-        multiply_gradients(parameters, stage.gradient_factor / stage.loss_scale)
+        multiply_gradients(parameters, 1.0 / stage.loss_scale)
         layout = StepVectorLayout(
             self._n_layers,
             stage.first + stage.n_microbatches,
