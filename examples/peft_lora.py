@@ -10,8 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import zbpp
-from zbpp.checkpoint import export_adapter
+import zbpp.checkpoint
 
 torch.set_num_threads(1)  # with other numbers of threads, sums round differently
 torch.manual_seed(0)
@@ -32,5 +31,7 @@ for step, rows in enumerate(text.view(8, 16, 32)):
         print(f"step {step}  loss {result.loss:.4f}")
 pipeline.save(sys.argv[2], trainable_only=True, wait=True)
 if pipeline.rank == 0:
-    export_adapter(sys.argv[2], sys.argv[2], model.peft_config["default"])
+    whole = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, lora_alpha=16))
+    zbpp.checkpoint.load(sys.argv[2], whole)
+    whole.save_pretrained(sys.argv[2])
 pipeline.close()

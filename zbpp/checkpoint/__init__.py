@@ -10,23 +10,15 @@ folder      of checkpoints: the newest whole one, how many stay, the lock
 model, optimizers   what a process holds, by the model's own names
 saving      in the background, all or nothing
 state       all of it: what is saved, read, checked, loaded
-export      without a pipeline
+plain       without a pipeline
 """
 
-from zbpp.checkpoint.export import (
-    export_adapter,
-    export_safetensors,
-    load,
-    plain_state,
-    read_model,
-)
 from zbpp.checkpoint.folder import last_step, locked, newest
 from zbpp.checkpoint.manifest import CheckpointError
+from zbpp.checkpoint.plain import load, plain_state, read_model
 
 __all__ = [
     "CheckpointError",
-    "export_adapter",
-    "export_safetensors",
     "last_step",
     "load",
     "locked",

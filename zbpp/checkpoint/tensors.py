@@ -99,15 +99,12 @@ class HostCopies:
         return self._copies
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> TensorIndex:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorIndex:
     """Write a safetensors file, wait until the disk has it, and read it back.
 
     Args:
         path: of the file, overwritten if it exists.
         tensors: on the CPU, contiguous, none in the memory of another.
-        metadata: texts for the header.
 
     Returns:
         What the file holds.
@@ -120,7 +117,7 @@ def write_tensors(
 
     index: TensorIndex = {}
     try:
-        save_file(dict(tensors), path, metadata)
+        save_file(dict(tensors), path)
         # the package makes files that only their owner may read
         path.chmod(path.parent.stat().st_mode & 0o666)
         with path.open("rb") as file:
