@@ -81,7 +81,7 @@ def edit(path: Path, seed: random.Random) -> str:
         body[part] += seed.choice([1, 7])
     elif part == "tensors":
         name = seed.choice(sorted(body[part]))
-        body[part][name]["chunks"][0]["file"] = "../../etc/passwd"
+        body[part][name]["file"] = "../../etc/passwd"
     elif part == "values":
         del body[part]["optimizer"][seed.choice(sorted(body[part]["optimizer"]))]
     elif part == "files":

@@ -33,15 +33,12 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-_FORMAT, _VERSION = "zbpp-checkpoint", 1
+_FORMAT, _VERSION = "zbpp-checkpoint", 2
 _MAX_BYTES = 2**29
 """Of a manifest: a million tensors take half of it."""
 
 TensorIndex = dict[str, dict[str, Any]]
-"""``dtype``, ``shape`` and ``chunks`` by tensor: file, key, offsets and sizes.
-
-Every tensor is one whole chunk. The format has room for more, which were never written.
-"""
+"""``dtype``, ``shape`` and ``file`` by tensor."""
 
 
 class CheckpointError(RequestError):
@@ -119,7 +116,7 @@ _NOT_A_MANIFEST = (ValueError, KeyError, AttributeError, TypeError)
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuse what is no path in the folder, no size, or not one whole tensor.
+    """Refuse what is no path in the folder, or no size.
 
     The hash shows that the text is whole, not that a sound writer has written it.
     """
@@ -131,15 +128,10 @@ def _check(manifest: Manifest) -> None:
         if not isinstance(file["sha256"], str):
             raise ValueError(f"the hash of {name} is no text")
     for name, tensor in manifest.tensors.items():
-        if len(tensor["chunks"]) != 1:
-            raise ValueError(f"{name} is not in one chunk")
-        shape, chunk = tensor["shape"], tensor["chunks"][0]
-        for length in shape:
+        for length in tensor["shape"]:
             _check_count(f"the shape of {name}", length)
-        if chunk["sizes"] != shape or chunk["offsets"] != [0] * len(shape):
-            raise ValueError(f"the chunk of {name} is not the whole of it")
-        if chunk["file"] not in manifest.files or not isinstance(chunk["key"], str):
-            raise ValueError(f"the chunk of {name} is in no file")
+        if tensor["file"] not in manifest.files:
+            raise ValueError(f"{name} is in no file")
     texts = (*manifest.aliases.values(), *manifest.aliases)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("an alias is no name")

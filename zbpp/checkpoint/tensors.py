@@ -126,15 +126,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorIndex:
             for name, tensor in tensors.items():
                 if not torch.equal(_bytes(file.get_tensor(name)), _bytes(tensor)):
                     raise CheckpointError(f"{path} does not hold what was written")
-                shape = list(tensor.shape)
-                chunk = {
+                index[name] = {
+                    "dtype": file.get_slice(name).get_dtype(),
+                    "shape": list(tensor.shape),
                     "file": path.name,
-                    "key": name,
-                    "offsets": [0] * len(shape),
-                    "sizes": shape,
                 }
-                dtype = file.get_slice(name).get_dtype()
-                index[name] = {"dtype": dtype, "shape": shape, "chunks": [chunk]}
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     except KeyError as error:  # so the package says that its format has no such dtype
@@ -169,18 +165,17 @@ class TensorReader:
         if name not in self._index:
             raise CheckpointError(f"{self._folder} has no tensor {name!r:.80}")
         entry = self._index[name]
-        (chunk,) = entry["chunks"]
-        path = self._folder / chunk["file"]
+        path = self._folder / entry["file"]
         try:
             file = self._files.get(path.name)
             if file is None:
                 file = safetensors.safe_open(path, framework="pt")
                 self._files[path.name] = file
-            part = file.get_slice(chunk["key"])
+            part = file.get_slice(name)
             if (part.get_dtype(), part.get_shape()) != (entry["dtype"], entry["shape"]):
                 raise CheckpointError(f"{name} in {path} is of another kind")
             # a copy: the file may be removed, or cut off, while the tensor lives
-            tensor: Tensor = file.get_tensor(chunk["key"]).clone()
+            tensor: Tensor = file.get_tensor(name).clone()
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return tensor
