@@ -38,7 +38,7 @@ __all__ = [
     "makespan",
     "memory_by_job",
     "memory_over_time",
-    "memory_unit",
+    "memory_scale",
     "overhead",
     "peak_memory",
     "sending",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-_BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 0.0}
+_BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20}
 
 
 @takes_timelines
@@ -239,16 +239,16 @@ def peak_memory(timeline: Timeline, costs: Costs) -> list[float]:
     return peaks(orders, costs.on(timeline.placement))
 
 
-def memory_unit(most: float, costs: Collection[Costs]) -> tuple[str, float]:
+def memory_scale(most: float, costs: Collection[Costs]) -> tuple[str, float]:
     """Name and size of the unit in which memory is shown; M_B where F leaves 1.
 
     Args:
-        most: the largest amount that is shown.
+        most: the largest amount that is shown; from 1 MiB on it is in bytes.
         costs: whose memories are shown beside one another.
     """
-    if costs and all(table.memory_unit == "bytes" for table in costs):
-        name = next(name for name, size in _BYTES.items() if most >= size)
-        return name, _BYTES[name] or 1.0
+    for name, size in _BYTES.items():
+        if most >= size:
+            return name, size
     return ("M_B" if all(table.m_b == 1.0 for table in costs) else ""), 1.0
 
 

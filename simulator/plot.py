@@ -32,7 +32,7 @@ from zbpp.simulator.boxes import (
 )
 from zbpp.simulator.metrics import (
     memory_over_time,
-    memory_unit,
+    memory_scale,
     peak_memory,
     step_time,
     waste,
@@ -420,7 +420,7 @@ def _write_title(
     if costs is not None:
         peak = max(peak_memory(timeline, costs))
         unit = " M$_B$" if costs.m_b == 1.0 else ""
-        amount = format_memory(float(f"{peak:.4g}"), costs.memory_unit)
+        amount = format_memory(float(f"{peak:.4g}"))
         facts.append(f"peak memory {amount}{unit}")
     sizes = (
         f"{timeline.placement.n_stages} stages, {timeline.n_microbatches} micro-batches"
@@ -462,7 +462,7 @@ def _draw_memory(axes: "Axes", timeline: Timeline, costs: Costs) -> None:
 
     origin, n_stages = origin_of(timeline), timeline.placement.n_stages
     most = max(peak_memory(timeline, costs))
-    name, unit = memory_unit(most, [costs])
+    name, unit = memory_scale(most, [costs])
     fixed = [amount / unit for amount in costs.on(timeline.placement).fixed]
     for stage, curve in enumerate(memory_over_time(timeline, costs)):
         # Of changes at the same time, the last one counts: no zero-width spikes.

@@ -85,7 +85,7 @@ TABLE = (
     ("core", "a W may be missing", "zbpp/core/validation.py",
      "if joint not in seen and weight not in seen",
      "if forward not in seen and weight not in seen"),
-    ("core", "KiB are kB", "zbpp/core/costs/units.py",
+    ("core", "KiB are kB", "zbpp/core/costs/columns.py",
      '"kib": 2**10', '"kib": 10**3'),
     ("core", "cuts are one layer late", "zbpp/core/costs/layers.py",
      "cuts = [end - 1 for end in ends[1:-1]]", "cuts = [*ends[1:-1]]"),
@@ -103,8 +103,6 @@ TABLE = (
     ("core", "the mark is under another job", "zbpp/core/text.py",
      "len(head) + (mark[1] - first) * (width + 1)",
      "len(head) + mark[1] * (width + 1)"),
-    ("core", "version 2 guesses bytes", "zbpp/core/files/costs_file.py",
-     "is_large = version == 1 and max(", "is_large = max("),
     ("core", "B gives its activations back twice", "zbpp/core/jobs.py",
      'keeps=(("m_w", 1), ("m_b", -1))', 'keeps=(("m_b", -1),)'),
     # ---- simulator

@@ -8,7 +8,6 @@ split_report, split_summary    where W computes gradients, and why not elsewhere
 
 from collections import ChainMap, Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -154,7 +153,7 @@ def prediction(
     Args:
         pipeline: after some steps.
         costs: in ms; None: those of the same steps.
-        memory: in bytes, see `zbpp.memory`; None: that of the costs, if in bytes.
+        memory: in bytes, see `zbpp.memory`; None: that of the costs, if they give any.
         n: last steps that count; what the script does between them is in their time.
 
     Raises:
@@ -168,7 +167,7 @@ def prediction(
     has_costs = costs is not None
     costs = costs or measured_costs(pipeline, n, joint=True)
     if memory is not None:
-        costs = replace(costs.with_memory(memory), memory_unit="bytes")
+        costs = costs.with_memory(memory)
     return predict(
         pipeline.schedule,
         lines,

@@ -97,14 +97,12 @@ def check_limits(
     stage = lacks.index(max(lacks))
     need, limit, fixed = wanted[stage], held.limit[stage], held.fixed[stage]
     if need > limit * (1 + _MARGIN):
-        unit = held.memory_unit
-        of_it = f" ({format_memory(fixed, unit)} of it fixed)" if fixed else ""
+        of_it = f" ({format_memory(fixed)} of it fixed)" if fixed else ""
         raise LimitError(
             f"{name} with {len(wanted)} stages and {n_microbatches} micro-batches "
-            f"needs memory {format_memory(need, unit)} on stage {stage}{of_it}, "
-            f"over the limit {format_memory(limit, unit)}",
+            f"needs memory {format_memory(need)} on stage {stage}{of_it}, "
+            f"over the limit {format_memory(limit)}",
             smallest=max(wanted),
-            unit=unit,
         )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean
 
 from zbpp.core import Costs, Job, Schedule, Timeline, format_memory
-from zbpp.simulator.metrics import bubble_rate, memory_unit, peak_memory, step_time
+from zbpp.simulator.metrics import bubble_rate, memory_scale, peak_memory, step_time
 from zbpp.simulator.tables import Table
 
 __all__ = ["PageEntry", "modes_table", "unit_of_memory"]
@@ -151,7 +151,7 @@ def unit_of_memory(entries: Sequence[PageEntry]) -> tuple[str, float]:
     """Name and size of the unit in which the entries' memory is shown."""
     peaks = [entry.peak for entry in entries if entry.peak is not None]
     costs = [entry.costs for entry in entries if entry.costs is not None]
-    return memory_unit(max(peaks, default=0.0), costs)
+    return memory_scale(max(peaks, default=0.0), costs)
 
 
 def _jobs(timeline: Timeline) -> dict[Job, tuple[float, float]]:
@@ -230,7 +230,7 @@ def _cells(
     def memory(amount: float | None) -> str:
         if amount is None or entry.costs is None:
             return ""
-        return format_memory(float(f"{amount:.4g}"), entry.costs.memory_unit)
+        return format_memory(float(f"{amount:.4g}"))
 
     order, simulated = entry.schedule or entry.any_timeline, " simulated" * beside
     placement = None if order is None else order.placement

@@ -334,7 +334,6 @@ def test_a_limit_counts_all_of_it_and_says_bytes():
         m_w=2 * gib,
         m_fixed=9 * gib,
         memory_limit=11 * gib,
-        memory_unit="bytes",
     )
     Schedule("fits", ONE, 1, rows, model)
     for worse in ({"m_fixed": 10 * gib}, {"peak_b": 2 * gib}, {"peak_o": 3 * gib}):

@@ -1,7 +1,7 @@
 """Files: what is written is read back, and what is wrong is named.
 
 Schedules and costs that hypothesis makes, a table of mistakes for each kind of file,
-and units of memory, of which nothing is guessed in silence. Files that are changed at
+and units of memory. Files that are changed at
 random: `test_mangled_files.py`; wrong orders: `test_mutants.py`.
 """
 
@@ -36,7 +36,6 @@ from zbpp.core import (
     write_layers,
     write_schedule,
 )
-from zbpp.core.costs.units import check_unit, with_limit
 from zbpp.planning import plan
 
 F, B, W, BW = PassKind
@@ -246,10 +245,7 @@ NOT_READ = ("loss", "reduction", "validation")
         ('{"memory_limit": -3}', "memory_limit is -3"),
         ('{"f": ' + "9" * 5000 + "}", "no usable JSON: "),
         ("[" * 10**5, "no usable JSON: "),
-        ('{"version": 4}', "version is 4; zbpp reads 1, 2 and 3"),
-        ('{"version": 2}', "time_unit is missing; version 2 names it"),
-        ('{"time_unit": 5}', "time_unit is 5, not a text"),
-        ('{"memory_unit": "GB"}', "memory_unit is 'GB'; write 'bytes'"),
+        ('{"version": 1}', "unknown key 'version'"),
     ],
 )
 def test_wrong_costs_are_refused_by_key(text, named):
@@ -263,7 +259,7 @@ def test_wrong_costs_are_refused_by_key(text, named):
         ('{"f": [1, 2, 3], "pass_b": [1, 2, 3]}', "pass_b is a list"),
         ('{"f": [1, 2, 3], "m_b": [1, 2]}', "m_b has 2 entries for 3 layers"),
         ('{"f": 1}', "n_layers is missing, and there is no list to tell it by"),
-        ('{"n_layers": 2, "memory_unit": "GB"}', "memory_unit is 'GB'; write 'bytes'"),
+        ('{"n_layers": 2, "version": 1}', "unknown key 'version'"),
     ],
 )
 def test_wrong_layers_are_refused_by_key(text, named):
@@ -273,67 +269,26 @@ def test_wrong_layers_are_refused_by_key(text, named):
 
 # --- units ----------------------------------------------------------------------------
 
-LIMIT = parse_memory("16GiB")
-SMALL = {"m_b": 20000, "m_w": 8000}
-"""Bytes of a tiny model, or megabytes of a large one."""
-
 
 def both(**data: object) -> tuple[Costs, LayerCosts]:
-    """Costs of chunks and of layers that say the same."""
+    """Costs of chunks and of layers that have the same columns."""
     layers = json.dumps({"n_layers": 2, **data})
     return parse_costs(json.dumps(data)), parse_layers(layers)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        {**SMALL, "memory_unit": "bytes"},
-        {"m_b": "20kB", "m_w": 8000},
-        {"m_b": 2**21, "m_w": 1},  # as files before the key: version 1
-        {"version": 2, "time_unit": "ms", "m_b": "20kB"},
-    ],
-)
-def test_memories_in_bytes_take_a_limit_in_bytes(said: dict[str, object]) -> None:
-    for costs in both(**said):
-        assert with_limit(costs, LIMIT).memory_limit == 2.0**34
+def test_a_text_with_a_unit_is_a_number_of_bytes():
+    assert [parse_memory(x) for x in ("1.5", "2KiB", "2 kB")] == [1.5, 2048, 2000]
+    for costs in both(m_b="20kB", m_w=8000, memory_limit="16GiB"):
+        assert (costs.m_b, costs.m_w, costs.memory_limit) == (20000, 8000, 2.0**34)
 
 
-@pytest.mark.parametrize(
-    "said", [SMALL, {"version": 2, "time_unit": "ms", "m_b": 2**21}]
-)
-def test_a_limit_in_bytes_is_refused_where_the_unit_is_not_known(said) -> None:
-    """Version 2 is not read by the size of its numbers."""
-    for costs in both(**said):
-        with pytest.raises(RequestError, match='add "memory_unit": "bytes" to the'):
-            with_limit(costs, LIMIT)
-        limit = with_limit(costs, 2.0**34).memory_limit
-        assert limit == 2.0**34, "a number has their unit"
-
-
-def test_a_limit_of_the_costs_themselves_is_judged_by_its_unit() -> None:
-    in_bytes, _ = both(**SMALL, memory_limit="16GiB")
-    with pytest.raises(RequestError, match=r"memory_limit is 16\.0 GiB, but nothing"):
-        with_limit(in_bytes, None)
-    assert with_limit(both(**SMALL, memory_limit=1e30)[0], None).memory_limit == 1e30
-    with pytest.raises(RequestError, match="largest is 1;"):
-        check_unit(Costs(memory_limit=2.0**34))  # beyond any use: taken for bytes
-    check_unit(Costs(memory_limit=2.0**34, m_b=2.0**18))  # the control: kilobytes
-
-
-@pytest.mark.parametrize("memory_unit", [None, "bytes"])
-@pytest.mark.parametrize(("time_unit", "version"), [(None, None), ("ms", 2)])
-def test_units_are_written_and_read(tmp_path, memory_unit, time_unit, version) -> None:
-    """A unit of time makes a file of version 2."""
-    path, units = (
-        tmp_path / "x.json",
-        {"memory_unit": memory_unit, "time_unit": time_unit},
-    )
-    for costs, write, read in (
-        (Costs(m_b=2e4, **units), write_costs, read_costs),
-        (LayerCosts(2, m_b=2e4, **units), write_layers, read_layers),
-    ):
-        write(costs, path)
-        assert read(path) == costs
-        data = json.loads(path.read_text())
-        assert data.get("version") == version
-        assert data.get("memory_unit") == memory_unit
+@pytest.mark.parametrize("limit", ["16GiB", 2**34, ["1MiB", "16GiB"]])
+def test_a_limit_of_bytes_is_refused_for_memories_that_are_none(limit):
+    in_m_b = {"m_b": [1, 2], "m_w": 0.5, "m_fixed": 1000, "memory_limit": limit}
+    for parse, data in ((parse_costs, in_m_b), (parse_layers, in_m_b)):
+        with pytest.raises(
+            RequestError, match="but the largest memory of the costs is"
+        ):
+            parse(json.dumps(data))
+        parse(json.dumps(data | {"m_fixed": 1024}))  # the control: bytes of a tiny one
+        parse(json.dumps(data | {"memory_limit": 1000}))

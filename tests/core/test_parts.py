@@ -173,21 +173,16 @@ def test_memory_follows_from_the_order_not_from_the_times():
         replace(other, costs=replace(late, memory_limit=2.5))
 
 
-def test_files_keep_parts_and_say_their_versions(tmp_path):
+def test_files_keep_parts(tmp_path):
     schedule = tiny(TINY)
-    text = schedule_text(schedule)
-    assert json.loads(text)["version"] == 2
-    assert parse_schedule(text) == schedule
-    with pytest.raises(RequestError, match="in version 2, and in no other"):
-        parse_schedule(text.replace('"version": 2', '"version": 1'))
+    assert parse_schedule(schedule_text(schedule)) == schedule
     per_chunk = (LANES.parts, replace(LANES.parts, layers=2))
-    for costs in (moe_costs(0.4, time_unit="ms"), Costs(parts=per_chunk)):
+    for costs in (moe_costs(0.4), Costs(parts=per_chunk)):
         path = tmp_path / "costs.json"
         write_costs(costs, path)
-        assert json.loads(path.read_text())["version"] == 3
         assert parse_costs(path.read_text()) == costs
     pairs = '{"f": [["compute", 1]], "b": [["network", 2]]}'
-    costs = parse_costs(f'{{"version": 3, "parts": {pairs}}}')
+    costs = parse_costs(f'{{"parts": {pairs}}}')
     assert (costs.f, costs.b, costs.w) == (1, 2, 0)
 
 
@@ -237,16 +232,14 @@ def test_no_step_is_shorter_than_what_its_layers_compute():
 
 def test_a_layers_file_keeps_parts(tmp_path):
     path = tmp_path / "layers.json"
-    for layers in (LAYERS, LayerCosts(2, parts=TALKING, time_unit="ms")):
+    for layers in (LAYERS, LayerCosts(2, parts=TALKING)):
         write_layers(layers, path)
-        assert json.loads(path.read_text())["version"] == 3
         assert parse_layers(path.read_text()) == layers
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 2, "time_unit": "ms"}, "version 3 alone"),
         ({"n_layers": 4}, "parts has 3 entries for 4 layers"),
         ({"f": [1, 2, 3]}, r"f is \(1, 2, 3\), but its parts sum up to \(7.0, 1"),
         ({"parts": {"f": [["compute", 1]], "b": [["compute", 1]], "layers": 2}},
@@ -272,19 +265,14 @@ def test_parts_of_layers_know_no_collectives_inside_of_passes():
 @pytest.mark.parametrize(
     "text, message",
     [
+        ('{"parts": 3}', "3 is no object with the keys f, b, w"),
         (
-            '{"parts": {"f": [["compute", 1]], "b": [["compute", 1]]}}',
-            "version 3 alone",
-        ),
-        ('{"version": 3, "parts": 3}', "3 is no object with the keys f, b, w"),
-        (
-            '{"version": 3, "parts": {"f": [["copy", 1]], "b": []}}',
+            '{"parts": {"f": [["copy", 1]], "b": []}}',
             "not a list of pairs",
         ),
-        ('{"version": 3, "parts": {"f": [["compute", 1]], "b": []}}', "b has no part"),
+        ('{"parts": {"f": [["compute", 1]], "b": []}}', "b has no part"),
         (
-            '{"version": 3, "f": 3, "parts": '
-            '{"f": [["compute", 2]], "b": [["compute", 1]]}}',
+            '{"f": 3, "parts": {"f": [["compute", 2]], "b": [["compute", 1]]}}',
             "f is 3.*but its parts sum up to 2",
         ),
     ],

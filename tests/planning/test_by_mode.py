@@ -23,7 +23,6 @@ def layers(n_blocks: int = 10, head: float = 3.0, **more: object) -> LayerCosts:
         "m_b": tuple(one * GIB for one in work),
         "m_w": tuple(one * GIB / 2 for one in work),
         "m_fixed": GIB,
-        "memory_unit": "bytes",
         "comm": 0.05,
     }
     return LayerCosts(n_blocks + 2, f=work, b=work, **(settings | more))

@@ -82,7 +82,7 @@ def test_commands_take_plan_files(tmp_path, capsys):
 
 def test_a_limit_beside_a_plan_has_its_unit(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    in_bytes = MemoryModel(m_b=2.0**30, m_w=2.0**29, memory_unit="bytes")
+    in_bytes = MemoryModel(m_b=2.0**30, m_w=2.0**29)
     planned("ZBH1", costs=COSTS.with_memory(in_bytes)).save(path)
     assert main(["show", str(path), "--memory_limit", "4GiB"]) == 0
     assert "within memory 4.00 GiB" in capsys.readouterr().out

@@ -89,7 +89,7 @@ def test_joint_passes_are_told_apart_only_if_that_is_asked_for() -> None:
 def test_a_simulated_run_is_predicted_to_the_digit(mode: str) -> None:
     schedule = plan(mode, n_stages=2, n_microbatches=4)
     timelines = steps(mode, 8)
-    costs = replace(TIMES, m_b=2.0, m_w=1.0, m_fixed=10.0, memory_unit="bytes")
+    costs = replace(TIMES, m_b=2.0, m_w=1.0, m_fixed=10.0)
     found = predict(
         schedule, timelines[4:], costs,
         held=[5.0, 6.0], costs_given=True, side_by_side=True,

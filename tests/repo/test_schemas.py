@@ -64,7 +64,7 @@ def test_plan_files(tmp_path):
 
 
 def test_costs_files(tmp_path):
-    costs = Costs(f=(1, 2), comm=0.5, m_b=2.0**30, memory_unit="bytes", time_unit="ms")
+    costs = Costs(f=(1, 2), comm=0.5, m_b=2.0**30)
     write_costs(costs, tmp_path / "costs.json")
     data = json.loads((tmp_path / "costs.json").read_text())
     assert not mistakes("costs", data)
@@ -81,18 +81,18 @@ def test_files_with_parts(tmp_path, monkeypatch):
     )
     write_costs(Costs(parts=layer), "costs.json")
     costs = json.loads((tmp_path / "costs.json").read_text())
-    assert costs["version"] == 3 and not mistakes("costs", costs)
+    assert not mistakes("costs", costs)
     costs["parts"]["f"][1][0] = "wire"
     assert mistakes("costs", costs)
     write_layers(LayerCosts(4, parts=(layer,) * 4), "layers.json")
     layers = json.loads((tmp_path / "layers.json").read_text())
-    assert layers["version"] == 3 and not mistakes("layers", layers)
+    assert not mistakes("layers", layers)
     layers["parts"][1]["layers"] = 2
     assert mistakes("layers", layers)
     sizes = ["-p", "2", "-m", "4", "--costs", "costs.json"]
     assert main(["plan", "ZB", *sizes, "-o", "plan.json"]) == 0
     data = json.loads((tmp_path / "plan.json").read_text())
-    assert data["schedule"]["version"] == 2 and not mistakes("plan", data)
+    assert not mistakes("plan", data)
     data["schedule"]["parts"][0][0] = "0F0"  # a pass, where its parts are due
     assert mistakes("plan", data)
 

@@ -30,7 +30,7 @@ from zbpp.simulator import (
     step_time,
     work,
 )
-from zbpp.simulator.metrics import memory_unit, waste
+from zbpp.simulator.metrics import memory_scale, waste
 
 #     0    2    4    6    8    10   12   14
 # 0   F F  .  .  .  .  B B  W W  O O          span 10, work 6, idle 4
@@ -174,9 +174,9 @@ def test_the_bubble_rate_is_that_of_the_bottleneck_not_of_one_stage():
 
 
 def test_memory_is_shown_in_the_largest_unit_that_it_fills():
-    in_bytes = Costs(memory_unit="bytes")
-    sizes = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
-    for name, size in sizes.items():
-        assert memory_unit(size, [in_bytes]) == (name, size)
-        assert memory_unit(1.5 * size, [in_bytes, in_bytes]) == (name, size)
-    assert memory_unit(2.0**20, [in_bytes, Costs()]) == ("M_B", 1.0)
+    in_bytes = Costs(m_b=2.0**12)
+    for name, size in {"MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}.items():
+        assert memory_scale(size, [in_bytes]) == (name, size)
+        assert memory_scale(1.5 * size, [in_bytes, in_bytes]) == (name, size)
+    assert memory_scale(2.0**19, [in_bytes, Costs()]) == ("", 1.0)
+    assert memory_scale(2.0**19, [Costs()]) == ("M_B", 1.0)

@@ -137,7 +137,6 @@ def test_memory_in_bytes_stands_on_what_is_fixed(tmp_path):
         m_w=gib / 2,
         m_fixed=10 * gib,
         memory_limit=20 * gib,
-        memory_unit="bytes",
     )
     figure = plot(timeline_of("ZBH1"), tmp_path / "m.png", costs=memory)
     assert figure.axes[0].get_title("right").endswith("peak memory 14.0 GiB")

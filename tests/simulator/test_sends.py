@@ -85,7 +85,7 @@ def test_within_a_stage_nothing_is_sent() -> None:
 
 
 def test_a_report_tells_sends_apart(capsys) -> None:
-    print_report(TWO_STAGES, COSTS)
+    print_report(TWO_STAGES, COSTS, costs_named="x")
     shown = capsys.readouterr().out
     assert "57.14% of the longest span is beyond the work of the busiest" in shown
     assert "sends" in shown and "messages 5" in shown

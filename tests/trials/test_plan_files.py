@@ -105,7 +105,7 @@ def test_auto_names_its_winner_everywhere(says):
     assert says("show", "plan.json").startswith("auto: ZBV: 4 stages")
     table = says("compare", *SIZES, "--modes", "1F1B,auto")
     assert "auto: ZBV" in table.splitlines()
-    layers = LayerCosts(n_layers=16, f=2.0, time_unit="us")
+    layers = LayerCosts(n_layers=16, f=2.0)
     for by_mode in (False, True):
         request = PlanRequest(
             schedule="auto", n_stages=4, n_microbatches=8, costs=layers,
@@ -113,7 +113,7 @@ def test_auto_names_its_winner_everywhere(says):
         )  # fmt: skip
         plan = zbpp.make_plan(request)
         assert plan.mode != "auto" and plan.schedule.name == f"auto: {plan.mode}"
-    assert f"auto: {plan.mode}, layers " in plan.line and " us, memory" in plan.line
+    assert f"auto: {plan.mode}, layers " in plan.line
 
 
 @pytest.mark.parametrize("f", [1 / 3, 0.1, 0.7])

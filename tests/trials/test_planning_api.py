@@ -49,7 +49,7 @@ def test_costs_are_a_table_a_dict_or_a_file_of_chunks_or_layers(tmp_path):
     assert all(plan == plans[0] for plan in plans)
     layers = {"n_layers": 8, "f": np.arange(1.0, 9.0), "m_b": "1GiB", "m_w": "1GiB"}
     table = LayerCosts(**layers)
-    assert table.memory_unit == "bytes" and table.f == tuple(range(1, 9))
+    assert table.m_b == 2**30 and table.f == tuple(range(1, 9))
     path.write_text(json.dumps(layers | {"f": table.f}))
     splits = {zbpp.plan("1F1B", costs=x, **SIZES).split for x in (table, layers, path)}
     assert len(splits) == 1 and sum(splits.pop()) == 8
@@ -112,7 +112,7 @@ REFUSED = {
     "splits": (costs(splits=[1, 0]), "splits is .*, not a list of true or false"),
     "bytes beside M_B": (
         planned(memory_limit="6GiB"),
-        "nothing says that the memories",
+        "the largest memory of the costs is 1;",
     ),
     "a float": (planned(n_stages=2.0), "n_stages is 2.0; give a whole number"),
     "half of one": (planned(n_microbatches=2.5), "n_microbatches is 2.5; give a whole"),

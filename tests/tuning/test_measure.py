@@ -112,7 +112,7 @@ def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
 
 def test_a_limit_in_bytes_needs_memories_in_bytes() -> None:
     text = refusal(partial(make_pipeline, "auto", 2, memory_limit="1GiB"))
-    assert "memory_limit is 1.00 GiB, but nothing says" in text
+    assert "memory_limit is 1.00 GiB, but the largest memory" in text
 
 
 def test_an_example_must_be_a_pair() -> None:

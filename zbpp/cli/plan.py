@@ -59,7 +59,7 @@ class Plan(PlanFlags):
             f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
             f"{summary.n_microbatches} micro-batches, "
             f"bubble rate {summary.bubble_rate:.2%}, "
-            f"peak memory {short_memory(max(summary.peak_memory), costs.memory_unit)}, "
+            f"peak memory {short_memory(max(summary.peak_memory))}, "
             f"gap to the lower bound {summary.gap:.2%}"
         )
         if parse_effort(self.effort)[0] == "best":

@@ -49,7 +49,7 @@ def print_report(
     figures are those of one, unless they say otherwise. ``costs_named`` says where the
     costs come from.
     """
-    summary, unit = summarize(schedule, costs), costs.memory_unit
+    summary = summarize(schedule, costs)
     among = steady(schedule, costs)
     timeline = simulate(schedule, costs)
     print(
@@ -58,12 +58,12 @@ def print_report(
     )
     print(_pictures(drawn or [timeline], summary.mode))
     print()
-    _console().print(_stage_table(timeline, summary, unit).for_terminal())
+    _console().print(_stage_table(timeline, summary).for_terminal())
     limit = summary.memory_bound
     if isinstance(limit, list):
         within = "the memory limits"
     else:
-        within = f"memory {short_memory(limit, unit)} a stage"
+        within = f"memory {short_memory(limit)} a stage"
     lines = {
         "costs": costs_named,
         "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is beyond "
@@ -75,7 +75,7 @@ def print_report(
         "steady step": f"{among.step_time_post_validation:.6g} post-validated (a "
         f"rollback adds {among.rollback_time:.6g}), "
         f"{among.step_time_barrier:.6g} behind a barrier",
-        "peak memory": short_memory(max(summary.peak_memory), unit),
+        "peak memory": short_memory(max(summary.peak_memory)),
         "critical path": _path_text(schedule, costs),
         "lower bound": f"{summary.lower_bound:.6g} for the span "
         f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
@@ -133,7 +133,6 @@ def print_comparison(
     rows: list[tuple[str, Summary | str]],
     *,
     title: str,
-    memory_unit: str | None = None,
     steps: Mapping[str, Steady] | None = None,
     post_validation: bool = False,
 ) -> None:
@@ -143,7 +142,7 @@ def print_comparison(
     ``post_validation`` those of post-validated steps.
     """
     shown = {} if steps is None else dict(list(_STEPS.items())[: 1 + post_validation])
-    table = _comparison_table(rows, title, shown, steps or {}, memory_unit)
+    table = _comparison_table(rows, title, shown, steps or {})
     if steps is not None:
         table.caption += (
             "\nstep: the time of one among many, optimizer included, behind a barrier "
@@ -155,13 +154,13 @@ def print_comparison(
             print(row if row.startswith(mode) else f"{mode}: {row}")
 
 
-_COLUMNS: dict[str, Callable[[Summary, str | None], str]] = {
-    "chunks": lambda row, _: str(len(row.placement)),
-    "bubble": lambda row, _: f"{row.bubble_rate:.2%}",
-    "span": lambda row, _: f"{row.span:.6g}",
-    "makespan": lambda row, _: f"{row.makespan:.6g}",
-    "peak memory": lambda row, unit: short_memory(max(row.peak_memory), unit),
-    "gap": lambda row, _: f"{row.gap:.2%}",
+_COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "chunks": lambda row: str(len(row.placement)),
+    "bubble": lambda row: f"{row.bubble_rate:.2%}",
+    "span": lambda row: f"{row.span:.6g}",
+    "makespan": lambda row: f"{row.makespan:.6g}",
+    "peak memory": lambda row: short_memory(max(row.peak_memory)),
+    "gap": lambda row: f"{row.gap:.2%}",
 }
 _Steps = dict[str, Callable[[Steady], str]]
 _STEPS: _Steps = {
@@ -175,7 +174,6 @@ def _comparison_table(
     title: str,
     shown: _Steps,
     steps: Mapping[str, Steady],
-    memory_unit: str | None,
 ) -> Table:
     """Tabulate modes; the shortest span is bold."""
     spans = [row.span for _, row in rows if isinstance(row, Summary)]
@@ -190,7 +188,7 @@ def _comparison_table(
             continue
         table.add(
             mode,
-            *(text(row, memory_unit) for text in _COLUMNS.values()),
+            *(text(row) for text in _COLUMNS.values()),
             *(text(steps[mode]) for text in shown.values()),
             look="bold" if row.span <= min(spans) * (1 + _ROUNDING) else "",
         )
@@ -252,7 +250,7 @@ def _picture(timeline: Timeline, unit: float) -> str:
     return "\n".join([*cropped, note])
 
 
-def _stage_table(timeline: Timeline, summary: Summary, unit: str | None) -> Table:
+def _stage_table(timeline: Timeline, summary: Summary) -> Table:
     busy, waiting, sent = work(timeline), idle(timeline), sending(timeline)
     sends = ["sends"] if any(sent) else []
     table = Table(
@@ -266,7 +264,7 @@ def _stage_table(timeline: Timeline, summary: Summary, unit: str | None) -> Tabl
             f"{busy[stage]:.6g}",
             *(f"{sent[stage]:.6g}" for _ in sends),
             f"{max(waiting[stage], 0.0):.6g}",
-            short_memory(summary.peak_memory[stage], unit),
+            short_memory(summary.peak_memory[stage]),
         )
     return table
 

@@ -91,9 +91,9 @@ def summarize(schedule: Schedule, costs: Costs) -> Summary:
     )
 
 
-def short_memory(amount: float, unit: str | None) -> str:
-    """Write a memory in four digits; see `format_memory` for the unit."""
-    return format_memory(float(f"{amount:.4g}"), unit)
+def short_memory(amount: float) -> str:
+    """Write a memory in four digits."""
+    return format_memory(float(f"{amount:.4g}"))
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
 """Amounts of memory as text.
 
-A memory has the unit of its costs (``memory_unit``): bytes, or any one other, such as
-M_B or GB. What may be compared with what: `zbpp.core.costs.units`.
+Memory is counted in bytes, or in any other unit in which amounts are small, such as
+M_B. From 1 MiB on an amount is written as bytes.
 """
 
 import math
 
-__all__ = ["BYTES_FROM", "format_bytes", "format_memory"]
+__all__ = ["format_bytes", "format_memory"]
 
-BYTES_FROM = 2**20
-"""Nobody counts so many of M_B."""
 _POWERS = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
 
 
@@ -31,17 +29,12 @@ def format_bytes(amount: float, *, round_up: bool = False) -> str:
     return f"{math.ceil(amount) if round_up else amount:.0f} B"
 
 
-def format_memory(amount: float, unit: str | None, *, round_up: bool = False) -> str:
-    """Write a memory in its unit.
+def format_memory(amount: float, *, round_up: bool = False) -> str:
+    """Write an amount as `parse_memory` reads it; ``round_up`` for limits.
 
-    Args:
-        amount: to write.
-        unit: ``memory_unit`` of the costs: "bytes", or None for any other one.
-        round_up: for limits to be typed again.
-
-    >>> format_memory(8.0, None), format_memory(3 * 2**30, "bytes")
+    >>> format_memory(8.0), format_memory(3 * 2**30)
     ('8', '3.00 GiB')
     """
-    if unit == "bytes" and math.isfinite(amount):
+    if 2**20 <= amount < math.inf:
         return format_bytes(amount, round_up=round_up)
     return f"{amount:g}"

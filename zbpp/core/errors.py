@@ -15,17 +15,15 @@ class LimitError(RequestError):
     Args:
         reason: what needs more.
         smallest: the limit for all stages that works.
-        unit: of the memory, as ``memory_unit`` of the costs.
     """
 
-    def __init__(self, reason: str, smallest: float, unit: str | None = None) -> None:
-        super().__init__(reason, smallest, unit)
+    def __init__(self, reason: str, smallest: float) -> None:
+        super().__init__(reason, smallest)
         self.reason = reason
         self.smallest = smallest
-        self.unit = unit
 
     def __str__(self) -> str:
-        smallest = format_memory(self.smallest, self.unit, round_up=True)
+        smallest = format_memory(self.smallest, round_up=True)
         return (
             f"{self.reason}; the smallest limit that works is {smallest}: take "
             f"smaller micro-batches, or raise memory_limit to {smallest} or more"

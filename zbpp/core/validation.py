@@ -487,9 +487,7 @@ def check_memory(orders: Orders, costs: ChunkCosts) -> None:
             continue
         for column, held in enumerate(during):
             if held > limit * (1 + 1e-9):
-                need, most = (
-                    format_memory(x, costs.memory_unit) for x in (held, limit)
-                )
+                need, most = format_memory(held), format_memory(limit)
                 raise mistake(
                     orders,
                     stage,

@@ -208,7 +208,6 @@ def stage_costs(
             float(sum(recomputed[i].m_b for i in layers))
             for layers in _ranges(memory, steps, schedule)
         ),
-        memory_unit="bytes",
     )
 
 

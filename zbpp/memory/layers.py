@@ -139,4 +139,4 @@ def costs_of_layers(
         name: tuple(map(float, column)) or 0.0 for name, column in columns.items()
     }
     tied = tuple((tuple(of), *sizes[p]) for p, of in holders.items() if len(of) > 1)
-    return LayerCosts(n_layers=n, memory_unit="bytes", tied=tied, **floats)
+    return LayerCosts(n_layers=n, tied=tied, **floats)

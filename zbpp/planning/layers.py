@@ -277,7 +277,7 @@ def _beside(best: Plan, lost: Plan) -> str:
         return f"{lost.time / best.time - 1:+.1%}{more}"
     if lost.barrier_step > best.barrier_step * (1 + ROUNDING):
         return f"{lost.barrier_step / best.barrier_step - 1:+.1%} (O)"
-    return f"as fast with {format_memory(lost.peak, lost.costs.memory_unit)}"
+    return f"as fast with {format_memory(lost.peak)}"
 
 
 def line_of(plan: Plan, joint: Plan | None = None) -> str:
@@ -293,10 +293,9 @@ def line_of(plan: Plan, joint: Plan | None = None) -> str:
         chosen += f", layers {'-'.join(map(str, split))}"
     if plan.recompute:
         chosen += f", {len(plan.recompute)} of {sum(split)} layers recomputed"
-    memory = format_memory(plan.peak, plan.costs.memory_unit)
-    step = " ".join([f"{plan.step:.4g}", plan.costs.time_unit or ""]).strip()
+    memory = format_memory(plan.peak)
     line = (
-        f"auto: {chosen}; predicted step {step}, memory {memory}; "
+        f"auto: {chosen}; predicted step {plan.step:.4g}, memory {memory}; "
         f"{', '.join(map(str, plan.rejected))}"
     )
     if joint is None or joint.step * (1 - _LITTLE) > plan.step:

@@ -24,7 +24,7 @@ from zbpp.core import (
     recomputed,
 )
 from zbpp.core.costs.columns import PerChunk
-from zbpp.core.costs.units import with_limit
+from zbpp.core.costs.layers import with_limit
 from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
 from zbpp.planning.layers import line_of, plan_layers, rejected
@@ -199,7 +199,7 @@ class _ModeLimitError(LimitError):
 
     def __str__(self) -> str:
         others = f"{', '.join(self.fitting)} would fit" if self.fitting else None
-        smallest = format_memory(self.smallest, self.unit, round_up=True)
+        smallest = format_memory(self.smallest, round_up=True)
         return (
             f"{self.reason}; {others or 'no mode fits'}: "
             f"{'choose one' if others else 'take smaller micro-batches'}, or raise "
@@ -209,7 +209,7 @@ class _ModeLimitError(LimitError):
 
 def _with_others(error: LimitError, request: PlanRequest) -> LimitError:
     """Add to an error which modes would fit."""
-    mode_error = _ModeLimitError(error.reason, error.smallest, error.unit)
+    mode_error = _ModeLimitError(error.reason, error.smallest)
     mode_error.fitting = fitting_modes(request)
     return mode_error
 

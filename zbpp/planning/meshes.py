@@ -236,10 +236,10 @@ def _with_whole(mesh: MeshPlan, whole: float, layers: LayerCosts) -> MeshPlan:
     counted_mesh = replace(mesh, whole=whole)
     limit = layers.memory_limit
     if limit is not None and counted_mesh.peak > _least(limit) * (1 + 1e-9):
-        peak, unit = counted_mesh.peak, layers.memory_unit
+        peak = counted_mesh.peak
         reason = (
-            f"a device needs memory {format_memory(peak, unit)} with what is whole for "
-            f"a while, over the limit {format_memory(_least(limit), unit)}"
+            f"a device needs memory {format_memory(peak)} with what is whole for "
+            f"a while, over the limit {format_memory(_least(limit))}"
         )
         return replace(counted_mesh, plan=None, reason=reason, needs=peak)
     return counted_mesh

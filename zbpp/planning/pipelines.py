@@ -20,7 +20,6 @@ from zbpp.core import (
     Schedule,
     read_layers,
 )
-from zbpp.core.costs.units import check_unit
 from zbpp.core.files.costs_file import layers_of
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import given_orders, make_plan
@@ -102,8 +101,6 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
         if plan.line:
             _log.info(plan.line)
         return plan
-    if not isinstance(orders, Plan):
-        check_unit(request.chunk_costs)
     if orders is None:
         plan = make_plan(replace(request, split=partial(split_on, split, n_layers)))
         if plan.line:

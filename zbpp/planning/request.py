@@ -16,8 +16,15 @@ from zbpp.core import (
     read_costs,
     read_layers,
 )
-from zbpp.core.costs.columns import Per, PerChunk, columns_of, listed, whole_number
-from zbpp.core.costs.units import with_limit
+from zbpp.core.costs.columns import (
+    Per,
+    PerChunk,
+    as_limit,
+    columns_of,
+    listed,
+    whole_number,
+)
+from zbpp.core.costs.layers import with_limit
 from zbpp.core.files.costs_file import costs_of, layers_of
 from zbpp.planning.answer import Plan
 from zbpp.planning.modes import CHUNKED_MODES, Mode
@@ -99,7 +106,7 @@ class PlanRequest:
                 f"schedule is {self.schedule!r:.60}; give a mode such as 'ZBH1', the "
                 "path of a schedule or plan file, a Schedule, or a Plan"
             )
-        limit = Costs(memory_limit=self.memory_limit).memory_limit
+        limit = as_limit(self.memory_limit)
         costs = costs_like(self.costs)
         if costs is not None:
             costs, limit = with_limit(costs, limit), None

@@ -102,7 +102,6 @@ def join(
         delay=link_list(waited, placement.n_stages, "delay"),
         reduction=wires.reduction.mean,
         validation=max(step["V"].mean for step in steps),
-        time_unit="ms",
         parts=layer_parts(
             [figures["points"][i] for i in every], [layers[i] for i in every]
         ),

@@ -6,7 +6,6 @@ from itertools import pairwise
 from statistics import median
 
 from zbpp.core import Costs, Schedule, Timeline, format_bytes
-from zbpp.core.costs.units import is_in_bytes
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
 
 __all__ = ["Prediction", "measured_step", "predict"]
@@ -80,7 +79,7 @@ def predict(
     Args:
         schedule: of the steps.
         timelines: of the last steps, in seconds, oldest first.
-        costs: in ms; memory is predicted if theirs is in bytes.
+        costs: in ms and bytes; memory is predicted if they give any.
         held: memory of each stage.
         costs_given: by the caller.
         side_by_side: every stage is a process.
@@ -95,7 +94,7 @@ def predict(
         if side_by_side
         else None,
         memory_predicted=tuple(peak_memory(simulated, costs))
-        if is_in_bytes(costs)
+        if (costs.m_b, costs.m_fixed) != (Costs.m_b, Costs.m_fixed)
         else None,
         memory_measured=tuple(measured) if len(measured) == len(held) else None,
         given=costs_given,

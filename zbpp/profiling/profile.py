@@ -22,7 +22,6 @@ _MEMORY = (
     "peak_o",
     "peak_r",
     "parameters",
-    "memory_unit",
 )
 
 

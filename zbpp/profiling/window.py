@@ -137,7 +137,6 @@ def window_costs(
         comm=0.0 if wires is None else _hops(times, wires, placement) or 0.0,
         reduction=0.0 if wires is None else wires.reduction.mean,
         splits=None if all(splits) else tuple(splits),
-        time_unit="ms",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from zbpp.core import LayerCosts, RequestError, read_layers
-from zbpp.core.costs.units import with_limit
+from zbpp.core.costs.layers import with_limit
 from zbpp.core.sharding import Shard
 from zbpp.planning import MODE_WORDS
 from zbpp.planning.request import parse_recompute, parse_split
@@ -120,8 +120,7 @@ class Planning:
                 "--costs and --layers are both given; the costs of chunks follow from "
                 "those of layers: leave --costs out"
             )
-        layers = read_layers(self.layers)
-        return with_limit(layers, self.memory_limit, name="--memory_limit")
+        return with_limit(read_layers(self.layers), self.memory_limit)
 
 
 @dataclass(frozen=True, kw_only=True)

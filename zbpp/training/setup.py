@@ -19,7 +19,7 @@ from zbpp.core import (
     Schedule,
     read_costs,
 )
-from zbpp.core.costs.units import is_limit_in_bytes, with_limit
+from zbpp.core.costs.layers import with_limit
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
 from zbpp.models.configs.byte_model import TextModel, read_causal_lm
@@ -82,20 +82,17 @@ def _has_no_costs(options: TrainOptions) -> bool:
 def measures_first(options: TrainOptions) -> bool:
     """True if the costs of the layers are measured before the first step.
 
-    So they are for ``auto``, unless a file has them, or the limit is one in M_B.
+    So they are for ``auto``, unless a file has them.
     """
-    limit = options.memory_limit
-    in_bytes = limit is None or is_limit_in_bytes(limit)
-    is_asked = is_auto(options.pipeline_schedule_mode)
-    return is_asked and _has_no_costs(options) and in_bytes
+    return is_auto(options.pipeline_schedule_mode) and _has_no_costs(options)
 
 
 def costs_of(options: TrainOptions) -> Costs:
     """Costs of chunks to plan for."""
     costs = Costs() if options.costs is None else read_costs(options.costs)
-    if measures_first(options):  # in bytes, as what will be measured
-        return replace(costs, memory_limit=options.memory_limit)
-    return with_limit(costs, options.memory_limit, name="--memory_limit")
+    if measures_first(options):  # the limit is of what will be measured
+        return costs
+    return with_limit(costs, options.memory_limit)
 
 
 def layers_of(options: TrainOptions, n_layers: int) -> LayerCosts | None:

@@ -47,7 +47,6 @@ class Loads:
         limit: memory of each stage, p entries, inf where there is none.
         placement: chunk to stage.
         chunk_overhead: load of a chunk on top of its layers'.
-        memory_unit: that of the layers.
     """
 
     time: tuple[float, ...]
@@ -57,7 +56,6 @@ class Loads:
     limit: tuple[float, ...]
     placement: Placement
     chunk_overhead: float = 0.0
-    memory_unit: str | None = None
 
     @classmethod
     def of(
@@ -94,7 +92,6 @@ class Loads:
             limit=per_stage(layers.memory_limit, placement),
             placement=placement,
             chunk_overhead=n_microbatches * overhead,
-            memory_unit=layers.memory_unit,
         )
 
     @property
@@ -458,7 +455,6 @@ def _does_not_fit(loads: Loads) -> LimitError:
         f"no split of {loads.n_layers} layers to {loads.placement.n_chunks} chunks "
         f"fits the memory of {loads.placement.n_stages} stages",
         smallest=_balance(unlimited).load,
-        unit=loads.memory_unit,
     )
 
 

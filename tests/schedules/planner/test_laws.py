@@ -76,7 +76,7 @@ def hand_made(mode: str, p: int, m: int) -> Schedule:
 
 
 def check(schedule: Schedule, mode: str, n_stages: int, n_microbatches: int) -> None:
-    assert (schedule.name, schedule.n_stages) == (mode, n_stages)
+    assert schedule.name.partition(": ")[0] == mode and schedule.n_stages == n_stages
     assert schedule.n_microbatches == n_microbatches
     for stage, order in enumerate(schedule.orders):
         assert order[-1] == Step(stage)

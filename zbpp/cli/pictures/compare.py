@@ -138,7 +138,6 @@ class Compare(PlanFlags):
                 for mode, row in rows.items()
             ],
             title=f"{title}, {name}" if name else title,
-            memory_unit=comparison.memory_unit,
             steps=None
             if validated is None
             else {mode: row.steady for mode, row in planned.items()},

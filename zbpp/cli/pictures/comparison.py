@@ -71,11 +71,6 @@ class Comparison:
         }
 
     @property
-    def memory_unit(self) -> str | None:
-        """Unit of the memory of all plans."""
-        return next(iter(self.planned.values())).plan.costs.memory_unit
-
-    @property
     def has_stage_lists(self) -> bool:
         """True if a list of one entry a stage is dealt to several chunks."""
         for row in self.planned.values():

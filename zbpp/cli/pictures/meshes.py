@@ -10,7 +10,7 @@ from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs, read_layers
 from zbpp.core.costs import chunk_layers
-from zbpp.core.costs.units import with_limit
+from zbpp.core.costs.layers import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, Shard, network_of
 from zbpp.simulator.tables import Table
@@ -133,17 +133,13 @@ class Mesh:
                 + (f"; there are {' and '.join(flags)}" if flags else "")
             )
         if self.layers is not None:
-            return with_limit(
-                read_layers(self.layers), self.memory_limit, name="--memory_limit"
-            )
+            return with_limit(read_layers(self.layers), self.memory_limit)
         return self._of_chunks() if self.model is None else self._of_model()
 
     def _of_chunks(self) -> LayerCosts:
         """Take the parts of a costs file as layers: one for each entry of its lists."""
         assert self.costs is not None
-        costs = with_limit(
-            read_costs(self.costs), self.memory_limit, name="--memory_limit"
-        )
+        costs = with_limit(read_costs(self.costs), self.memory_limit)
         values = (costs.f, costs.b, costs.w, costs.m_b, costs.m_w, costs.m_fixed)
         lengths = {len(value) for value in values if isinstance(value, tuple)}
         if len(lengths) != 1:
@@ -208,7 +204,7 @@ def _table(meshes: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
             f"{mesh.step:.6g}",
             f"{mesh.exposed:.6g}",
             f"{mesh.bubble:.2%}",
-            short_memory(mesh.peak, mesh.plan.costs.memory_unit),
+            short_memory(mesh.peak),
             "<- auto" if mesh is best else "",
             look="bold" if mesh is best else "",
         )

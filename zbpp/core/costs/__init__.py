@@ -6,7 +6,6 @@ parts          what passes compute, and what they exchange between
 table          Costs: what the caller writes; ChunkCosts: the same on a placement
 held           the memory along an order
 layers         LayerCosts: times and memories per layer, for any split
-units          amounts of memory as people write them, and limits beside memories
 """
 
 from zbpp.core.costs.collectives import (

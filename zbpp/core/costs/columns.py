@@ -25,7 +25,8 @@ chunk. An edge within a stage takes no time, both ways of a link are alike:
     stage (V)    0      1      1      0        the same two stages share one link
     link         link 0    -     link 0
 
-Times share one unit of the caller's choice, and so do memories.
+Times share one unit of the caller's choice. Memories are in bytes, or in any other unit
+in which amounts are small, such as M_B. A text such as "40GiB" is a number of bytes.
 """
 
 import math
@@ -36,16 +37,16 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any
 
+from zbpp.core.amounts import format_bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
 __all__ = [
-    "Bytes",
     "Column",
     "Per",
     "PerChunk",
+    "as_limit",
     "check_columns",
-    "check_memory_unit",
     "column",
     "columns_of",
     "edge_delays",
@@ -67,16 +68,13 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _FORM = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _PLAIN = {int, float}
-_WITHOUT_UNIT = ("memory_limit", "message")
-"""Memories whose unit says nothing of the others'."""
-
-
-class Bytes(float):
-    """An amount of memory that was written with a unit, so it is in bytes."""
+_KIBI, _MEBI = 2**10, 2**20
+_NOT_HELD = ("memory_limit", "message", "parameters")
+"""Amounts that are no part of what a stage holds."""
 
 
 def parse_memory(text: str) -> float:
-    """Read a number, in the unit of the costs, or one with a unit, as `Bytes`.
+    """Read a number, or an amount with a unit as a number of bytes.
 
     >>> parse_memory("40GiB"), parse_memory("1.5 MB"), parse_memory("8")
     (42949672960.0, 1500000.0, 8.0)
@@ -87,8 +85,7 @@ def parse_memory(text: str) -> float:
     match = _FORM.fullmatch(text)
     if match is not None and (not match[2] or match[2].lower() in _UNITS):
         try:
-            amount = float(match[1])
-            return Bytes(amount * _UNITS[match[2].lower()]) if match[2] else amount
+            return float(match[1]) * _UNITS[match[2].lower() or "b"]
         except ValueError:  # two points, for instance
             pass
     raise RequestError(
@@ -151,7 +148,7 @@ def check_columns(costs: Any, *, n_layers: int = 0) -> None:
     """Convert the columns of new costs to numbers and tuples, and check them.
 
     Lists, arrays and the numbers of numpy are converted; a memory may be a text such
-    as "40GiB", and ``memory_unit`` is then "bytes".
+    as "40GiB".
 
     Args:
         costs: an object with columns.
@@ -167,11 +164,6 @@ def check_columns(costs: Any, *, n_layers: int = 0) -> None:
         if not _is_plain(value):
             value = _as_column(name, value, about)
             object.__setattr__(costs, name, value)
-            if name not in _WITHOUT_UNIT and any(
-                isinstance(entry, Bytes)
-                for entry in (value if isinstance(value, tuple) else (value,))
-            ):
-                object.__setattr__(costs, "memory_unit", "bytes")
         most = _MOST_LIMIT if name == "memory_limit" else _MOST
         _check_numbers(name, value, most=most)
         entries = value if isinstance(value, tuple) else (value,)
@@ -187,6 +179,27 @@ def check_columns(costs: Any, *, n_layers: int = 0) -> None:
                     f"{name} has {len(value)} entries for {n} {what}; give one number, "
                     "or one for each"
                 )
+    limit: PerChunk | None = getattr(costs, "memory_limit", None)
+    if limit is not None:
+        _check_limit(costs, limit)
+
+
+def _check_limit(costs: Any, limit: PerChunk) -> None:
+    """Refuse a limit of megabytes for memories that are surely no bytes."""
+    least = min(limit) if isinstance(limit, tuple) else limit
+    if least < _MEBI:
+        return
+    most = 0.0
+    for name, about in columns_of(type(costs)).items():
+        value = getattr(costs, name)
+        if about.is_memory and name not in _NOT_HELD and value is not None:
+            most = max(most, *(value if isinstance(value, tuple) else (value,)))
+    if most < _KIBI:
+        raise RequestError(
+            f"memory_limit is {format_bytes(least)}, but the largest memory of the "
+            f"costs is {most:g}; give m_b, m_w and m_fixed in bytes too (--costs, "
+            "--layers, or example= of zbpp.plan_model), or the limit in their unit"
+        )
 
 
 def _is_plain(value: object) -> bool:
@@ -211,6 +224,19 @@ def whole_number(name: str, value: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool):
         raise RequestError(f"{name} is {value!r:.60}; give a whole number, such as 4")
     return number
+
+
+def as_limit(value: Any) -> PerChunk | None:
+    """Return a memory limit of a caller as a number, or one a stage.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if value is None:
+        return None
+    limit = _as_column("memory_limit", value, Column(Per.STAGE, is_memory=True))
+    _check_numbers("memory_limit", limit, most=_MOST_LIMIT)
+    return limit
 
 
 def _as_column(name: str, value: object, about: Column) -> PerChunk:
@@ -246,18 +272,6 @@ def _check_numbers(name: str, value: PerChunk, *, most: float) -> None:
                 f"{name} is {number!r:.40}; take another unit: it must be 0, or at "
                 f"least {_LEAST:g} and at most {most:g}"
             )
-
-
-def check_memory_unit(unit: str | None) -> None:
-    """Refuse a unit of memory that is not known.
-
-    Raises:
-        RequestError: it names the unit.
-    """
-    if unit not in (None, "bytes"):
-        raise RequestError(
-            f"memory_unit is {unit!r}; write 'bytes', or leave it out for any one unit"
-        )
 
 
 def per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:

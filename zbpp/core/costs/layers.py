@@ -21,13 +21,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, repeat
 from operator import add, sub
-from typing import Any
+from typing import Any, TypeVar
 
 from zbpp.core.costs.columns import (
     Per,
     PerChunk,
     check_columns,
-    check_memory_unit,
     column,
     columns_of,
     edge_delays,
@@ -40,11 +39,13 @@ from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.placement import Placement
 
-__all__ = ["LayerCosts", "PerLayer", "chunk_layers", "with_m_r"]
+__all__ = ["LayerCosts", "PerLayer", "chunk_layers", "with_limit", "with_m_r"]
+
+_C = TypeVar("_C", bound="Costs | LayerCosts")
 
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
-_SAME = ("loss", "reduction", "validation", "memory_limit", "memory_unit", "time_unit")
+_SAME = ("loss", "reduction", "validation", "memory_limit")
 """Fields that are neither of chunks nor of layers."""
 
 PerLayer = float | tuple[float, ...]
@@ -75,8 +76,6 @@ class LayerCosts:
         loss: time of the loss, a part of the last layer's F; its backward, and its
             memory, are in b, m_b, m_w and the peaks of the last layer.
         memory_limit: of a stage, as in `MemoryModel`.
-        memory_unit: as there.
-        time_unit: as in `Costs`.
         parameters: memory of the parameters, a part of m_fixed; so much, and as much of
             gradients, do replicas of a stage exchange.
         replica_bandwidth: bytes in a unit of time between replicas; None: bandwidth.
@@ -124,8 +123,6 @@ class LayerCosts:
     replica_bandwidth: float | None = column(None, Per.ALL, is_rate=True)
     replica_delay: float = column(0.0, Per.ALL)
     send_occupies: PerLayer = column(0.0, Per.CUT)
-    memory_unit: str | None = None
-    time_unit: str | None = None
     tied: tuple[tuple[tuple[int, ...], float, float, float], ...] = ()
     parts: Parts | tuple[Parts, ...] | None = None
 
@@ -133,7 +130,6 @@ class LayerCosts:
         object.__setattr__(self, "n_layers", whole_number("n_layers", self.n_layers))
         if self.n_layers < 1:
             raise RequestError(f"n_layers is {self.n_layers}; it must be at least 1")
-        check_memory_unit(self.memory_unit)
         tied = tuple((tuple(layers), *sizes) for layers, *sizes in self.tied)
         object.__setattr__(self, "tied", tied)
         if self.parts is not None:
@@ -189,7 +185,6 @@ class LayerCosts:
         ]
         return replace(
             self,
-            memory_unit=memories.memory_unit,
             tied=memories.tied,
             **{name: getattr(memories, name) for name in names},
         )
@@ -480,6 +475,11 @@ def _dealt_parts(
             )
         dealt += [replace(of, layers=of.layers // n).flat()] * n
     return tuple(dealt)
+
+
+def with_limit(costs: _C, limit: PerChunk | None) -> _C:
+    """Return costs with another limit; None leaves theirs."""
+    return costs if limit is None else replace(costs, memory_limit=limit)
 
 
 def with_m_r(layers: LayerCosts) -> LayerCosts:

@@ -54,7 +54,6 @@ from zbpp.core.costs.columns import (
     Per,
     PerChunk,
     check_columns,
-    check_memory_unit,
     column,
     columns_of,
     edge_delays,
@@ -105,8 +104,7 @@ class Times:
     without their messages; a list is by the chunk of the F; None: as long as one after
     the other. ``parts`` tells what F, B and W compute and what they exchange between
     (`zbpp.core.costs.parts`), of a stage, or in a list per chunk; their sums are ``f``,
-    ``b`` and ``w``, which may then be left out. ``time_unit`` names the unit of all,
-    such as "ms"; None: any one.
+    ``b`` and ``w``, which may then be left out.
 
     Raises:
         RequestError: a time is negative, not finite or above 1e100, splits holds no
@@ -127,7 +125,6 @@ class Times:
     send_occupies: PerChunk = column(0.0, Per.EDGE)
     fb: PerChunk | None = column(None, Per.CHUNK)
     gathers: bool = False
-    time_unit: str | None = None
     parts: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -164,7 +161,6 @@ class MemoryModel:
         peak_w: the same of W; None: 0.
         peak_bw: the same of BW; None: that of B, then W.
         peak_o: the same of an optimizer step, summed over the chunks of a stage.
-        memory_unit: "bytes", or None: any one unit, such as M_B.
         m_r: what F leaves of a chunk that is recomputed (`recomputed`); None: it
             cannot be.
 
@@ -182,10 +178,8 @@ class MemoryModel:
     peak_bw: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
     peak_o: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
     m_r: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
-    memory_unit: str | None = None
 
     def __post_init__(self) -> None:
-        check_memory_unit(self.memory_unit)
         check_columns(self)
 
 
@@ -199,7 +193,6 @@ class Costs(MemoryModel, Times):
     """
 
     def __post_init__(self) -> None:
-        check_memory_unit(self.memory_unit)
         Times.__post_init__(self)
 
     def on(self, placement: Placement) -> "ChunkCosts":
@@ -286,7 +279,6 @@ class Costs(MemoryModel, Times):
             peak_w=peak_w,
             peak_bw=self._peaks("peak_bw", in_turn, placement),
             peak_o=stages("peak_o"),
-            memory_unit=self.memory_unit,
         )
 
     def _dealt_parts(self, placement: Placement) -> tuple[Parts, ...]:
@@ -334,10 +326,7 @@ class Costs(MemoryModel, Times):
 
     def with_memory(self, memory: MemoryModel) -> "Costs":
         """Return these times with other memories."""
-        return replace(self, **{x: getattr(memory, x) for x in _MEMORY})
-
-
-_MEMORY = (*columns_of(MemoryModel), "memory_unit")
+        return replace(self, **{x: getattr(memory, x) for x in columns_of(MemoryModel)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +366,6 @@ class ChunkCosts:
     peak_w: tuple[float, ...]
     peak_bw: tuple[float, ...]
     peak_o: tuple[float, ...]
-    memory_unit: str | None = None
 
     def of(self, job: Job) -> float:
         """Time of one job.

@@ -1,18 +1,11 @@
-"""Costs files, per chunk or per layer: a key for each column of the costs.
-
-Version 2 names the unit of its times, and that of its memories if that is bytes. Files
-without a version are of version 1: there memories are in bytes if an amount is 2**20 or
-more, as nobody counts so many of another unit. Version 3 may tell parts of the passes,
-and need name no unit.
-"""
+"""Costs files, per chunk or per layer: a key for each column of the costs."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zbpp.core.amounts import BYTES_FROM
 from zbpp.core.costs import Costs, LayerCosts
 from zbpp.core.costs.columns import Column, columns_of, listed
 from zbpp.core.costs.parts import Parts, PartTimes
@@ -42,12 +35,9 @@ __all__ = [
 _C = TypeVar("_C", Costs, LayerCosts)
 _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 """Columns of chunks that are written even where they are the default."""
-_UNITS = ("time_unit", "memory_unit")
 _OF_CHUNKS = columns_of(Costs)
 _OF_LAYERS = columns_of(LayerCosts)
 _PARTS_KEYS = {"f", "b", "w", "layers"}
-_OTHER_UNITS = ("memory_limit", "message")
-"""Memories that say nothing of the unit of the others."""
 
 
 def write_costs(costs: Costs, path: str | Path) -> None:
@@ -80,15 +70,14 @@ def write_layers(layers: LayerCosts, path: str | Path) -> None:
 
 
 def _entries(costs: Any, always: tuple[str, ...]) -> dict[str, object]:
-    """Entries that are written of an object: its version, and all but defaults."""
-    version = {} if costs.time_unit is None else {"version": 2}
-    data: dict[str, object] = version | {
+    """Entries that are written of an object: all but defaults."""
+    data: dict[str, object] = {
         field.name: getattr(costs, field.name)
         for field in fields(costs)
         if field.name in always or getattr(costs, field.name) != field.default
     }
     if costs.parts is not None:
-        data |= {"version": 3, "parts": _parts_data(costs.parts)}
+        data["parts"] = _parts_data(costs.parts)
     return data
 
 
@@ -150,12 +139,11 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
 
     ``parts`` is an object with ``f``, ``b`` and ``w``, lists of pairs such as
     ``["compute", 1.5]`` and ``["network", 0.5]`` for one layer, and with ``layers``:
-    how many a stage has. A list has one object per chunk. ``version`` is then 3.
+    how many a stage has. A list has one object per chunk.
 
-    Memories have any one unit, or are texts such as "40GiB", in bytes, or numbers of
-    them: then ``memory_unit`` is "bytes". ``time_unit`` is a text such as "ms", and
-    ``version`` is then 2. Lists are told apart as in
-    `zbpp.core.costs.columns`; the model of memory is drawn in `zbpp.core.costs.table`.
+    Memories are numbers of bytes, or of any other unit such as M_B; a text such as
+    "40GiB" is a number of bytes. Lists are told apart as in `zbpp.core.costs.columns`;
+    the model of memory is drawn in `zbpp.core.costs.table`.
 
     Raises:
         RequestError: the text holds no valid costs.
@@ -169,7 +157,7 @@ def costs_of(data: Mapping[str, Any], *, source: str = "costs") -> Costs:
     Raises:
         RequestError: the object holds no valid costs.
     """
-    return _made(Costs, source, data, _read_columns(source, data, _OF_CHUNKS, "splits"))
+    return _table(Costs, source, _read_columns(source, data, _OF_CHUNKS, "splits"))
 
 
 def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
@@ -199,25 +187,14 @@ def layers_of(data: Mapping[str, Any], *, source: str = "layers") -> LayerCosts:
         if not lists:
             fail(source, "n_layers is missing, and there is no list to tell it by")
         n_layers = max(lists)
-    return _made(LayerCosts, source, data, values | {"n_layers": n_layers})
+    return _table(LayerCosts, source, values | {"n_layers": n_layers})
 
 
-def _made(table: type[_C], source: str, data: Mapping[str, Any], values: Any) -> _C:
-    """Make costs; in version 1 numbers of memory from 2**20 on are bytes."""
+def _table(table: type[_C], source: str, values: Mapping[str, Any]) -> _C:
     try:
-        costs = table(**values)
+        return table(**values)
     except RequestError as error:
         fail(source, str(error))
-    if data.get("version", 1) == 1 and costs.memory_unit is None:
-        amounts = [
-            getattr(costs, name)
-            for name, about in columns_of(table).items()
-            if about.is_memory and name not in _OTHER_UNITS and name in values
-        ]
-        most = [max(x) if isinstance(x, tuple) else x for x in amounts]
-        if max(most, default=0.0) >= BYTES_FROM:
-            return replace(costs, memory_unit="bytes")
-    return costs
 
 
 def refuse_other_kind(source: str, data: Mapping[str, Any], wanted: str) -> None:
@@ -250,28 +227,17 @@ def _read_columns(
     columns: Mapping[str, Column],
     *other_keys: str,
 ) -> dict[str, Any]:
-    """Read the columns that there are, and their units; null is as good as nothing."""
+    """Read the columns that there are; null is as good as nothing."""
     refuse_other_kind(source, data, "layers" if columns is _OF_LAYERS else "costs")
-    keys = (*columns, *other_keys, "parts", "version", *_UNITS)
-    refuse_unknown(source, data, keys)
-    version = data.get("version", 1)
-    if version not in (1, 2, 3):
-        fail(source, f"version is {version!r}; zbpp reads 1, 2 and 3")
-    time_unit = data.get("time_unit")
-    if time_unit is not None and not isinstance(time_unit, str):
-        fail(source, f"time_unit is {time_unit!r}, not a text such as 'ms'")
-    if version == 2 and time_unit is None:
-        fail(source, "time_unit is missing; version 2 names it, such as 'ms'")
-    names = [*columns, *other_keys, "memory_unit"]
+    refuse_unknown(source, data, (*columns, *other_keys, "parts"))
+    names = [*columns, *other_keys]
     values = {name: data[name] for name in names if data.get(name) is not None}
     if data.get("parts") is not None:
-        values["parts"] = _read_parts(source, data["parts"], version)
-    return values | {"time_unit": time_unit}
+        values["parts"] = _read_parts(source, data["parts"])
+    return values
 
 
-def _read_parts(source: str, entry: object, version: object) -> Any:
-    if version != 3:
-        fail(source, "parts are there in version 3 alone; write it")
+def _read_parts(source: str, entry: object) -> Any:
     try:
         if isinstance(entry, list):
             return tuple(map(_parts_of, entry))

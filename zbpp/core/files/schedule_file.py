@@ -1,7 +1,4 @@
-"""Schedule files: one row of jobs a stage.
-
-Version 2 has a row of parts a stage as well; schedules without are of version 1.
-"""
+"""Schedule files: one row of jobs a stage, and one of parts where passes have them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,8 +23,7 @@ __all__ = [
     "write_schedule",
 ]
 
-_FORMAT = "zbpp-schedule"
-_VERSIONS = (1, 2)
+_FORMAT, _VERSION = "zbpp-schedule", 1
 _SCHEDULE_KEYS = (
     "format",
     "version",
@@ -37,14 +33,14 @@ _SCHEDULE_KEYS = (
     "placement",
     "jobs",
 )
-_LATER_KEYS = ("split", "recompute")  # written only where they say something
+_OPTIONAL_KEYS = ("split", "recompute", "parts")
 
 
 def schedule_text(schedule: Schedule) -> str:
     """Write a schedule as JSON, one line a stage."""
     head: dict[str, object] = {
         "format": _FORMAT,
-        "version": 1 if schedule.parts is None else 2,
+        "version": _VERSION,
         "mode": schedule.name,
         "n_stages": schedule.n_stages,
         "n_microbatches": schedule.n_microbatches,
@@ -103,15 +99,13 @@ def schedule_of(
     for key in _SCHEDULE_KEYS:
         if key not in data:
             fail(source, f"the key {key!r} is missing")
-    refuse_unknown(source, data, (*_SCHEDULE_KEYS, *_LATER_KEYS, "parts"))
-    if data["format"] != _FORMAT or data["version"] not in _VERSIONS:
+    refuse_unknown(source, data, (*_SCHEDULE_KEYS, *_OPTIONAL_KEYS))
+    if data["format"] != _FORMAT or data["version"] != _VERSION:
         fail(
             source,
             f"format {data['format']!r} version {data['version']!r} is not "
-            f"{_FORMAT!r} version 1 or 2",
+            f"{_FORMAT!r} version {_VERSION}",
         )
-    if (data["version"] == 2) != ("parts" in data):
-        fail(source, "a schedule has parts in version 2, and in no other")
     if not isinstance(data["mode"], str):
         fail(source, f"mode is {data['mode']!r}, not a text")
     n_stages = integer(source, "n_stages", data["n_stages"])
