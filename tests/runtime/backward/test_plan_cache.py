@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, save_on_cpu
+from torch.autograd.graph import save_on_cpu
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -89,20 +89,14 @@ def hooked(net: Net, x: Tensor) -> Tensor:
     return plain(net, x)
 
 
-def hooked_node(net: Net, x: Tensor) -> Tensor:
-    if net.hooked is None:
-        net.hooked = get_gradient_edge(net.norm.bias).node
-        net.hooked.register_hook(lambda *_: net.fired.append("bias"))
-    return plain(net, x)
-
-
 def run(net: Net, x: Tensor, plans: SplitPlanCache | None) -> Tensor | None:
     x = x.clone().requires_grad_()
-    y = net(x)
+    with WeightQueue() as queue:
+        y = net(x)
     if plans is None:
         y.backward(torch.ones_like(y))
         return x.grad
-    graph = SplitGraph([y], [x], plans=plans)
+    graph = SplitGraph([y], [x], queue, plans=plans)
     (dx,) = graph.backward_input(torch.ones_like(y))
     graph.backward_weight()
     return dx
@@ -126,9 +120,10 @@ def same(net: Net, other: Net) -> bool:
     ("way", "n_planned"),
     [
         (plain, 1),
-        (checkpointed, 1),  # the second one by hooks, as ever
+        (checkpointed, 1),
+        (hooked, 1),
         *((way, 2) for way in (swapped, another_norm, used_twice, through_a_clone)),
-        *((way, 2) for way in (packed, frozen, hooked, hooked_node)),
+        *((way, 2) for way in (packed, frozen)),
     ],
 )
 def test_a_plan_serves_where_all_is_alike(
@@ -173,7 +168,6 @@ def leaves_node(leaf: Tensor) -> Any:
 
 @pytest.mark.parametrize("plans", (False, True))
 def test_a_report_keeps_no_node_of_a_leaf_and_a_plan_does(plans: bool) -> None:
-    """The look at its hooks has left an empty list on it, which every call visits."""
     net, memory = Net(), SplitPlanCache()
     x = torch.randn(2, 4, requires_grad=True)
     graph = SplitGraph([net(x)], [x], plans=memory)

@@ -84,12 +84,14 @@ def split(
         device=torch.device("cpu"), autocast=torch.bfloat16 if case.autocast else None,
         exact_sums=exact_sums,
     )  # fmt: skip
+    stage.random.seed_layer = (  # type: ignore[method-assign]
+        lambda step, number, layer: torch.default_generator.manual_seed(number)
+    )
     passes = [(text[0], int(text[1:])) for text in order.split()]
     outputs: dict[int, Tensors] = {}
     found = {}
     for kind, i in passes:
         if kind == "F":
-            torch.default_generator.manual_seed(i)
             outputs[i] = stage.forward(1, i, inputs_of(case, i, dtype))
         elif kind == "B":
             dy = gradients_for(outputs.pop(i), i)

@@ -1,5 +1,6 @@
-"""Wrappers of data parallelism, which do not see what W computes."""
+"""Wrappers and hooks of modules that do not see what W computes."""
 
+from collections.abc import Iterable
 from weakref import WeakSet
 
 from torch import nn
@@ -8,7 +9,7 @@ from zbpp.core import RequestError
 from zbpp.runtime.support.fsdp import is_unit
 from zbpp.runtime.support.torch_internals import data_parallel, is_in_ddp
 
-__all__ = ["check_module"]
+__all__ = ["check_hooks", "check_module"]
 
 _checked: WeakSet[nn.Module] = WeakSet()
 
@@ -29,9 +30,11 @@ def check_module(
             that works as it does.
 
     Raises:
-        RequestError: the module, or one inside, is wrapped by one of them.
+        RequestError: the module, or one inside, is wrapped by one of them, or has a
+            deprecated backward hook.
     """
     wrapper = "DistributedDataParallel" if is_in_ddp() else None
+    check_hooks(module.modules())
     if module not in _checked:
         for path, part in module.named_modules():
             kind = data_parallel(part)
@@ -51,3 +54,18 @@ def check_module(
         )
     if not on_mesh:
         _checked.add(module)
+
+
+def check_hooks(modules: Iterable[nn.Module]) -> None:
+    """Refuse backward hooks on single nodes of a graph; full ones are no such.
+
+    Raises:
+        RequestError: a module has one.
+    """
+    for module in modules:
+        if module._is_full_backward_hook is False and module._backward_hooks:
+            raise RequestError(
+                f"a {type(module).__name__} has a hook of register_backward_hook(), "
+                "which would miss the weight gradients that W computes; use "
+                "register_full_backward_hook()"
+            )

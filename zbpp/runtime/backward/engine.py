@@ -25,14 +25,15 @@ from zbpp.runtime.backward.grads import (
     set_gradients_aside,
 )
 from zbpp.runtime.backward.graph import SplitPlan
-from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.layouts import InputLayouts
 from zbpp.runtime.backward.products import SplitSite
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.compiled.region import defer_pieces
 from zbpp.runtime.support.autograd_internals import (
     NoGrad,
+    add_hook,
     edge_at,
+    hooks_made,
     run_backward,
 )
 
@@ -58,13 +59,15 @@ def run_b(
     """
     if not plan.products and not plan.regions:
         return run_full(ends, inputs, layouts=layouts)
-    if plan.captures:
+    # A hook that the forward has set on an output would not see what is captured.
+    if plan.captures and queue.n_hooks is not None and queue.n_hooks == hooks_made():
         return _capture(plan, ends, inputs, queue)
     wanted: list[Any] = [leaf for leaf in plan.leaves if leaf.requires_grad]
     wanted += [edge_at(site[0], 0) for site in plan.products]
     wanted += [edge_at(node, 0) for node, _ in plan.regions]
     hooks = [
-        watch.add_prehook(site[0], _deferring(site, queue)) for site in plan.products
+        add_hook(site[0].register_prehook, _deferring(site, queue))
+        for site in plan.products
     ]
     for node, site in plan.regions:
         defer_pieces(node, partial(site.defer, queue))

@@ -26,6 +26,7 @@ __all__ = [
     "add_gradients",
     "adds_only",
     "hand_over",
+    "has_hooks",
     "restore_gradients",
     "set_gradients_aside",
 ]
@@ -122,11 +123,15 @@ class GradTarget(NamedTuple):
             part.of(total).add_(gradient)
 
 
-def adds_only(leaf: Tensor, dtype: torch.dtype) -> bool:
-    """True if a dense gradient of this dtype is added, or kept, without a cast.
+def has_hooks(leaf: Tensor) -> bool:
+    """True if a leaf has hooks; those of its node, which it does not show, are not."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
-    Hooks are not looked for here; see `zbpp.runtime.backward.hooks`.
-    """
+
+def adds_only(leaf: Tensor, dtype: torch.dtype) -> bool:
+    """True if a dense gradient of this dtype is added without a cast or a hook."""
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return False
     total = leaf.grad
     if total is not None:
         return total.dtype == dtype and total.layout is _STRIDED
@@ -158,7 +163,7 @@ def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
     """Add gradients that autograd has returned; called without a graph.
 
     They may be another tensor's too, or lie in memory that is written again, so a first
-    one is copied. Those that are cast go to autograd; hooks of the leaves must not be.
+    one is copied. Those that are cast, or have hooks, go to autograd.
 
     Args:
         leaves: each once.

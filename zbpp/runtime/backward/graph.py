@@ -23,7 +23,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from zbpp.runtime.backward.causes import NO_WEIGHT
 from zbpp.runtime.backward.ends import PLAIN, End
-from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.paths import (
     LEAF,
     cut_of,
@@ -38,7 +37,6 @@ from zbpp.runtime.backward.regions import RegionSite, plan_region
 from zbpp.runtime.support.autograd_internals import (
     can_read_saved,
     has_saved,
-    is_multi_grad_hook,
     sequence_number,
 )
 from zbpp.runtime.support.compile_internals import is_compiled
@@ -228,8 +226,6 @@ def _split(node: Any, rule: Rule, graph: _Graph) -> tuple[SplitSite, list[Any]] 
         ]
         if None in leaves:
             why = "goes with an operand that stays in B"
-        elif not watch.is_free(node) and watch.has_hooks(node, before=False):
-            why = "a hook on its product"
         elif not has_saved(node.__class__, rule.settings):
             why = "this torch hides what W needs"
         elif not all(can_read_saved(node, name) for name in reads):
@@ -254,9 +250,6 @@ def _refusal(
         return f"a {type(leaf).__name__}"
     if leaf.layout is not torch.strided:
         return f"its layout is {leaf.layout}"
-    hooks: dict[int, Any] = leaf._backward_hooks or {}
-    if any(map(is_multi_grad_hook, hooks.values())):
-        return "a hook on several gradients at once"
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.support.autograd_internals import add_hook
 
 __all__ = ["InputLayouts"]
 
@@ -51,7 +51,7 @@ class InputLayouts:
         self, kind: Any, inputs: Sequence[Tensor]
     ) -> Iterator[Mapping[int, Tensor]]:
         kept: dict[int, Tensor] = {}
-        hooks = [watch.add_hook(x, partial(_keep, kept, x)) for x in inputs]
+        hooks = [add_hook(x.register_hook, partial(_keep, kept, x)) for x in inputs]
         try:
             yield kept
         finally:

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zbpp.runtime.backward.grads import GradTarget, LeafSlice
-from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.grads import GradTarget, LeafSlice, has_hooks
 from zbpp.runtime.support.autograd_internals import has_saved, is_packed
 
 __all__ = [
@@ -110,29 +109,23 @@ def cut_of(node: Any, output: int) -> tuple[Any, int] | None:
 
 
 def find_target(edges: Sequence[tuple[Any, int]]) -> GradTarget | None:
-    """Return where the gradient of an only edge may be added; `watch` has looked.
+    """Return where the gradient of an only edge may be added.
 
-    None where autograd may do more than to add: behind another path, a hook, or for a
-    DTensor.
+    None where autograd may do more than to add: behind another path, or for a DTensor.
     """
     if len(edges) > 1:
         return None
     node, output = edges[0]
-    path = []
     is_transposed = type(node).__name__ == "TBackward0"
     if is_transposed:
-        path.append(node)
         node, output = node.next_functions[0]
     part = None
     if is_cut(node):
-        path.append(node)
         part = _slice_of(node, output)
         node, output = node.next_functions[0]
         if part is None:
             return None
     if type(node).__name__ != LEAF or is_dtensor(node.variable):
-        return None
-    if not watch.is_clean(node.variable, node) or not all(map(watch.is_free, path)):
         return None
     return GradTarget(node.variable, is_transposed, part)
 
@@ -182,7 +175,7 @@ def refusal_of_slices(
     counts = Counter(node for node, _ in cuts)
     if uses[leaf] != len(counts) or any(uses[x] != n for x, n in counts.items()):
         return "used in parts, and in other ways"
-    if not watch.is_clean(leaf.variable, leaf):
+    if has_hooks(leaf.variable):
         return "used in parts, and a hook is to see them as one"
     slices = [_slice_of(*cut) for cut in cuts]
     ranges = sorted((x.start, x.stop) for x in slices if x is not None)

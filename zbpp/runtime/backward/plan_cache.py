@@ -8,8 +8,8 @@ number in which they come up, inputs by their place, parameters by their own nod
 the signature keeps, so that later graphs have the same. A graph with another signature
 is planned anew.
 
-A plan depends on more: on saved tensors, which hooks may have packed, and on hooks of
-others. Both are compared beside the signature.
+A plan depends on saved tensors too, which hooks may have packed: these are compared
+beside the signature.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zbpp.runtime.backward.ends import End
+from zbpp.runtime.backward.grads import has_hooks
 from zbpp.runtime.backward.graph import SplitPlan, plan_split
-from zbpp.runtime.backward.hooks import UNKNOWN, watch
 from zbpp.runtime.backward.layouts import InputLayouts
 from zbpp.runtime.backward.paths import find_target, is_dtensor
 from zbpp.runtime.backward.products import SplitSite, can_read
@@ -42,14 +42,13 @@ class SplitPlanCache:
         self.layouts = InputLayouts()
 
     def plan(self, ends: Sequence[End], inputs: Sequence[Tensor]) -> SplitPlan:
-        """Return `plan_split`'s plan; `watch` has looked.
+        """Return `plan_split`'s plan.
 
         Args:
             ends: where the graph ends, as `plan_split` takes them.
             inputs: leaves.
         """
-        has_edges = all([end.__class__ is GradientEdge for end in ends])
-        if watch.n_others == UNKNOWN or not has_edges:
+        if not all([end.__class__ is GradientEdge for end in ends]):
             return plan_split(ends, inputs)
         graph = _Graph(ends, inputs)
         known_plan = self._plans.get(graph.signature)
@@ -113,13 +112,11 @@ class _KnownPlan:
         self, graph: _Graph, inputs: Sequence[Tensor], plan: SplitPlan
     ) -> None:
         numbers = {node: number for number, node in enumerate(graph.nodes)}
-        self._n_hooks = watch.n_others
-        self._leaf_nodes = {
+        leaf_nodes = {
             node.variable: node
             for node in graph.signature
             if node.__class__ is LeafNode
         }
-        """Of the parameters."""
         self._sites = [
             (
                 numbers[node],
@@ -129,23 +126,21 @@ class _KnownPlan:
             for node, product, edges in plan.products
         ]
         """With the attributes that tell whether a hook has packed a saved tensor."""
-        own_nodes = set(self._leaf_nodes.values())
+        own_nodes = set(leaf_nodes.values())
         self._regions = [
             (numbers[node], site, site.leads_to(own_nodes))
             for node, site in plan.regions
         ]
-        self._leaves_in_b = [x for x in plan.leaves if x in self._leaf_nodes]
+        self._leaves_in_b = [x for x in plan.leaves if x in leaf_nodes]
         places = {id(x): place for place, x in enumerate(inputs)}
         self._inputs_in_b = [places[id(x)] for x in plan.leaves if id(x) in places]
         self._waiting, self._reasons = plan.waiting, plan.reasons
         self._captures = all(map(is_built_in, graph.nodes)) and all(
-            _may_be_captured(leaf, self._leaf_nodes[leaf]) for leaf in self._leaves_in_b
+            map(_may_be_captured, self._leaves_in_b)
         )
 
     def plan_of(self, graph: _Graph, inputs: Sequence[Tensor]) -> SplitPlan | None:
         """Return the plan of a graph with this signature; None: it needs another."""
-        if self._n_hooks != watch.n_others and not self._has_no_hooks(graph):
-            return None
         nodes = graph.nodes
         products: list[SplitSite] = []
         is_packed = False
@@ -167,32 +162,12 @@ class _KnownPlan:
             [*self._leaves_in_b, *[inputs[i] for i in self._inputs_in_b]],
             self._waiting,
             self._reasons,
-            captures=self._captures and not is_packed,
+            captures=self._captures
+            and not is_packed
+            and not any(map(has_hooks, self._leaves_in_b)),
         )
 
-    def _has_no_hooks(self, graph: _Graph) -> bool:
-        """True if hooks that were registered since are none here."""
-        for number, product, _ in self._sites:
-            node = graph.nodes[number]
-            if not watch.is_free(node) and watch.has_hooks(node, before=True):
-                return False
-            target = product.target
-            if target is not None and target.is_transposed:
-                transpose, _ = graph.edges[number][product.operands[0]]
-                if not watch.is_free(transpose):
-                    return False
-        for number, *_ in self._regions:
-            node = graph.nodes[number]
-            if not watch.is_free(node) and watch.has_hooks(node, before=False):
-                return False
-        if not all(watch.is_clean(p, node) for p, node in self._leaf_nodes.items()):
-            return False
-        self._n_hooks = watch.n_others
-        return True
 
-
-def _may_be_captured(leaf: Tensor, node: Any) -> bool:
-    """True if nobody minds that the gradient of a leaf is added in the end of B."""
-    if is_dtensor(leaf) or leaf.nbytes > _SMALL_BYTES:
-        return False
-    return watch.is_clean(leaf, node)
+def _may_be_captured(leaf: Tensor) -> bool:
+    """True if the gradient of a leaf may be added in the end of B."""
+    return not is_dtensor(leaf) and leaf.nbytes <= _SMALL_BYTES

@@ -26,7 +26,6 @@ from zbpp.runtime.backward.grads import (
     WeightGradients,
     adds_only,
 )
-from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.paths import find_target
 from zbpp.runtime.backward.queue import DeferredWork, WeightQueue
 from zbpp.runtime.support.autograd_internals import can_read_saved
@@ -83,8 +82,8 @@ class Product(NamedTuple):
         operands: those whose gradients wait.
         reads: names of the saved tensors that W needs.
         saved: the attributes of the node that hold them.
-        target: where the only operand's gradient is added, as long as no hook is
-            registered anywhere; None: it is looked for in W.
+        target: where the only operand's gradient is added; None: it is looked for in
+            W.
     """
 
     rule: Rule
@@ -147,7 +146,7 @@ class ProductWork(DeferredWork):
         dtype: of the only gradient; None: that of the product's.
     """
 
-    __slots__ = ("_dtype", "_gradients", "_n_hooks", "_target", "_versions")
+    __slots__ = ("_dtype", "_gradients", "_target", "_versions")
 
     def __init__(
         self,
@@ -160,7 +159,6 @@ class ProductWork(DeferredWork):
         self.roots, self.kept = edges, kept
         self._gradients, self._target, self._dtype = gradients, target, dtype
         self._versions = versions_of(kept)
-        self._n_hooks = watch.n_others
 
     def run(self, *, in_place: bool) -> Sequence[tuple[Root, Tensor | None]]:
         """Add the gradient to its leaf, or return all; see `DeferredWork.run`.
@@ -170,7 +168,7 @@ class ProductWork(DeferredWork):
         """
         target, kept = self._target, self.kept
         check_versions(kept, self._versions)
-        if target is None or self._n_hooks != watch.n_others:
+        if target is None:
             target = find_target(self.roots)
         dy = kept[0]
         if (

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.backward.grads import Root, hand_over
-from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.support.autograd_internals import NoGrad
+from zbpp.runtime.support.autograd_internals import NoGrad, hooks_made
 from zbpp.runtime.support.sharded import own_shard
 from zbpp.runtime.support.strides import copy_of
 
@@ -133,8 +132,8 @@ class WeightQueue:
 
     def __init__(self, lent: Collection[int] = ()) -> None:
         self.lent = lent
-        self.birth = watch.begin_forward()
-        """Of the forward whose weights it is for."""
+        self.n_hooks = hooks_made()
+        """Hooks of others when its forward began; None: unknown."""
         self.work: list[DeferredWork] = []
         """The pieces of work of W, in order."""
         self._has_failed = False
@@ -219,7 +218,6 @@ class WeightQueue:
 
     def _run_some(self, n_left: int, in_place: bool) -> list[tuple[Root, Tensor]]:
         """Work until there is enough for one call of autograd, or no more is wanted."""
-        watch.look()
         ready: list[tuple[Root, Tensor]] = []
         n_bytes = 0
         while len(self.work) > n_left and n_bytes < _TOGETHER_BYTES:

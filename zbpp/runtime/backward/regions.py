@@ -21,7 +21,6 @@ from zbpp.runtime.backward.grads import (
     add_gradient,
     adds_only,
 )
-from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.paths import find_target
 from zbpp.runtime.backward.products import (
     Edges,
@@ -127,8 +126,6 @@ def plan_region(
             if variable is not None:
                 reasons.setdefault(id(variable), why)
         return None
-    if not watch.is_free(node) and watch.has_hooks(node, before=False):
-        return None
     edges: list[Edges] = []
     leaves: list[Any] = []
     layouts: list[Sequence[DTensorLayout]] = []
@@ -215,13 +212,12 @@ class _RegionWork(DeferredWork):
         held: operands of the pieces, which the region numbers.
     """
 
-    __slots__ = ("_n_hooks", "_site", "_versions")
+    __slots__ = ("_site", "_versions")
 
     def __init__(self, site: RegionSite, held: list[Any]) -> None:
         self._site = site
         self.kept: list[Any] = held
         self._versions = versions_of(held)
-        self._n_hooks = watch.n_others
 
     @property
     def roots(self) -> list[Root]:  # type: ignore[override]  # rarely asked for
@@ -236,11 +232,10 @@ class _RegionWork(DeferredWork):
         """
         held = self.kept
         check_versions(held, self._versions)
-        is_as_planned = self._n_hooks == watch.n_others
         left: list[tuple[Root, Tensor | None]] = []
         for number, piece_plan in enumerate(self._site.known_pieces):
             leaf, take, frees, compute, add, dtype = piece_plan
-            adds = is_as_planned and leaf.requires_grad and adds_only(leaf, dtype)
+            adds = leaf.requires_grad and adds_only(leaf, dtype)
             piece = None if adds else self._piece(number)
             operands = take(held)
             for i in frees:
@@ -270,12 +265,10 @@ class _RegionWork(DeferredWork):
         site = self._site
         piece = site.region.pieces[number]
         operands = [self.kept[i] for i in piece.operands]
-        # a hook since B may be of the leaf: ProductWork then looks for it
-        is_as_planned = self._n_hooks == watch.n_others
         return ProductWork(
             site.edges[number],
             _PieceGradients(piece, operands, site.layouts[number]),
             operands,
-            site.targets[number] if is_as_planned else None,
+            site.targets[number],
             piece.recipe.dtype,
         )

@@ -39,7 +39,6 @@ from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.ends import End, alias_of, end_of, fitting
 from zbpp.runtime.backward.engine import run_b, run_full
 from zbpp.runtime.backward.graph import REENTRANT, SplitPlan, node_of, plan_split
-from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.layouts import InputLayouts
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.queue import Progress, WeightQueue
@@ -92,12 +91,14 @@ class SplitGraph:
                         "too; run the forward on x.detach().requires_grad_()"
                     )
                 self._inputs.append(x)
-        self._queue = WeightQueue() if queue is None else queue
+        if queue is None:
+            queue = WeightQueue()
+            queue.n_hooks = None  # it does not know when the forward began
+        self._queue = queue
         self._is_exact = is_exact
         self._plans = plans
         self._layouts = InputLayouts() if plans is None else plans.layouts
         self._made_plan: SplitPlan | None = None
-        self._n_hooks = 0
         self._is_done = self._deferred = False
         self.outputs: Any = None
         """The function's result, its tensors detached; set by `split_forward`."""
@@ -105,13 +106,11 @@ class SplitGraph:
     def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """Say where each gradient is computed: ``"W"``, or ``"B: "`` and why.
 
-        To be asked before B. Nothing of it is kept: leaves' nodes live on where a plan
-        is, and the look at their hooks makes each cost a full backward a microsecond.
+        To be asked before B.
 
         Args:
             parameters: of the function, which a reentrant checkpoint hides.
         """
-        watch.turn_to(self._queue.birth)
         inputs = {id(x) for x in self._inputs}
         plan = plan_split(self._ends, self._inputs)
         where = plan.where()
@@ -149,16 +148,9 @@ class SplitGraph:
         return self._queue.held_bytes()
 
     def _plan(self) -> SplitPlan:
-        """Plan once, and again if hooks were registered since."""
-        if self._is_done and self._made_plan is not None:
-            return self._made_plan
-        watch.turn_to(self._queue.birth)
-        if self._made_plan is None or self._n_hooks != watch.n_others:
-            if self._plans is None:
-                self._made_plan = plan_split(self._ends, self._inputs)
-            else:
-                self._made_plan = self._plans.plan(self._ends, self._inputs)
-            self._n_hooks = watch.n_others
+        if self._made_plan is None:
+            plan = plan_split if self._plans is None else self._plans.plan
+            self._made_plan = plan(self._ends, self._inputs)
         return self._made_plan
 
     def backward_input(

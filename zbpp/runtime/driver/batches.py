@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zbpp.core import Placement, RequestError
+from zbpp.runtime.backward.data_parallel import check_hooks
 from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.driver.agreement import check_first_step
@@ -270,8 +271,10 @@ class _LateParameters:
         """Compare what the layers hold now; in C, as every step does so.
 
         Raises:
-            RequestError: it names the parameters that nobody would train.
+            RequestError: it names the parameters that nobody would train; or a module
+                has a deprecated backward hook.
         """
+        check_hooks(self._modules)
         now = chain.from_iterable(map(dict.values, self._tables))
         if sum(map(len, self._tables)) == len(self._seen) and all(
             map(is_, now, self._seen)
@@ -300,12 +303,12 @@ class _LateParameters:
 
     def _look(self) -> None:
         """Remember the parameters and the modules of each module."""
-        modules: list[Any] = [
+        self._modules: list[Any] = [
             module
             for _, layer in self._executor.stage.numbered()
             for module in layer.modules()
         ]
         self._tables: list[dict[str, Any]] = [
-            table for x in modules for table in (x._parameters, x._modules)
+            table for x in self._modules for table in (x._parameters, x._modules)
         ]
         self._seen = tuple(chain.from_iterable(map(dict.values, self._tables)))

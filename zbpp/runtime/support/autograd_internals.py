@@ -1,6 +1,5 @@
 """Questions to graphs and nodes by names of torch's own; see `private_names`."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -16,19 +15,20 @@ __all__ = [
     "LeafNode",
     "NoGrad",
     "accumulates",
+    "add_hook",
     "can_read_saved",
     "edge_at",
     "has_saved",
     "hooks_made",
     "is_built_in",
-    "is_multi_grad_hook",
     "is_packed",
     "leaves_behind",
-    "nodes_made",
     "run_backward",
     "sequence_number",
 ]
 
+
+Hook = Callable[..., Any]
 
 LeafNode: Any = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The type of leaves' nodes, ``AccumulateGrad``."""
@@ -202,15 +202,20 @@ def leaves_behind(root: Any) -> list[Tensor]:
     return leaves
 
 
+_n_own_hooks = 0
+
+
 def hooks_made() -> int | None:
-    """Count the removable hooks registered in this process so far; None: unknown."""
-    return getattr(RemovableHandle, "next_id", None)
+    """Count the hooks that others have registered so far; None: unknown."""
+    n = getattr(RemovableHandle, "next_id", None)
+    return None if n is None else n - _n_own_hooks
 
 
-def nodes_made() -> int:
-    """Return the sequence number of the next node that this thread makes."""
-    count = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return sys.maxsize if count is None else int(count())
+def add_hook(register: Callable[[Hook], RemovableHandle], hook: Hook) -> Any:
+    """Register a hook of our own; return its handle."""
+    global _n_own_hooks
+    _n_own_hooks += 1
+    return register(hook)
 
 
 def sequence_number(node: Any) -> int:
@@ -219,13 +224,3 @@ def sequence_number(node: Any) -> int:
     Leaves' nodes have one above all others.
     """
     return int(node._sequence_nr())
-
-
-def is_multi_grad_hook(hook: Any) -> bool:
-    """True for the parts of a `register_multi_grad_hook`, which counts gradients."""
-    code = getattr(hook, "__code__", None)
-    return (
-        code is not None
-        and code.co_filename == torch.autograd.graph.__file__
-        and code.co_qualname.startswith("register_multi_grad_hook")
-    )
