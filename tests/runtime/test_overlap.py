@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp.core import Lane, PassKind, Segment
-from zbpp.runtime import SplitGraph, WeightQueue, split_forward
+from zbpp.runtime import WeightQueue
 from zbpp.runtime.overlap import OpenPass, Overlap
 from zbpp.runtime.support.thread_state import ThreadState
 from zbpp.schedules.passes.segments import in_segments
@@ -547,44 +547,3 @@ def test_the_state_of_the_caller_is_carried_along() -> None:
         COLOUR.reset(token)
     assert names >= {"grad", "autocast", "default device", "context"}  # the control
     assert names.isdisjoint({"default dtype", "deterministic", "threads"})
-
-
-def keeping(kept: list[Tensor]) -> Callable[[], SplitGraph]:
-    """Return a forward that keeps its transposed weight, whose hooks no node shows."""
-    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4, requires_grad=True)
-
-    def forward(x: Tensor) -> Tensor:
-        kept.append(layer.weight.t())
-        return x @ kept[-1]
-
-    return partial(split_forward, forward, x)
-
-
-def test_a_hook_made_after_the_forward_is_seen_from_another_thread() -> None:
-    """Nodes are numbered by thread, and B asks which were made before a hook."""
-    seen: list[Tensor] = []
-    kept: list[Tensor] = []
-    run_f = keeping(kept)
-
-    def run_b(graph: SplitGraph) -> None:
-        kept.pop().register_hook(seen.append)
-        in_another_thread(lambda: graph.backward_input(torch.ones(2, 4)))
-        graph.backward_weight()
-
-    for _ in range(2):
-        run_b(run_f())
-    assert len(seen) == 2
-
-
-def test_a_hook_is_seen_after_a_forward_in_another_thread() -> None:
-    """That one numbers its nodes from 0, so that those before seem to be younger."""
-    seen: list[Tensor] = []
-    kept: list[Tensor] = []
-    run_f = keeping(kept)
-
-    graph = run_f()
-    kept[0].register_hook(seen.append)
-    in_another_thread(run_f)
-    graph.backward_input(torch.ones(2, 4))
-    graph.backward_weight()
-    assert len(seen) == 1
