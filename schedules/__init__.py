@@ -5,13 +5,7 @@ from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
 from zbpp.schedules.passes.self_waits import SelfWait, find_self_waits
-from zbpp.schedules.passes.torch_csv import (
-    from_torch_csv,
-    is_torch_csv,
-    read_torch_csv,
-    to_torch_csv,
-    torch_schedule_name,
-)
+from zbpp.schedules.passes.torch_csv import to_torch_csv, torch_schedule_name
 from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
 from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.patterns.fthenb import plan_fthenb
@@ -38,8 +32,6 @@ __all__ = [
     "check_effort",
     "even_split",
     "find_self_waits",
-    "from_torch_csv",
-    "is_torch_csv",
     "lay_out",
     "lower",
     "lower_forward",
@@ -55,7 +47,6 @@ __all__ = [
     "plan_zb_h2",
     "plan_zb_v",
     "post_validated",
-    "read_torch_csv",
     "to_torch_csv",
     "torch_schedule_name",
     "without_checks",

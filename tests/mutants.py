@@ -145,8 +145,6 @@ TABLE = (
      "schedules/passes/posting.py",
      "bisect_right(places[stage], need) - 1 - ahead",
      "bisect_right(places[stage], need) - 1"),
-    ("schedules", "suffixes in capitals", "schedules/passes/torch_csv.py",
-     'suffix.lower() == ".csv"', 'suffix == ".csv"'),
     ("schedules", "a sum holds up nobody", "schedules/passes/self_waits.py",
      "return min(missing, default=None)", "return None"),
     ("schedules", "one micro-batch more in flight",

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from commands import SIZES, ZBH1, shown
+from commands import SIZES, ZBH1
 from timeline_page import boxes_in, boxes_of_timeline, page_data, same_boxes
 
 from zbpp.cli import main
@@ -14,7 +14,6 @@ from zbpp.cli.commands import Compare
 from zbpp.cli.several import command_text
 from zbpp.core import Costs, read_costs
 from zbpp.planning import MODES, plan
-from zbpp.schedules import to_torch_csv
 from zbpp.simulator import (
     bubble_rate,
     simulate,
@@ -232,14 +231,3 @@ def test_iterations_are_drawn_on_a_page(tmp_path):
         "2 iterations behind a barrier",
         "2 iterations, post-validated",
     ]
-
-
-def test_show_reads_torchs_csv_back(tmp_path, capsys):
-    path = tmp_path / "torch.csv"
-    path.write_text(to_torch_csv(schedule_of("ZBH1")))
-    ours, theirs = shown(capsys, *ZBH1), shown(capsys, str(path))
-    assert theirs["mode"] == "torch"
-    assert theirs | {"mode": "ZBH1"} == ours
-    path.write_text("0F0,0X0\n")
-    assert main(["show", str(path)]) == 2
-    assert "row 0, column 1 (counted from 0): '0X0'" in capsys.readouterr().err

@@ -22,7 +22,7 @@ FILES = {
     "text.json": '{"f": "fast"}',
     "bytes.json": '{"m_b": 1000000000, "m_w": 500000000}',
     "plan.json": '{"format": "zbpp-schedule", "version": 9}',
-    "torch.csv": "0X0",
+    "torch.csv": "0F0,0B0",
 }
 WRONG = {
     # commands
@@ -98,7 +98,7 @@ WRONG = {
     # files
     "show missing.json": "cannot be read",
     "show plan.json": "'mode' is missing",
-    "show torch.csv": "torch.csv",
+    "show torch.csv": "torch.csv: line 1, column 2: no JSON",
     "show ZBV -p 2 -m 3 --costs missing.json": "cannot be read",
     "show ZBV -p 2 -m 3 --costs broken.json": "broken.json",
     "show ZBV -p 2 -m 3 --costs list.json": "list.json",

@@ -31,7 +31,7 @@ from zbpp.planning.layers import line_of, plan_layers, rejected
 from zbpp.planning.modes import AUTO, MODES, Mode, canonical, is_file
 from zbpp.planning.request import CostsLike, MemoryLimit, PlanRequest, costs_like
 from zbpp.planning.search import Problem, placements, within_limit
-from zbpp.schedules import check_effort, is_torch_csv, read_torch_csv
+from zbpp.schedules import check_effort
 from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.limits import check_limits, needs
 
@@ -157,8 +157,6 @@ def given_orders(request: PlanRequest) -> Schedule | Plan | None:
 
 
 def _read(path: str) -> Schedule | Plan:
-    if is_torch_csv(path):
-        return read_torch_csv(path)
     text = read(path)
     if is_plan_text(text):
         return parse_plan(text, source=path)

@@ -1,8 +1,8 @@
 """Modes: the values of ``--pipeline_schedule_mode``, one row each.
 
 A mode's name and other spellings are read without regard to case, hyphens and
-underscores. Anything else must be a schedule or plan file: it ends in ``.json``, or in
-``.csv`` (torch's), or it exists. Every list of modes elsewhere is made of these rows.
+underscores. Anything else must be a schedule or plan file: it ends in ``.json``, or it
+exists. Every list of modes elsewhere is made of these rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -245,8 +245,7 @@ def canonical(mode: str) -> str:
     if name is None:
         raise RequestError(
             f"unknown schedule mode {mode!r}; {_guess(_plain(mode))}choose one of "
-            f"{', '.join(MODES)}, or the path of a schedule or plan file (.json, or "
-            "torch's .csv)"
+            f"{', '.join(MODES)}, or the path of a schedule or plan file (.json)"
         )
     return name
 
@@ -268,4 +267,4 @@ def is_file(mode: str) -> bool:
     """True if a mode is the path of a schedule file, which knows its own numbers."""
     if _plain(mode) in _NAMES:
         return False
-    return mode.endswith((".json", ".csv")) or Path(mode).is_file()
+    return mode.endswith(".json") or Path(mode).is_file()

@@ -10,12 +10,11 @@ from zbpp.core import (
     Pass,
     PassKind,
     Placement,
-    RequestError,
     Schedule,
     Step,
 )
 from zbpp.planning import MODES, plan
-from zbpp.schedules import from_torch_csv, to_torch_csv, torch_schedule_name
+from zbpp.schedules import to_torch_csv, torch_schedule_name
 
 F, B, W, BW = PassKind
 
@@ -86,49 +85,11 @@ def test_a_placement_of_no_schedule_of_torch_has_no_name():
         assert torch_schedule_name(Placement(stage_of)) is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_reading_back_gives_the_plan(mode):
-    for p, m in ((1, 1), (3, 5)):
-        schedule = plan(mode, n_stages=p, n_microbatches=m)
-        again = from_torch_csv(to_torch_csv(schedule), name=mode)
-        assert again.orders == schedule.orders
-        assert again.placement == schedule.placement
-
-
-def test_idle_cells_transfers_and_overlaps_of_torch_are_understood():
-    text = "0F0,,0SEND_F0,1RECV_B0,(0F1;0B0)OVERLAP_F_B,,0B1,0REDUCE_GRAD\n"
-    (row,) = from_torch_csv(text).orders
-    assert [str(job) for job in row] == [
-        "0F0",
-        "(0F1;0BW0)OVERLAP_F_B",
-        "0BW1",
-        "0REDUCE_GRAD",
-        "0REDUCE_WAIT",
-        "O",
-    ]
-
-
-def test_the_actions_of_torch_are_read_as_it_writes_them():
+def test_cells_are_actions_of_torch():
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
     kinds = torch._ComputationType
     letters = (kinds.FORWARD, kinds.BACKWARD_INPUT, kinds.BACKWARD_WEIGHT)
-    cells = [str(torch._Action(0, kind, 0)) for kind in letters]
-    expected = (*(Pass(kind, 0, 0) for kind in (F, B, W)), Step(0))
-    assert from_torch_csv(",".join(cells)).orders == (expected,)
-    joint = str(torch._Action(0, kinds.FULL_BACKWARD, 0))
-    assert from_torch_csv(f"{cells[0]},{joint}").orders[0][1] == Pass(BW, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0F0,0X0", r"t.csv: row 0, column 1 .*'0X0' is no job of torch's"),
-        ("", "no rank runs chunk 0"),
-        ("0F0,0B0\n2F0,2B0", "no rank runs chunk 1"),
-        ("0B0,0F0", "t.csv: .*0BW0"),
-        ("0F0,0B0\n0F1,0B1", "t.csv: "),
-    ],
-)
-def test_what_is_no_schedule_is_refused_with_its_place(text, message):
-    with pytest.raises(RequestError, match=message):
-        from_torch_csv(text, source="t.csv")
+    actions = [str(torch._Action(0, kind, 0)) for kind in letters]
+    row = tuple(Pass(kind, 0, 0) for kind in (F, B, W))
+    schedule = Schedule("split", Placement.single(1), 1, (row,))
+    assert to_torch_csv(schedule) == f"{','.join(actions)}\n"

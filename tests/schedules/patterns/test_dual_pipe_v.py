@@ -24,7 +24,7 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.planning import PlanRequest, make_plan
-from zbpp.schedules import from_torch_csv, plan_dual_pipe_v, to_torch_csv
+from zbpp.schedules import plan_dual_pipe_v, to_torch_csv
 from zbpp.simulator import idle, simulate, span
 
 F, B, W, BW = PassKind
@@ -61,7 +61,6 @@ def test_it_is_the_order_of_torch(p):
         schedule = planned(p, m)
         text = to_torch_csv(schedule)
         assert list(csv.reader(text.splitlines())) == of_torch
-        assert from_torch_csv(text).orders == schedule.orders
 
 
 @pytest.mark.parametrize("p, m", [(1, 1), (2, 1), (3, 4), (4, 3), (4, 7), (5, 12)])
