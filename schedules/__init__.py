@@ -4,7 +4,6 @@ from zbpp.schedules.passes.collectives import add_collectives, without_collectiv
 from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
-from zbpp.schedules.passes.self_waits import SelfWait, find_self_waits
 from zbpp.schedules.passes.torch_csv import to_torch_csv, torch_schedule_name
 from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
 from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
@@ -24,14 +23,12 @@ __all__ = [
     "Balance",
     "LayerPlan",
     "Recomputing",
-    "SelfWait",
     "Split",
     "add_collectives",
     "balance",
     "check_channels",
     "check_effort",
     "even_split",
-    "find_self_waits",
     "lay_out",
     "lower",
     "lower_forward",

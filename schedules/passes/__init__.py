@@ -1,7 +1,6 @@
 """From a schedule to another one, or to programs.
 
 `lower` adds messages and proves that both ends agree, `posting` says when receives are
-posted, `self_waits` finds where a device would wait for itself, `post_validation`
-places V's, `collectives` adds those of data parallelism, `torch_csv` writes what
-torch.distributed.pipelining reads, and reads it back.
+posted, `post_validation` places V's, `collectives` adds those of data parallelism,
+`torch_csv` writes what torch.distributed.pipelining reads.
 """
