@@ -207,7 +207,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ZBV": {"mode": "ZBV"},
     "two stages": {"mode": "ZBV", "n_stages": 2, "seed": 3},
     "B before another B's end": {
-        "mode": "ZBVPP", "n_stages": 2, "seed": 3, "memory": 4.0,
+        "mode": "ZBVPP", "n_stages": 2, "seed": 3, "memory_limit": 4.0,
     },
     "laid out pairs": {"mode": "DualPipeV", "n_stages": 2, "seed": 3},
     "rolled back": {

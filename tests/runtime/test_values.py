@@ -157,6 +157,8 @@ def test_a_whole_batch_is_cut_by_the_model() -> None:
     pipeline = Pipeline(
         layered, optimizer=None, schedule="ZBV", n_stages=2, n_microbatches=M
     )
+    costs = pipeline.profile(whole, rounds=2, most_s=1.0).layers
+    assert len(costs.f) == masked_model.N_LAYERS
     result = pipeline.step(whole)
     parts = [
         {name: x.tensor_split(M)[i] for name, x in whole.items()} for i in range(M)
@@ -170,5 +172,3 @@ def test_a_whole_batch_is_cut_by_the_model() -> None:
     logits = pipeline.predict(unlabelled)["logits"]
     assert logits.shape[:2] == whole["labels"].shape
     assert torch.equal(logits, pipeline.predict(whole)["logits"])
-    costs = pipeline.profile(whole, rounds=2, most_s=1.0).layers
-    assert len(costs.f) == masked_model.N_LAYERS

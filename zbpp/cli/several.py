@@ -65,4 +65,6 @@ def _number(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     gib = value / 2**30
-    return f"{gib!r}GiB" if gib >= 1 else repr(value)
+    if gib < 1:
+        return repr(value)
+    return f"{repr(gib).removesuffix('.0')}GiB"

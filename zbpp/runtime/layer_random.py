@@ -40,7 +40,9 @@ _SIGNED = 2**63 - 1
 def next_seed() -> int:
     """A number that depends on torch's generator, which stays as it is."""
     clone = torch.default_generator.clone_state()
-    return int(torch.empty((), dtype=torch.int64).random_(generator=clone))
+    return int(
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=clone)
+    )
 
 
 _QUIET = {

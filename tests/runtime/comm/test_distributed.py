@@ -137,7 +137,7 @@ def test_sends_are_let_go_when_the_sums_have_come(
 def use_a_subgroup() -> tuple[int, list[tuple[float, float]]]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[dist.get_rank() % 2]
-    return dist.get_rank(), train("ZBH1", None, group=group)[0]
+    return dist.get_rank(), train("ZBH1", None, mesh=group)[0]
 
 
 def test_two_pipelines_side_by_side_in_groups_of_their_own(pool: Pool) -> None:

@@ -36,7 +36,7 @@ def join_by_tcp(port: int) -> None:
 def train_in_a_row(group: dist.ProcessGroup | None, *, closed: bool) -> Losses:
     found = []
     for _ in range(N):
-        pipeline = make_pipeline("ZBH1", None, group=group, clip_grad_norm=0.3)
+        pipeline = make_pipeline("ZBH1", None, mesh=group, clip_grad_norm=0.3)
         found.append([pipeline.step(*batch(step)).loss for step in range(2)])
         if closed:
             pipeline.close()
@@ -99,7 +99,7 @@ def run_beside_each_other() -> tuple[Losses, int]:
         dist.new_group([1, 3], use_local_synchronization=True)
     with own_channels():
         found = train_in_a_row(groups[half], closed=True)
-        pipeline = make_pipeline("ZBH1", None, group=groups[half])
+        pipeline = make_pipeline("ZBH1", None, mesh=groups[half])
         return found, len(pipeline.stages.transport._groups.opened())
 
 

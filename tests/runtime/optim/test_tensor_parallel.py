@@ -42,7 +42,7 @@ def train_sharded(mode: str, snapshots: bool, validated: bool) -> Any:
             clip_grad_norm=CLIP,
             snapshots=snapshots,
             post_validation=validated,
-            group=mesh["pp"].get_group(),
+            mesh=mesh["pp"].get_group(),
             timeout_s=100,
         ) as pipeline,
     ):

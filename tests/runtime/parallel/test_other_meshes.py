@@ -97,10 +97,7 @@ def requests() -> dict[str, str]:
     mesh = zbpp.mesh(stages=2, data_parallel=2)
     said = {"size": refusal(zbpp.mesh, stages=3)}
     said["stages"] = refusal(zbpp.Pipeline, layers(), mesh=mesh, n_stages=4, **how)
-    said["group"] = refusal(
-        zbpp.Pipeline, layers(), mesh=mesh, group=dist.group.WORLD, **how
-    )
-    said["shard"] = refusal(zbpp.Pipeline, layers(), mesh=mesh, shard="all", **how)
+    said["shard"] = refusal(zbpp.DataParallel, mesh=mesh, shard="all")
     ddp = [
         DistributedDataParallel(x, process_group=mesh.get_group("dp")) for x in layers()
     ]
@@ -118,7 +115,6 @@ def test_requests_are_refused_with_a_way_out(pool: Pool) -> None:
     for name, words in {
         "size": "there are 4; start as many",
         "stages": "give it a dimension 'pp' of 4",
-        "group": "give mesh or group, not both",
         "shard": "choose one of 'none', 'optimizer'",
         "ddp": "wrap them by `replicate`",
         "fully_shard": "mesh=mesh",
