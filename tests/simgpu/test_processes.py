@@ -127,14 +127,14 @@ def waits_of_steps(mode: str) -> set[tuple[str, str]]:
     return waits
 
 
-@pytest.mark.parametrize(("mode", "job"), [("1F1B", "O"), ("ZBV", "V")])
+@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
 def test_the_host_waits_for_the_sum_and_for_the_kinds_only(
-    pool: SimulatedPool, mode: str, job: str
+    pool: SimulatedPool, mode: str
 ) -> None:
     first, second = pool.run(waits_of_steps, 2, mode)
-    assert first == {(job, "read")}
+    assert first == {("V", "read")}
     assert ("", "read") in second, "the kinds of the micro-batches"
-    assert second <= {("", "read"), (job, "read")}
+    assert second <= {("", "read"), ("V", "read")}
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def failing(fails_at: int) -> None:
 
 @pytest.mark.parametrize(
     ("fails_at", "what"),
-    [pytest.param(42, "allreduce", marks=pytest.mark.slow), (52, "receive")],
+    [pytest.param(50, "allreduce", marks=pytest.mark.slow), (49, "receive")],
 )
 def test_an_error_of_nccl_is_told(
     pool: SimulatedPool, fails_at: int, what: str

@@ -22,6 +22,7 @@ from zbpp.runtime.comm.stage_group import StageGroup, row_of
 from zbpp.runtime.support.fingerprint import bits
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded, own_shard
+from zbpp.runtime.support.streams import sent_ahead
 
 __all__ = ["N_NUMBERS", "SameSamples"]
 
@@ -108,7 +109,7 @@ class SameSamples:
             *(end if self._is_last else _NO_END),
         ]
         host = [0 if isinstance(number, Tensor) else number for number in numbers]
-        part.copy_(torch.tensor(host, dtype=part.dtype))
+        part.copy_(sent_ahead(torch.tensor(host, dtype=part.dtype), part.device))
         for place, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 part[place] = number
