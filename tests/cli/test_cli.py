@@ -152,16 +152,16 @@ def test_a_long_picture_is_cropped_to_the_terminal(capsys, monkeypatch, columns)
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf", "x.html"])
-def test_plot_writes_a_picture(tmp_path, capsys, name):
+def test_show_writes_a_picture(tmp_path, capsys, name):
     pytest.importorskip("matplotlib")
-    assert main(["plot", *ZBH1, "--out", str(tmp_path / name)]) == 0
+    assert main(["show", *ZBH1, "--out", str(tmp_path / name)]) == 0
     assert (tmp_path / name).stat().st_size > 1000
     assert capsys.readouterr().out == f"{tmp_path / name}\n"
 
 
-def test_trace_writes_a_trace(tmp_path, costs_file):
+def test_show_writes_a_trace(tmp_path, costs_file):
     out = tmp_path / "trace.json"
-    assert main(["trace", *ZBH1, "--costs", costs_file, "--out", str(out)]) == 0
+    assert main(["show", *ZBH1, "--costs", costs_file, "--out", str(out)]) == 0
     events = json.loads(out.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 2 * 9 + 2
 
@@ -189,17 +189,13 @@ def test_compare_says_why_a_mode_cannot_be_had(capsys):
     assert reasons == ["FThenB", "VPP", "DualPipeV", "Combined1F1B"]
 
 
-@pytest.mark.parametrize("command", ["plan", "show", "plot", "trace"])
+@pytest.mark.parametrize("command", ["plan", "show"])
 def test_the_number_of_chunks_is_a_flag(tmp_path, capsys, command):
-    if command == "plot":
-        pytest.importorskip("matplotlib")
     mode = ["--pipeline_schedule_mode", "ZBVPP", *SIZES, "--chunks-per-stage", "3"]
-    out = [] if command == "show" else ["--out", str(tmp_path / "x.json")]
-    if command == "plot":
-        out[1] = str(tmp_path / "x.svg")
-    assert main([command, *mode, *out]) == 0
+    out = str(tmp_path / "x.json")
+    assert main([command, *mode, "--out", out]) == 0
     if command == "plan":
-        assert read_schedule(out[1]).placement.n_chunks == 6
+        assert read_schedule(out).placement.n_chunks == 6
 
 
 def test_costs_name_links_loss_and_joint_stages(tmp_path, capsys):

@@ -55,7 +55,7 @@ def _shown_text(capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
-def test_compare_and_plot_know_them(tmp_path, capsys, costs) -> None:
+def test_compare_and_show_know_them(tmp_path, capsys, costs) -> None:
     both = []
     for flags in ([], [*TWO, "--shard", "parameters"]):
         assert main(["compare", "--json", *SIZES, *costs, *flags]) == 0
@@ -63,7 +63,7 @@ def test_compare_and_plot_know_them(tmp_path, capsys, costs) -> None:
         both.append({one["mode"]: one["step"] for one in found["modes"]})
     assert all(both[1][mode] > both[0][mode] for mode in both[0])
     page = tmp_path / "x.html"
-    assert main(["plot", *ZBV, *costs, *TWO, "--out", str(page)]) == 0
+    assert main(["show", *ZBV, *costs, *TWO, "--out", str(page)]) == 0
     (panel,) = page_data(page.read_text())["panels"]
     assert panel["lines"][2:] == [2, 2]
 
@@ -118,12 +118,12 @@ def layers(tmp_path) -> list[str]:
 
 
 def test_meshes_are_compared_and_the_best_is_marked(capsys, layers) -> None:
-    assert main(["compare", *layers]) == 0
+    assert main(["mesh", *layers]) == 0
     out = capsys.readouterr().out
     assert "4 x 2" in out and "<- auto" in out
     assert "pp 1 x dp 8: no split of 8 layers" in out
     best = out.splitlines()[-1].removeprefix("auto: ")
-    assert main(["compare", *layers, "--json"]) == 0
+    assert main(["mesh", *layers, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["best"] == best
     found = [one for one in data["meshes"] if "step" in one]
@@ -133,7 +133,7 @@ def test_meshes_are_compared_and_the_best_is_marked(capsys, layers) -> None:
 
 
 def test_sharding_makes_meshes_fit(capsys, layers) -> None:
-    assert main(["compare", *layers, "--json", "--shard", "gradients"]) == 0
+    assert main(["mesh", *layers, "--json", "--shard", "gradients"]) == 0
     data = json.loads(capsys.readouterr().out)
     sharded = {one["n_stages"]: "step" in one for one in data["meshes"]}
     assert sharded == {1: False, 2: True, 4: True, 8: True}
@@ -143,10 +143,10 @@ def test_parts_of_a_costs_file_are_dealt_to_meshes(tmp_path, capsys) -> None:
     path = tmp_path / "parts.json"
     path.write_text(json.dumps({"f": [1, 1, 1, 3], "m_fixed": [4, 4, 4, 12]}))
     flags = ["--devices", "2", "--microbatches", "4", "--costs", str(path), "--json"]
-    rates = ["--replica_bandwidth", "1e9", "--mesh_mode", "1F1B"]
-    assert main(["compare", *flags, *rates]) == 2
+    rates = ["--replica_bandwidth", "1e9", "--mode", "1F1B"]
+    assert main(["mesh", *flags, *rates]) == 2
     assert "give --parameters" in capsys.readouterr().err
-    assert main(["compare", *flags, *rates, "--parameters", "4"]) == 0
+    assert main(["mesh", *flags, *rates, "--parameters", "4"]) == 0
     one, two = json.loads(capsys.readouterr().out)["meshes"]
     assert one["step"] == pytest.approx(2 * (6 + 4 + 4)) and one["split"] == [4]
     assert two["split"] in ([2, 2], [3, 1])
@@ -167,7 +167,7 @@ def test_a_model_is_compared_by_its_own_bytes_and_operations(
     monkeypatch.syspath_prepend(tmp_path)
     flags = ["--model", "meshed:build", "--devices", "2", "--microbatches", "4"]
     rates = ["--device_flops", "1e6", "--replica_bandwidth", "1e9"]
-    assert main(["compare", *flags, *rates, "--mesh_mode", "ZBH1", "--json"]) == 0
+    assert main(["mesh", *flags, *rates, "--mode", "ZBH1", "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)["meshes"]
     work = 3 * 4 * (2 * 16 * 64 * 64) / 1e6  # F, B and W of a micro-batch, in seconds
     assert one["step"] - one["exposed"] == pytest.approx(2 * work)
@@ -193,7 +193,7 @@ def test_a_model_is_compared_by_its_own_bytes_and_operations(
     ],
 )
 def test_meshes_that_cannot_be_compared(capsys, layers, flags, message) -> None:
-    assert main(["compare", *layers, *flags]) == 2
+    assert main(["mesh", *layers, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 

@@ -169,17 +169,17 @@ def test_a_full_disk_is_told_in_a_line():
 
 
 def test_planning_loads_neither_torch_nor_matplotlib(tmp_path):
-    commands = {
-        "plan": [*ZBH1, "--out", str(tmp_path / "p.json")],
-        "show": ZBH1,
-        "trace": [*ZBH1, "--out", str(tmp_path / "t.json")],
-        "compare": SIZES,
-    }
+    commands = [
+        ["plan", *ZBH1, "--out", str(tmp_path / "p.json")],
+        ["show", *ZBH1],
+        ["show", *ZBH1, "--out", str(tmp_path / "t.json")],
+        ["compare", *SIZES],
+    ]
     code = (
         "import sys\n"
         "from zbpp.cli.commands import main\n"
-        f"for command, arguments in {commands}.items():\n"
-        "    assert main([command, *arguments]) == 0\n"
+        f"for command in {commands}:\n"
+        "    assert main(command) == 0\n"
         "    loaded = {'torch', 'matplotlib'} & set(sys.modules)\n"
         "    assert not loaded, (command, loaded)\n"
     )

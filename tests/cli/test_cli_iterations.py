@@ -60,14 +60,14 @@ def test_several_iterations_are_drawn_behind_a_barrier_and_post_validated(
         assert chosen[1:4] == drawn and chosen[4] == ""
 
 
-def test_plots_and_traces_hold_the_iterations(tmp_path):
+def test_pictures_and_traces_hold_the_iterations(tmp_path):
     pytest.importorskip("matplotlib")
     mode = ["ZBH2", *SIZES, "--iterations", "2"]
     picture, trace = tmp_path / "x.svg", tmp_path / "t.json"
-    assert main(["plot", *mode, "--out", str(picture)]) == 0
+    assert main(["show", *mode, "--out", str(picture)]) == 0
     for text in ("behind a barrier", "post-validated", "V  validation", "idle 0.00 %"):
         assert text in picture.read_text()
-    assert main(["trace", *mode, "--out", str(trace)]) == 0
+    assert main(["show", *mode, "--out", str(trace)]) == 0
     events = json.loads(trace.read_text())["traceEvents"]
     names = [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
     assert [names.count((run, "V")) for run in (0, 1)] == [0, 2 * 2]

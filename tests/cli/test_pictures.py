@@ -1,9 +1,8 @@
-"""zbpp compare, plot and trace: data, pages, several schedules and costs."""
+"""zbpp compare and show --out: data, pages, several schedules and costs."""
 
 import csv
 import json
 import shlex
-from dataclasses import replace
 
 import pytest
 from commands import SIZES, ZBH1
@@ -19,7 +18,6 @@ from zbpp.simulator import (
     simulate,
     span,
     steady_step_time,
-    write_trace,
 )
 
 FAST = ["--effort", "fast"]
@@ -129,45 +127,6 @@ def test_a_page_tells_the_command_that_repeats_it(capsys, tmp_path, costs_file):
     assert text.count("data:image/svg") == 1
 
 
-def test_measured_runs_stand_beside_the_simulated_ones(capsys, tmp_path, costs_file):
-    """Runs whose F takes a quarter longer, in three orders; the controls: other sizes,
-    and no costs to compare with."""
-    costs = read_costs(costs_file)
-    slow = replace(costs, f=1.25 * costs.f)
-    known = {"costs": costs, "effort": "fast"}
-    zbh1 = plan("ZBH1", n_stages=2, n_microbatches=3, **known)
-    promised = replace(simulate(zbh1, costs), name="ZBH1, simulated")
-    runs = [replace(simulate(zbh1, slow), name="ZBH1, measured")]
-    for name, order in (("ZBV", "1F1B"), ("torch:1F1B", "1F1B")):
-        runs.append(replace(simulate(schedule_of(order), slow), name=name))
-    trace, page = str(tmp_path / "trace.json"), tmp_path / "x.html"
-    write_trace([promised, *runs], trace)
-    words = ["--costs", costs_file, "--measured", trace]
-    data = compared(capsys, *words, "--out", str(page))
-    found = data["comparisons"][0]["measured"]
-    names = [("ZBH1", "ZBH1"), ("ZBV, as run", None), ("torch:1F1B", None)]
-    assert [(one["name"], one["mode"]) for one in found] == names
-    for run, one in zip(runs, found, strict=True):
-        ratios = {k: v["measured_over_simulated"] for k, v in one["kinds"].items()}
-        assert ratios.pop("F") == pytest.approx(1.25)
-        assert list(ratios.values()) == pytest.approx([1.0] * len(ratios))
-        assert one["bubble_rate"] == pytest.approx(bubble_rate(run))
-        assert one["kinds"]["F"]["time_error"] == pytest.approx(costs.f / 4)
-    text = page.read_text(encoding="utf-8")
-    panels = [(one["name"], one["of"]) for one in page_data(text)["panels"]]
-    rates = [row["speed_up"] for row in data["comparisons"][0]["modes"]]
-    assert all(f"<td>{rate:.3f}</td>" in text for rate in rates)  # none by measured
-    place = panels.index(("ZBH1", "simulated"))
-    assert panels[place + 1] == ("ZBH1", "measured")
-    assert panels[-2:] == [("torch:1F1B", "simulated"), ("torch:1F1B", "measured")]
-    assert main([*COMPARE, *words]) == 0
-    assert "1.250" in capsys.readouterr().out
-    assert main(["compare", "--stages", "2", "--microbatches", "4", *words, *FAST]) == 2
-    assert "with --stages 2 --microbatches 3" in capsys.readouterr().err
-    assert main([*COMPARE, "--measured", trace]) == 2
-    assert "--measured needs --costs" in capsys.readouterr().err
-
-
 def test_the_words_of_a_command_are_those_that_were_given():
     words = ["--memory_limit", "16GiB", "--no_enable_optimizer_post_validation"]
     one = Compare(
@@ -193,12 +152,12 @@ def test_compare_draws_its_charts(capsys, tmp_path, suffix):
     assert "x.gif: the name of a picture must end in" in capsys.readouterr().err
 
 
-def test_plot_takes_several_schedules(tmp_path, capsys):
+def test_show_draws_several_schedules(tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert main(["plan", *ZBH1, "--out", str(file)]) == 0
     page = tmp_path / "x.html"
     several = f"1F1B,{file},ZBV"
-    assert main(["plot", several, *SIZES, "--out", str(page)]) == 0
+    assert main(["show", several, *SIZES, "--out", str(page)]) == 0
     data = page_data(page.read_text(encoding="utf-8"))
     panels = data["panels"]
     assert [panel["name"] for panel in panels] == ["1F1B", "ZBH1", "ZBV"]
@@ -207,17 +166,17 @@ def test_plot_takes_several_schedules(tmp_path, capsys):
         assert same_boxes(boxes_in(data, panel), boxes_of_timeline(one))
         assert panel["limit"] is Costs().memory_limit
     capsys.readouterr()
-    assert main(["plot", "1F1B,ZZZ", *SIZES, "--out", str(page)]) == 2
+    assert main(["show", "1F1B,ZZZ", *SIZES, "--out", str(page)]) == 2
     assert "unknown schedule mode 'ZZZ'" in capsys.readouterr().err
 
 
 def test_several_schedules_are_traced_and_drawn_together(tmp_path):
     pytest.importorskip("matplotlib")
     trace, picture = tmp_path / "x.json", tmp_path / "x.svg"
-    assert main(["trace", "1F1B,ZBV", *SIZES, "--out", str(trace)]) == 0
+    assert main(["show", "1F1B,ZBV", *SIZES, "--out", str(trace)]) == 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
-    assert main(["plot", "1F1B,ZBV", *SIZES, "--out", str(picture)]) == 0
+    assert main(["show", "1F1B,ZBV", *SIZES, "--out", str(picture)]) == 0
     text = picture.read_text(encoding="utf-8")
     assert "1F1B   2 stages" in text and "ZBV   2 stages" in text
 
@@ -225,7 +184,7 @@ def test_several_schedules_are_traced_and_drawn_together(tmp_path):
 def test_iterations_are_drawn_on_a_page(tmp_path):
     page = tmp_path / "x.html"
     flags = ["--iterations", "2", "--out", str(page)]
-    assert main(["plot", *ZBH1, *flags]) == 0
+    assert main(["show", *ZBH1, *flags]) == 0
     names = [p["name"] for p in page_data(page.read_text(encoding="utf-8"))["panels"]]
     assert [name.partition(", ")[2] for name in names] == [
         "2 iterations behind a barrier",

@@ -117,15 +117,14 @@ WRONG = {
     "plan ZBV -p 2 -m 3 -o x.json --recompute some": "choose auto, all or none",
     "plan ZBV -p 2 -m 3 -o x.json --recompute all --memory_limit 2": "no m_r",
     "compare -m 3": "--stages requires an argument",
-    "compare -p 2 --devices 4 -m 3": "Unknown option: -p. (see zbpp mesh --help)",
+    "compare -p 2 --devices 4 -m 3": "--devices",
     "bench -p 2 -o out --emulate bytes.json --model a:b": "does not go with --emulate",
     # outputs
     "compare -p 4 -m 8 --out x.txt": ".html",
-    "plot ZBV -p 2 -m 3 -o x.gif": ".svg",
-    "plot ZBV -p 2 -m 3": "--out requires an argument",
+    "plot ZBV -p 2 -m 3 -o x.svg": "plot",
     "show ZBV -p 2 -m 3 -o x.gif": ".svg",
-    "plot ZBV -p 2 -m 3 -o no/x.html": "there is no folder no",
-    "trace ZBV -p 2 -m 3 -o .": "it is a folder",
+    "show ZBV -p 2 -m 3 -o no/x.html": "there is no folder no",
+    "show ZBV -p 2 -m 3 -o .": "it is a folder",
     "plan ZBV -p 2 -m 3 -o no/x.json": "there is no folder no",
     "plan ZBV -p 2 -m 3 -o x.json --csv no/x.csv": "--csv no/x.csv",
     "plan ZBV -p 2 -m 3 -o list.json/x.json": "there is no folder list.json",
@@ -213,51 +212,6 @@ def test_the_help_of_a_command_fits_on_two_screens(command, capsys, monkeypatch)
     lines = help_of(capsys, command).splitlines()
     assert len(lines) <= 100 and max(map(len, lines)) <= 80
     assert f"│{command} " in help_of(capsys)
-
-
-@pytest.mark.parametrize(
-    ("former", "line"),
-    [
-        ("plot ZBV -p 2 -m 3 -o {}.html", "show ZBV -p 2 -m 3 -o {}.html"),
-        ("trace ZBV -p 2 -m 3 -o {}.json", "show ZBV -p 2 -m 3 -o {}.json"),
-        (
-            "show --pipeline_schedule_mode 1F1B,ZBV -p 2 -m 3 -o {}.json",
-            "show 1F1B ZBV -p 2 -m 3 -o {}.json",
-        ),
-    ],
-)
-def test_former_commands_write_the_same_files(former, line, folder, capsys):
-    for words, name in ((former, "a"), (line, "b")):
-        assert main(split(words.format(name))) == 0
-    (one,), (two,) = folder.glob("a.*"), folder.glob("b.*")
-    texts = [path.read_text() for path in (one, two)]
-    command = r"zbpp (plot|show) .*? --out [ab]"
-    assert len({re.sub(command, "", text) for text in texts}) == 1
-
-
-@pytest.mark.parametrize(
-    ("former", "line"),
-    [
-        (
-            "compare --devices 2 -m 4 --costs parts.json --mesh_mode ZBV",
-            "mesh ZBV --devices 2 -m 4 --costs parts.json",
-        ),
-        pytest.param(
-            "estimate -p 2 -m 2 --modes ZBH1 ZBV --split 3 3 2 2 --autocast bf16",
-            "estimate ZBH1,ZBV -p 2 -m 2 --split 3,3,2,2 --dtype bf16",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_former_spellings_ask_for_the_same(former, line, folder, capsys):
-    (folder / "parts.json").write_text(
-        '{"f": [1, 1, 1, 1], "parameters": 8, "bandwidth": 4}'
-    )
-    shown = []
-    for words in (former, line):
-        code = main([*split(words), "--json"])
-        shown.append((code, *capsys.readouterr()))
-    assert shown[0] == shown[1]
 
 
 def test_compare_takes_some_modes(folder, capsys):

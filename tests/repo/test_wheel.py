@@ -143,7 +143,7 @@ def test_torch_finds_the_backend_by_its_name(python, tmp_path):
 
 
 def test_a_page_is_written_from_the_wheel(python, tmp_path):
-    flags = ("plot", "1F1B,ZBH1", "--stages", "2", "--microbatches", "3")
+    flags = ("show", "1F1B,ZBH1", "--stages", "2", "--microbatches", "3")
     must_run(python, "-m", "zbpp", *flags, "--out", "x.html", cwd=tmp_path)
     text = (tmp_path / "x.html").read_text(encoding="utf-8")
     assert "performance.mark" in text and "--ground" in text

@@ -51,7 +51,6 @@ class Show(ScheduleFlags):
         None,
     )
     json: bool = flag("print one JSON object instead", False, pair=False)
-    as_trace: bool = flag("whatever --out is named", False, pair=False, hidden=True)
 
     def run(self) -> None:
         """Print the report, or write the file and name it."""
@@ -74,27 +73,11 @@ class Show(ScheduleFlags):
             print_report(schedule, costs, drawn, costs_named=self.costs_named(plan))
 
     def _draw(self, out: Path) -> None:
-        as_trace = self.as_trace or out.suffix.lower() == ".json"
         check_outputs(out=out)
-        if not as_trace:
+        if out.suffix.lower() != ".json":
             check_picture(out)
-        draw_file(self, self.load(), out, as_trace=as_trace)
+        draw_file(self, self.load(), out)
         print(out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plot(Show):
-    """Draw schedules: zbpp show -o x.svg."""
-
-    out: Path = flag("picture (.png, .svg, .pdf), or page (.html)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace(Show):
-    """Write a trace of schedules: zbpp show -o x.json."""
-
-    out: Path = flag("trace (Chrome's JSON format)")
-    as_trace: bool = flag("", True, pair=False, hidden=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,25 +115,19 @@ _COMMANDS: dict[str, type] = {
     "estimate": EstimateCommand,
     "doctor": Doctor,
 }
-_FORMER: dict[str, type] = {"plot": Plot, "trace": Trace}
-"""Commands that were their own; they are part of others now."""
 
 
 def _parse(words: Sequence[str]) -> Any:
     """Make the command that the words name; None once help has been printed."""
     if not words:
         raise RequestError(f"no command is given; choose {', '.join(_COMMANDS)}")
-    name, *rest = words
+    name = words[0]
     near = get_close_matches(name, ("--version", "--help"), n=1)
     if near and near != [name]:
         raise RequestError(f"unknown flag {name!r}; did you mean {near[0]}?")
-    if name == "compare" and any(word.startswith("--devices") for word in rest):
-        name = "mesh"
-    commands = {**_COMMANDS, **_FORMER}
-    if name in commands:  # the others take time
-        commands = {name: commands[name]}
-    app = application(commands, former=tuple(_FORMER))
-    return parse(app, [name, *rest])
+    # the others take time
+    commands = {name: _COMMANDS[name]} if name in _COMMANDS else _COMMANDS
+    return parse(application(commands), words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

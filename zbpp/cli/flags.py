@@ -18,7 +18,14 @@ from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import gathers_in_passes, replicated, with_replicas
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
-from zbpp.training.options import Planning, Replicas, Splitting, check_at_least, flag
+from zbpp.training.options import (
+    MODE_FLAG,
+    Planning,
+    Replicas,
+    Splitting,
+    check_at_least,
+    flag,
+)
 
 __all__ = ["PlanFlags", "ScheduleFlags"]
 
@@ -95,9 +102,7 @@ class PlanFlags(Replicas, Splitting, Planning):
 class ScheduleFlags(PlanFlags):
     """Schedules."""
 
-    pipeline_schedule_mode: str | None = flag(
-        MODE_WORDS, None, metavar="MODE", also=("mode", "schedule"), many=True
-    )
+    pipeline_schedule_mode: str | None = flag(MODE_WORDS, None, **MODE_FLAG, many=True)
     iterations: int = flag("to draw; of several, behind a barrier and without", 1)
 
     def load(self) -> list[tuple[Schedule, Costs]]:

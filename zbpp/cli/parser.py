@@ -45,8 +45,8 @@ _HELP = DefaultFormatter(
 )
 
 
-def application(commands: Mapping[str, type], former: Sequence[str] = ()) -> App:
-    """Make the parser of commands; those of ``former`` names are not in its help."""
+def application(commands: Mapping[str, type]) -> App:
+    """Make the parser of commands."""
     short = ", ".join(f"{short} is --{name}" for name, short in _SHORT.items())
     app = App(
         name="zbpp",
@@ -67,7 +67,6 @@ def application(commands: Mapping[str, type], former: Sequence[str] = ()) -> App
             name=name,
             help="\n\n".join(" ".join(part.split()) for part in about),
             sort_key=place,
-            show=name not in former,
         )
     return app
 
@@ -178,7 +177,6 @@ def _flag(field: Field[Any], hint: Any, group: Group) -> Parameter:
         help=about["text"] + (f" [{default}]" if shown else ""),
         metavar=about["metavar"],
         group=group,
-        show=not about["hidden"],
         show_default=False,
         negative=None if about["pair"] else (),
         converter=_value if some or hint in (int, int | None, Memory) else None,

@@ -40,11 +40,7 @@ HF = "hf:"
 Memory = Annotated[float | None, "memory"]
 """An amount of memory: a number, or one with a unit, such as ``40GiB``."""
 MODE_FLAG: dict[str, Any] = {"metavar": "MODE", "also": ("mode",)}
-MODES_FLAG: dict[str, Any] = {
-    "metavar": "MODE,..",
-    "also": ("pipeline_schedule_mode", "mode"),
-    "many": True,
-}
+MODES_FLAG: dict[str, Any] = {"metavar": "MODE,..", "many": True}
 MODEL_FLAG: dict[str, Any] = {
     "text": "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
     "default": None,
@@ -60,7 +56,6 @@ def flag(
     also: tuple[str, ...] = (),
     many: bool = False,
     pair: bool = True,
-    hidden: bool = False,
 ) -> Any:
     """Declare a flag as the field of a command.
 
@@ -71,10 +66,9 @@ def flag(
         also: other spellings, without hyphens.
         many: takes several values, with commas or spaces between them.
         pair: of a flag without a value: there is a ``--no_`` to it.
-        hidden: accepted, but not in the help text.
     """
     about = {"text": text, "metavar": metavar, "also": also, "many": many,
-             "pair": pair, "hidden": hidden}  # fmt: skip
+             "pair": pair}  # fmt: skip
     return field(default=default, metadata=about)
 
 

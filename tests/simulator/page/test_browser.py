@@ -50,7 +50,7 @@ def opened(browser, tmp_path_factory):
         for row in first.simulated.rows
     )
     first = replace(first, measured=replace(first.simulated, rows=rows))
-    write_page([first, second], path, time_unit="ms", command="zbpp plot")
+    write_page([first, second], path, time_unit="ms", command="zbpp show")
     browser.errors.clear()
     browser.requests.clear()
     browser.resize(1280, 1400)

@@ -184,10 +184,10 @@ def test_charts_need_matplotlib_and_the_rest_of_the_page_does_not(monkeypatch):
 
 
 def test_a_page_needs_nothing_else():
-    text = page_text([entry_of("ZBV")], command="zbpp plot ZBV --out 'x y.html'")
+    text = page_text([entry_of("ZBV")], command="zbpp show ZBV --out 'x y.html'")
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text)
     assert "http" not in text and "import(" not in text and "fetch(" not in text
-    assert "zbpp plot ZBV --out &#x27;x y.html&#x27;" in text
+    assert "zbpp show ZBV --out &#x27;x y.html&#x27;" in text
 
 
 @pytest.mark.parametrize("evil", ["</script><b>&", "<!--<script>", "a<!--b-->"])

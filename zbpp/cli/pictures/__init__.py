@@ -1,7 +1,6 @@
 """Commands that write tables, pictures, pages and traces of schedules.
 
 comparison   all modes for one costs file: plans, figures, entries of a page
-measured     timelines of trace files beside the simulation
 compare      zbpp compare
 drawings     zbpp show -o
 meshes       zbpp mesh

@@ -8,7 +8,6 @@ from pathlib import Path
 from zbpp.cli.flags import PlanFlags
 from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
-from zbpp.cli.pictures.measured import Run, beside, print_runs, read_runs
 from zbpp.cli.report import gain_text, print_comparison
 from zbpp.cli.several import command_text, paths_in, schedules_in
 from zbpp.cli.summary import summarize
@@ -48,13 +47,6 @@ class Compare(PlanFlags):
         None,
     )
     csv: Path | None = flag("also write the table as CSV", None)
-    measured: Path | None = flag(
-        "traces of zbpp bench or zbpp train --trace: measured timelines below the "
-        "simulated ones, which --costs times in ms",
-        None,
-        metavar="PATH,..",
-        many=True,
-    )
     json: bool = flag("print one JSON object instead of tables", False, pair=False)
 
     def run(self) -> None:
@@ -76,8 +68,6 @@ class Compare(PlanFlags):
         else:
             for comparison in comparisons:
                 self._print(comparison, comparison.name if len(comparisons) > 1 else "")
-                if comparison.runs:
-                    print_runs(comparison.runs)
         if self.csv is not None:
             write_file(self.csv, csv_text(comparisons))
         if self.out is not None:
@@ -96,28 +86,9 @@ class Compare(PlanFlags):
                 rows[mode] = str(error).partition("\n")[0]
         name = "" if self.costs is None else str(self.costs)
         comparison = Comparison(name, rows, self.enable_optimizer_post_validation)
-        if self.measured is not None:
-            comparison = replace(comparison, runs=self._runs(comparison))
         if not comparison.planned:
             raise RequestError(f"no mode can be had: {next(iter(rows.values()))}")
         return comparison
-
-    def _runs(self, comparison: Comparison) -> tuple[Run, ...]:
-        """Read the measured runs."""
-        if self.costs is None and self.layers is None:
-            raise RequestError(
-                "--measured needs --costs or --layers in ms, such as zbpp profile "
-                "writes: without times nothing can be set beside what was measured"
-            )
-        costs = None if self.costs is None else self.chunk_costs()
-        runs = read_runs(
-            self.measured, n_stages=self.stages, n_microbatches=self.microbatches
-        )
-        planned = {
-            mode: (row.plan.schedule, row.plan.costs)
-            for mode, row in comparison.planned.items()
-        }
-        return tuple(beside(runs, planned, costs))
 
     def _plan(self, mode: str) -> Planned:
         """Plan a mode, or read a file; with a layers file, split the layers for it."""

@@ -3,11 +3,10 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from zbpp.cli.pictures.measured import Run
 from zbpp.cli.summary import Steady, Summary, steady
 from zbpp.core import Costs, PassKind
 from zbpp.core.costs.columns import Per, columns_of
@@ -55,13 +54,11 @@ class Comparison:
         rows: each mode's plan, or why there is none.
         post_validation: how steps follow one another; None: validated later where the
             backward is split, else behind a barrier, as `zbpp.Pipeline` does it.
-        runs: that were measured.
     """
 
     name: str
     rows: Mapping[str, Planned | str]
     post_validation: bool | None = None
-    runs: tuple[Run, ...] = ()
 
     @property
     def planned(self) -> dict[str, Planned]:
@@ -97,7 +94,6 @@ class Comparison:
         return {
             "costs": self.name or None,
             "modes": [self._mode_data(mode, row) for mode, row in self.rows.items()],
-            **({"measured": [run.data() for run in self.runs]} if self.runs else {}),
         }
 
     def _mode_data(self, mode: str, row: Planned | str) -> dict[str, Any]:
@@ -110,10 +106,8 @@ class Comparison:
         return data
 
     def entries(self, group: str) -> list[PageEntry]:
-        """The modes as entries of a page, those that were run with both timelines."""
-        run_entries = {run.mode: run.entry for run in self.runs}
-        others = [replace(run.entry, group=group) for run in self.runs if not run.mode]
-        shown = list(run_entries) if self.runs else self._first_shown()
+        """The modes as entries of a page."""
+        shown = self._first_shown()
         return [
             PageEntry(name=mode, group=group, reason=row)
             if isinstance(row, str)
@@ -122,17 +116,13 @@ class Comparison:
                 group=group,
                 schedule=row.plan.schedule,
                 simulated=simulate(row.plan.schedule, row.plan.costs),
-                measured=run_entries[mode].measured if mode in run_entries else None,
-                step_measured=run_entries[mode].step_measured
-                if mode in run_entries
-                else None,
                 costs=row.plan.costs,
                 step=self.step(mode),
                 gap=row.summary.gap,
                 shown=mode in shown,
             )
             for mode, row in self.rows.items()
-        ] + others
+        ]
 
     def _first_shown(self) -> list[str]:
         """The baseline, `auto`, the fastest modes; not twice the same order."""

@@ -16,16 +16,13 @@ def draw_file(
     flags: ScheduleFlags,
     loaded: list[tuple[Schedule, Costs]],
     out: Path,
-    *,
-    as_trace: bool,
 ) -> None:
     """Draw schedules on one time axis, as the name of the file ends.
 
     Args:
         flags: of the command.
         loaded: the schedules, and the costs that they are simulated with.
-        out: .png, .svg, .pdf, .html or .json.
-        as_trace: for Perfetto; one unit of time is a millisecond.
+        out: .png, .svg, .pdf, .html, or .json: a trace, a unit of time a millisecond.
     """
     runs = [
         (schedule, costs, flags.timelines(schedule, costs))
@@ -34,7 +31,7 @@ def draw_file(
     drawn = [
         (timeline, costs) for _, costs, timelines in runs for timeline in timelines
     ]
-    if as_trace:
+    if out.suffix.lower() == ".json":
         timelines, costs = zip(*drawn, strict=True)
         write_trace(timelines, out, costs=costs)
     elif out.suffix.lower() == ".html":

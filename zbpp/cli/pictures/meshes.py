@@ -14,7 +14,7 @@ from zbpp.core.costs.layers import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, Shard, network_of
 from zbpp.simulator.tables import Table
-from zbpp.training.options import Memory, check_at_least, flag
+from zbpp.training.options import MODE_FLAG, Memory, check_at_least, flag
 from zbpp.training.user_model import load_model
 
 __all__ = ["Mesh"]
@@ -29,9 +29,7 @@ class Mesh:
 
     devices: int = flag("in all")
     microbatches: int = flag("micro-batches of a step, over all replicas")
-    pipeline_schedule_mode: str = flag(
-        "of every mesh", "auto", metavar="MODE", also=("mode", "mesh_mode")
-    )
+    pipeline_schedule_mode: str = flag("of every mesh", "auto", **MODE_FLAG)
     costs: Path | None = flag("costs file: a layer for each entry of its lists", None)
     layers: Path | None = flag("layers file", None)
     model: str | None = flag(
