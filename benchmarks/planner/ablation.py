@@ -68,12 +68,10 @@ SEARCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "max_without_b": lambda: off(
         seeds, "RULES", tuple(replace(rule, max_without_b=float("inf")) for rule in V)
     ),
-    "less memory": lambda: off(plans, "_below_limit", keep),
     "top 3": lambda: off(
         plans, "improve_top_k", lambda problem, found, budget: found[0]
     ),
     "travel": lambda: off(local_search, "travel", keep),
-    "groups": lambda: off(local_search, "plan_in_groups", lambda *arguments: []),
     "shifts": lambda: off(local_search, "iterated_local_search", keep),
     "hill climbing": lambda: off(
         plans, "hill_climb", lambda problem, found: [seed.plan for seed in found]

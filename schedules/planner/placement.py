@@ -31,12 +31,11 @@ Many plans are made and the one with the smallest largest span of a stage is kep
 
 1. `seeds`: list schedules by a few rules, and known orders.
 2. `critical_path` moves single passes of the best plan.
-3. The same under less memory, as long as that could be better.
-4. `local_search`: settings changed, moves on the best three plans, then groups,
-   travel and shifts.
+3. `local_search`: settings changed, moves on the best three plans, then travel and
+   shifts.
 
-``effort`` says how much of it, counted in passes: ``fast`` is 1 to 3, ``default`` adds
-4, and ``best`` goes on with 4 for a time. All end when the plan reaches a lower bound;
+``effort`` says how much of it, counted in passes: ``fast`` is 1 and 2, ``default`` adds
+3, and ``best`` goes on with 3 for a time. All end when the plan reaches a lower bound;
 the first two depend on nothing but the arguments.
 """
 
@@ -58,14 +57,13 @@ from zbpp.schedules.planner.search.local_search import (
     shortest,
 )
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
-from zbpp.schedules.planner.search.seeds import is_line, seeds
+from zbpp.schedules.planner.search.seeds import seeds
 
 __all__ = ["plan_placement"]
 
 _UNIT = Costs()
 _MARGIN = 0.01
 _LONG = 1200  # passes placed, for each pass of the plan
-_SMALL = 3000  # passes; larger lines are planned once
 
 
 def plan_placement(
@@ -109,7 +107,7 @@ def plan_placement(
         whole = replace(costs, parts=None, splits=costs.on(placement).splits)
     problems = [problem_of(each) for each in (whole, *_without_overhead(whole))]
     efforts = shares(effort if costs.parts is None else "fast", len(problems))
-    plans = [_best(problem, next(efforts)) for problem in problems]
+    plans = [_search(problem, next(efforts)) for problem in problems]
     rows = shortest([timed(problems[0], plan.rows).plan for plan in plans]).rows
     orders = problems[0].orders(rows)
     limited = None if costs.memory_limit is None else costs
@@ -133,65 +131,22 @@ def _without_overhead(costs: Costs) -> list[Costs]:
     return [replace(costs, send_occupies=0.0)]
 
 
-def _best(problem: PlacementProblem, effort: str) -> Plan:
-    """Search; small lines also under a little less memory, from the first seed on.
-
-    More memory should not give a longer plan, and what moves find depends on chance:
-    without it, one in 77 limits of 8 stages with 24 micro-batches does.
-    """
-    plan = _search(problem, effort)
-    is_small = is_line(problem) and problem.n_passes < _SMALL
-    for lower in problem.next_limits() if is_small and effort == "default" else []:
-        if problem.target < plan.span and lower.target < plan.span:
-            plan = shortest([plan, _search(lower, effort)])
-    return plan
-
-
 def _search(problem: PlacementProblem, effort: str) -> Plan:
     kind, seconds = parse_effort(effort)
     n = problem.n_passes
     if kind == "fast":
         tries, moves = Budget(min(24 * n, 1.5e6)), Budget(min(60 * n, 1e5))
         plans = [seed.plan for seed in seeds(problem, tries)]
-        plan = improve_top_k(problem, plans, moves)
-        return _below_limit(problem, plan, tries, moves, Budget(min(100 * n, 1.5e5)))
+        return improve_top_k(problem, plans, moves)
     tries = Budget(max(2e6, min(16 * n, 4e6)))
     moves = Budget(min(max(3e4, 40 * n), 1e5 + 8 * n, 2e6))
     ranked_seeds = seeds(problem, tries, margin=_MARGIN)
     plan = improve(problem, ranked_seeds[0].plan, moves, XorShift64(0))
     others = hill_climb(problem, ranked_seeds) if plan.span > problem.target else []
-    less = Budget(min(max(2e5, 200 * n), 6e5))
-    plan = _below_limit(problem, plan, tries, moves, less)
     plan = improve_top_k(problem, [plan, *others], Budget(n_moves(n)))
     plan = intensify(problem, plan)
     if kind == LONG:
         plan = improve(problem, plan, Budget(min(_LONG * n, 4e6)), XorShift64(1))
     if kind == "best":
         plan = search_on(problem, plan, Budget(math.inf, seconds))
-    return plan
-
-
-def _below_limit(
-    problem: PlacementProblem, plan: Plan, tries: Budget, moves: Budget, budget: Budget
-) -> Plan:
-    """Plan as if there were less memory: more should not give a longer plan.
-
-    A plan under less memory is a plan under more. The limits are the quarters of M_B
-    below what the plan holds, from the top, while the budget lasts; at the first whose
-    lower bound is not below the best span, no lower one can help. Seeds that moves can
-    hardly make better than the best plan are given up.
-    """
-    once = tries.spent + moves.spent
-    if problem.target >= plan.span or budget.passes < once:
-        return plan
-    for lower in problem.lower_limits(plan.rows):
-        if budget.passes - budget.spent < once:
-            break
-        # the second bound only where the first leaves room: large ones take long
-        if problem.target >= plan.span or lower.target >= plan.span:
-            break
-        tries, moves = Budget(tries.passes), Budget(moves.passes)
-        first = seeds(lower, tries, below=1.03 * plan.span)[0].plan
-        plan = shortest([plan, improve(lower, first, moves, XorShift64(0))])
-        budget.spend(tries.spent + moves.spent)
     return plan

@@ -4,7 +4,6 @@
                          the moves of the best three are worth more than all on one
 `hill_climb`             the settings of the list scheduler change, run by run
 `travel`                 moves that may be worse for a while, in turns with other draws
-`plan_in_groups`         other plans: micro-batches are admitted in pairs and more
 `iterated_local_search`  many passes are shifted at once, then single ones moved
 `search_on`              the last two until the time ends
 
@@ -13,7 +12,7 @@ Budgets are in passes placed, and bounded for large plans, whose moves take long
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zbpp.schedules.planner.budget import Budget
@@ -25,13 +24,11 @@ from zbpp.schedules.planner.search.compiled import (
 )
 from zbpp.schedules.planner.search.critical_path import XorShift64
 from zbpp.schedules.planner.search.list_scheduler import Settings
-from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
+from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.search.seeds import (
     Seed,
-    first_rule,
     known_order,
     rows_by_starts,
-    seeds,
 )
 
 __all__ = [
@@ -40,16 +37,14 @@ __all__ = [
     "intensify",
     "iterated_local_search",
     "n_moves",
-    "plan_in_groups",
     "search_on",
     "shortest",
     "travel",
 ]
 
-_SMALL, _LARGE = 3000, 5000  # passes; larger plans get 2 turns, no groups and shifts
+_SMALL, _LARGE = 3000, 5000  # passes; larger plans get 2 turns, and no shifts
 _NEAR = 0.003  # so near to its bound, a plan of more than _TINY passes is let be
 _TINY = 400
-_MARGIN = 0.05  # groups that are longer than the best plan by that are given up
 
 
 def shortest(plans: Sequence[Plan]) -> Plan:
@@ -142,18 +137,16 @@ def _changed(
 
 
 def intensify(problem: PlacementProblem, plan: Plan) -> Plan:
-    """Try groups, travel, and shifts; never longer than the plan.
+    """Try travel and shifts; never longer than the plan.
 
-    Large plans get no groups and shifts, nor do plans near their bound, if not tiny.
+    Large plans get no shifts, nor do plans near their bound, if not tiny.
     """
     n_passes = problem.n_passes
     near = problem.target * (1 if n_passes < _TINY else 1 + _NEAR)
-    if n_passes > _LARGE or plan.span <= near:
-        return travel(problem, plan, 10 if n_passes < _SMALL else 2)
-    tries = Budget(min(1000 * n_passes, 1.5e5))
-    grouped = plan_in_groups(problem, tries, plan.span * (1 + _MARGIN))
-    plan = shortest([plan, *grouped])
+    is_done = n_passes > _LARGE or plan.span <= near
     plan = travel(problem, plan, 10 if n_passes < _SMALL else 2)
+    if is_done:
+        return plan
     shifts = Budget(8e5 if n_passes < _TINY else 1.5e5)
     return iterated_local_search(problem, plan, shifts, XorShift64(0))
 
@@ -170,87 +163,9 @@ def travel(problem: PlacementProblem, plan: Plan, n_turns: int) -> Plan:
     return plan
 
 
-_GROUP_SIZES = (2, 3, 4)
-_PERIODS = 16
-_GROUP_MOVES = 100  # for each pass of the plan
-_DETOUR = 0.02  # as _TRAVEL, for moves that only tell one plan from another
-
-
-def plan_in_groups(
-    problem: PlacementProblem, budget: Budget, below: float
-) -> list[Plan]:
-    """Plan in groups of two and more, as long as the budget lasts.
-
-    Two stages with two chunks each, limit 1.5, groups of two: the second group follows
-    when the first has left, so the stages turn from F's to B's once a group, not once a
-    micro-batch. (In full the groups overlap as far as the order lets them.)
-
-        0 | 0F0 0F1 .   3F0 3B0 ... 0B0 3F1 3B1 ... 0F2 0F3 ... 3F2 3B2 ...
-        1 | .   1F0 2F0 1F1 ... 2B0 1B0 2F1 ... 2B1 1B1 ... 1F2 2F2 1F3 ...
-
-    No rule of `seeds` holds a micro-batch back for long enough to give such orders.
-    All F's and B's are ordered by the starts that they would have if a group began
-    every so often, and the W's are placed by time. Of every kind of group the best
-    order gets moves of single passes; none has a span of ``below`` before them.
-    """
-    plans: list[Plan] = []
-    for size in _GROUP_SIZES:
-        if size >= problem.n_microbatches or not budget.is_left:
-            break
-        for starts in _groups(problem, size, budget):
-            orders = list(_repeated(problem, size, starts, budget, below))
-            if orders:
-                moves = Budget(_GROUP_MOVES * problem.n_passes)
-                best = shortest(orders)
-                plans.append(improve(problem, best, moves, XorShift64(0), _DETOUR))
-                budget.spend(moves.spent)
-            if not budget.is_left:
-                break
-    return plans
-
-
-def _groups(problem: PlacementProblem, size: int, budget: Budget) -> Iterator[Starts]:
-    """Starts of a group: by rule, as it is best by itself, and one work apart."""
-    group = replace(problem, n_microbatches=size)
-    plan = list_schedule(group, first_rule(group), math.inf, budget)
-    assert plan is not None
-    yield timed(group, plan.rows).starts
-    tries, moves = Budget(24 * group.n_passes), Budget(60 * group.n_passes)
-    plan = improve(group, seeds(group, tries)[0].plan, moves, XorShift64(0))
-    budget.spend(tries.spent + moves.spent)
-    yield timed(group, plan.rows).starts
-    members = range(size)
-    yield [[way + i * problem.unit for i in members] for way in problem.chain_starts()]
-
-
-def _repeated(
-    problem: PlacementProblem, size: int, starts: Starts, budget: Budget, below: float
-) -> Iterator[Plan]:
-    """Let groups begin as often as the work allows, down to one after the other."""
-    unit, m = problem.unit, problem.n_microbatches
-    often, seldom = 0.75 * size * unit, max(map(max, starts)) + unit
-    seen: list[Rows] = []
-    for step in range(_PERIODS):
-        period = often + (seldom - often) * step / _PERIODS
-        rows = rows_by_starts(
-            problem,
-            [
-                [begun[i % size] + i // size * period for i in range(m)]
-                for begun in starts
-            ],
-        )
-        if rows in seen:
-            continue
-        if not budget.is_left:
-            return
-        seen.append(rows)
-        plan = list_schedule(problem, known_order(rows, 0.5), below, budget)
-        if plan is not None:
-            yield plan
-
-
 _SHIFTS = (0.1, 0.25, 0.5, 1.0, 2.0)  # in the work of a micro-batch
 _OVERRUNS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_DETOUR = 0.02  # as _TRAVEL, for moves that only tell one plan from another
 _SHIFT_MOVES = 60  # of a turn, in passes placed for each pass of the plan
 _SHIFT_MARGIN = 0.06  # plans longer than the best by that are not moved
 _LEFT_BEHIND = 0.01  # nor are those longer by that the start of the next turn

@@ -17,7 +17,7 @@ plans of millions of passes affordable.
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
@@ -32,7 +32,7 @@ from zbpp.core import (
     lower_bound_on,
 )
 from zbpp.core.jobs import gc_paused, passes
-from zbpp.schedules.planner.limits import beyond, micro_batch
+from zbpp.schedules.planner.limits import beyond
 
 __all__ = ["PlacementProblem", "Plan", "Row", "Rows"]
 
@@ -226,36 +226,6 @@ class PlacementProblem:
         """True if every row keeps the memory limit of its stage."""
         pairs = zip(rows, self.limits, strict=True)
         return all(self.peak_of(row) <= limit for row, limit in pairs)
-
-    def lower_limits(self, rows: Rows) -> Iterator["PlacementProblem"]:
-        """Yield it under less memory than some rows hold: all quarters of M_B below."""
-        most = self._in_microbatches([self.peak_of(row) for row in rows])
-        for quarters in range(math.ceil(4 * most * (1 - _ROUNDING)) - 1, 3, -1):
-            yield self._capped(quarters / 4)
-
-    def next_limits(self) -> list["PlacementProblem"]:
-        """Return it under the next lower quarter of M_B, and the next whole one."""
-        most = self._in_microbatches(self.costs.limit)
-        if not 1 < most < math.inf:
-            return []
-        caps = {(math.ceil(4 * most) - 1) / 4, math.ceil(most) - 1.0}
-        return [self._capped(max(1.0, cap)) for cap in sorted(caps)]
-
-    @cached_property
-    def _microbatch(self) -> list[float]:
-        """M_B of each stage."""
-        return micro_batch(self.costs)
-
-    def _in_microbatches(self, amounts: Sequence[float]) -> float:
-        """The largest of the stages' amounts, in M_B of its stage."""
-        parts = zip(amounts, self.beyond, self._microbatch, strict=True)
-        return max((x - more) / held if held > 0 else 0.0 for x, more, held in parts)
-
-    def _capped(self, cap: float) -> "PlacementProblem":
-        """Return it with at most ``cap`` M_B on any stage."""
-        parts = zip(self.costs.limit, self.beyond, self._microbatch, strict=True)
-        limit = tuple(min(limit, more + cap * held) for limit, more, held in parts)
-        return replace(self, costs=replace(self.costs, limit=limit))
 
     @gc_paused()
     def orders(self, rows: Rows) -> tuple[Order, ...]:

@@ -54,7 +54,6 @@ __all__ = [
     "LineRule",
     "Rule",
     "Seed",
-    "first_rule",
     "is_line",
     "known_order",
     "line_settings_of",
@@ -80,14 +79,13 @@ def seeds(
     budget: Budget,
     *,
     margin: float = 0.0,
-    below: float = math.inf,
 ) -> list[Seed]:
     """Plan by all of them, best first; stop at the lower bound.
 
-    A run is given up when it falls behind the best, or behind the span ``below``, by
-    more than the margin, a share. If all are, the first rule is run to its end.
+    A run is given up when it falls behind the best by more than the margin, a share.
     """
     kept_seeds: list[Seed] = []
+    below = math.inf
     for attempt in _attempts(problem):
         seed = _planned(problem, attempt, below * (1 + margin), budget)
         if seed is None:
@@ -96,16 +94,8 @@ def seeds(
         below = min(below, seed.plan.span)
         if seed.plan.span <= problem.target or not budget.is_left:
             break
-    if not kept_seeds:
-        seed = _planned(problem, first_rule(problem), math.inf, budget)
-        assert seed is not None, "a list schedule by a rule comes to its end"
-        kept_seeds.append(seed)
+    assert kept_seeds, "a list schedule by a rule comes to its end"
     return sorted(kept_seeds, key=lambda seed: seed.plan.span)
-
-
-def first_rule(problem: PlacementProblem) -> Settings:
-    """The settings of the rule that is best by itself."""
-    return next(_rules(problem))
 
 
 def _planned(

@@ -30,7 +30,6 @@ from zbpp.schedules.planner.search.problem import PlacementProblem, Rows
 from zbpp.schedules.planner.search.seeds import (
     LINE_RULES,
     RULES,
-    first_rule,
     is_line,
     known_order,
     line_settings_of,
@@ -168,7 +167,8 @@ def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget() -> None:
     budget = Budget(1e4)
     assert compiled.improve(problem, best, budget, XorShift64(0)) is best
     assert budget.spent == 0
-    longer = compiled.list_schedule(problem, first_rule(problem), math.inf, budget)
+    a_rule = settings_of(problem, RULES[0])
+    longer = compiled.list_schedule(problem, a_rule, math.inf, budget)
     assert longer is not None
     none = Budget(0)
     assert compiled.improve(problem, longer, none, XorShift64(0)) is longer
