@@ -97,7 +97,8 @@ def requests() -> dict[str, str]:
     mesh = zbpp.mesh(stages=2, data_parallel=2)
     said = {"size": refusal(zbpp.mesh, stages=3)}
     said["stages"] = refusal(zbpp.Pipeline, layers(), mesh=mesh, n_stages=4, **how)
-    said["shard"] = refusal(zbpp.DataParallel, mesh=mesh, shard="all")
+    every = zbpp.DataParallel(mesh=mesh, shard="all")
+    said["shard"] = refusal(zbpp.Pipeline, layers(), mesh=every, **how)
     ddp = [
         DistributedDataParallel(x, process_group=mesh.get_group("dp")) for x in layers()
     ]
