@@ -1,13 +1,14 @@
 """Tests that need a GPU; all are left out where there is none."""
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import talking
 import torch
-from gpu_run import train_to
+from commands import torchrun
 from gpu_waits import waits_are_errors
 from small_model import adamw, assert_same, batch, make_pipeline
 from trained_modes import MODES
@@ -16,7 +17,6 @@ from zbpp import diagnostics
 from zbpp.core import Pass, PassKind
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.support.streams import HostCopy, sent_ahead
-from zbpp.training.launch import launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +82,8 @@ def test_processes_that_share_the_gpu_agree_too(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "rank"
-    launch(train_to, (str(file), "ZBV", "cuda"), 2, device="cuda", timeout_s=120.0)
+    command, environment = torchrun("gpu_run.py", str(file), "ZBV", "cuda")
+    subprocess.run(command, env=environment, check=True, timeout=200)
     parts = [torch.load(f"{file}{rank}") for rank in range(2)]
     plain = trained("FThenB", 1, optimizer=adamw)
     assert all(losses == [loss for loss, _ in plain[0]] for losses, _ in parts)

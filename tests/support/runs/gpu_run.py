@@ -1,5 +1,6 @@
 """Train in processes that share a GPU (gloo, through the host's memory)."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -13,3 +14,7 @@ def train_to(file: str, mode: str, device: str) -> None:
     parameters = {n: p.detach().cpu() for n, p in pipeline.named_parameters()}
     torch.save((losses, parameters), Path(f"{file}{pipeline.rank}"))
     pipeline.close()
+
+
+if __name__ == "__main__":
+    train_to(*sys.argv[1:])
