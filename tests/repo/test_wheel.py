@@ -129,7 +129,7 @@ def beside_modules() -> set[str]:
         for path in folder.iterdir()
         if path.suffix in (".js", ".css", ".html")
     }
-    assert len(found) >= 7
+    assert len(found) >= 6
     return found
 
 

@@ -51,7 +51,9 @@ def run_profile(
         targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
     profile = pipeline.profile(inputs, targets, rounds=rounds, memory=True)
     if pipeline.rank == 0:
-        profile = profile.with_memory(estimate_layers(options, loaded))
+        # another copy: the pipeline has released the layers of other processes
+        memory = estimate_layers(options, None if load is None else load())
+        profile = profile.with_memory(memory)
         write_costs(profile.costs(), out)
         if layers_out is not None:
             write_layers(profile.layers, layers_out)

@@ -157,18 +157,6 @@ def test_a_weight_that_is_used_beside_its_region_stays_in_b(
     assert agree(module, plain)
 
 
-@pytest.mark.slow
-def test_a_hook_on_a_regions_node_keeps_it_in_b(plain_kernels: None) -> None:
-    x = torch.randn(4, 6, requires_grad=True)
-    y = compiled(Two())(x)
-    fired: list[int] = []
-    y.grad_fn.register_hook(lambda dx, dy: fired.append(len(dx)))
-    graph = SplitGraph([y], [x])
-    assert "W" not in graph.report().values()
-    graph.backward_input(torch.ones_like(y))
-    assert len(fired) == 1
-
-
 def test_a_product_that_two_weights_share_is_made_once(plain_kernels: None) -> None:
     first, second = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
     call = compiled(lambda x: x @ (first.weight + second.weight).t())
