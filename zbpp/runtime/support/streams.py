@@ -104,6 +104,8 @@ def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor:
     The host does not wait, and may change the tensor at once: it is copied to pinned
     memory first, which goes back to its pool when the GPU has read it.
     """
+    if tensor.device == device:
+        return tensor
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     if not (runs_ahead(device) and tensor.is_cpu and is_plain):
         return tensor.to(device)
