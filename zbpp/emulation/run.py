@@ -1,4 +1,4 @@
-"""`zbpp train --emulate costs.json`: the real runtime on layers that sleep.
+"""The real runtime on layers that sleep.
 
 Every chunk is one layer that sleeps for the chunk's times, in milliseconds, or every
 layer sleeps for its own, split as the schedule says; the optimizer sleeps too, and
@@ -57,20 +57,6 @@ class Emulation:
     bubble_rate: float
     simulated_bubble_rate: float
     post_validation: bool | None = None
-
-    def __str__(self) -> str:
-        among = f"median of {self.n_steps}"
-        if self.post_validation is not None:
-            how = "post-validated" if self.post_validation else "behind a barrier"
-            among = f"{self.n_steps} in a row, {how}"
-        return (
-            f"{self.schedule.name}  stages: {self.schedule.n_stages}  "
-            f"microbatches: {self.schedule.n_microbatches}  "
-            f"step: {self.step_ms:.1f} ms measured, {self.simulated_step_ms:.1f} ms "
-            f"simulated ({self.step_ms / self.simulated_step_ms - 1:+.1%})  "
-            f"bubble: {self.bubble_rate:.1%} measured, "
-            f"{self.simulated_bubble_rate:.1%} simulated  ({among})"
-        )
 
     def as_dict(self) -> dict[str, object]:
         """The numbers and what they belong to, for a JSON line."""

@@ -22,17 +22,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.random_state import mixed_seed
 
 __all__ = ["LayerRandom", "draws_nothing", "has_hooks", "next_seed"]
-
-T = TypeVar("T")
 
 _SIGNED = 2**63 - 1
 
@@ -142,8 +140,6 @@ class LayerRandom:
         self._seeded: list[_RareGenerator] = []
         self._generators: list[torch.Generator] = [torch.default_generator]
         self._is_complete = not runs_ahead(device)
-        self._before: list[Tensor] | None = None
-        self._has_drawn = False
 
     def use(self, seed: int) -> None:
         """Draw by this seed from the next step on; the same on all ranks."""
@@ -187,15 +183,11 @@ class LayerRandom:
             microbatch: its number in the step.
             layer: global index.
         """
-        if self._before is not None:
-            self._look()
         number = self.latest = mixed_seed(self._base, step, layer, microbatch)
         for torchs in self._generators:
             torchs.manual_seed(number & _SIGNED)
         for rare in self._seeded:
             rare.seed(number)
-        if self._before is not None:
-            self._before = [g.get_state() for g in self._generators]
 
     @contextmanager
     def again(self, number: int) -> Iterator[None]:
@@ -220,20 +212,6 @@ class LayerRandom:
                 torchs.set_state(state)
             for generator, state in rare:
                 generator.restore(state)
-
-    def watch(self, run: Callable[[], T]) -> tuple[T, bool]:
-        """Run layers; return their result, and if one has drawn random numbers."""
-        self._before, self._has_drawn = [g.get_state() for g in self._generators], False
-        result = run()
-        self._look()
-        self._before = None
-        return result, self._has_drawn or any(x.is_used for x in self._rare.values())
-
-    def _look(self) -> None:
-        assert self._before is not None
-        now = (g.get_state() for g in self._generators)
-        if not all(map(torch.equal, self._before, now)):
-            self._has_drawn = True
 
     def _add_device(self) -> None:
         """Add the device's own generator, which is there once it is initialised."""
