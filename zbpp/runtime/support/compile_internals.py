@@ -1,7 +1,6 @@
 """Questions to torch's compiler by names of its own; see `private_names`."""
 
 import importlib
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -13,7 +12,6 @@ from torch import Tensor, fx
 __all__ = [
     "DTensorLayout",
     "Inner",
-    "compile_errors",
     "compile_graph",
     "compile_with",
     "compiled_backward",
@@ -92,14 +90,6 @@ def compile_with(
             graph, inputs, inner_compile=inner, config_patches=dict(options)
         )
     return made
-
-
-def compile_errors() -> tuple[type[Exception], ...]:
-    """Return what is raised where torch can make no single graph of a function."""
-    exception: Any = getattr(
-        sys.modules.get("torch._dynamo.exc"), "TorchDynamoException", ()
-    )
-    return (exception,) if exception else ()
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:
