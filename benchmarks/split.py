@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 
@@ -267,7 +266,6 @@ class LiveBytes(TorchDispatchMode):
 def start(module: nn.Module, x: Tensor, technique: Any) -> Halves:
     """F; return the two half backwards."""
     x = torch.randn_like(x, requires_grad=True)
-    watch.look()  # as a stage does, before a forward
     y = module(x)
     return technique(module, x, y, torch.ones_like(y))
 
