@@ -417,9 +417,6 @@ TABLE = (
     # ---- emulation
     ("emulation", "warm-up steps count", "zbpp/emulation/run.py",
      "if step >= _WARM_UP", "if step >= 0"),
-    ("emulation", "the first layer pays the loss", "zbpp/emulation/layers.py",
-     "[0.0] * (costs.n_layers - 1) + [costs.loss]",
-     "[costs.loss] + [0.0] * (costs.n_layers - 1)"),
     # ---- training
     ("training", "the first step has no rate", "zbpp/training/loop.py",
      "(step + 1) / _WARM_UP_STEPS", "step / _WARM_UP_STEPS"),

@@ -14,7 +14,6 @@ from zbpp.core import (
     Placement,
     Value,
     What,
-    read_layers,
 )
 from zbpp.emulation import run
 from zbpp.emulation.layers import EmulatedLayer, sleep_until
@@ -136,10 +135,3 @@ def test_the_first_steps_are_not_counted(clock, monkeypatch):
     monkeypatch.setattr(Pipeline, "step", take)
     outcome = emulate(plan("1F1B", n_stages=1, n_microbatches=1), n_steps=3)
     assert outcome.step_ms == pytest.approx(8000, rel=1e-2)
-
-
-def measured_evenly(path: str) -> tuple[float, float]:
-    """Measured and simulated step of layers in even chunks."""
-    schedule = plan("ZBH2", n_stages=2, n_microbatches=3)
-    outcome = emulate(schedule, layers=read_layers(path), n_steps=3)
-    return outcome.step_ms, outcome.simulated_step_ms

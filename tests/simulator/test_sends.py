@@ -107,18 +107,11 @@ def test_files_and_layers_keep_it(tmp_path) -> None:
 
 
 @pytest.mark.needs("torch")
-def test_sleeping_layers_sleep_for_it() -> None:
-    from zbpp.emulation.layers import sleeping_chunks, sleeping_layers
+def test_sleeping_chunks_sleep_for_it() -> None:
+    from zbpp.emulation.layers import sleeping_chunks
 
     times = BY_EDGE.on(V)
-    layers = chunk_layers(BY_EDGE, V, (2, 1, 1, 1))
-    sends = dict(zip((2, 3, 4), times.sending, strict=True))
-    parts = [range(2), range(2, 3), range(3, 4), range(4, 5)]
-    for chunk, part in enumerate(parts):
+    for chunk in range(4):
         wanted = [x[chunk] / 1e3 for x in (times.f, times.b, times.w)]
         whole = sleeping_chunks(times, range(chunk, chunk + 1))[0].times
-        by_layer = [layer.times for layer in sleeping_layers(layers, sends, part)]
         assert whole == pytest.approx(wanted)
-        assert [sum(kind) for kind in zip(*by_layer, strict=True)] == pytest.approx(
-            wanted
-        )

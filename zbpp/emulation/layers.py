@@ -6,17 +6,17 @@ pass: the layers sleep for that too, the last one in F and the first one in B.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import ChunkCosts, LayerCosts
+from zbpp.core import ChunkCosts
 from zbpp.runtime.backward.queue import DeferredWork, WeightQueue, current_queue
 
-__all__ = ["EmulatedLayer", "sleep_until", "sleeping_chunks", "sleeping_layers"]
+__all__ = ["EmulatedLayer", "sleep_until", "sleeping_chunks"]
 
 _OVERSHOOT_S = 2e-4
 
@@ -164,24 +164,3 @@ def sleeping_chunks(times: ChunkCosts, chunks: range) -> list[nn.Module]:
         )
         layers.append(layer)
     return layers
-
-
-def sleeping_layers(
-    costs: LayerCosts, sends: Mapping[int, float], layers: range
-) -> list[nn.Module]:
-    """Make layers that sleep for their own times; the last one also for the loss.
-
-    ``sends``: for how long a message in front of these layers occupies its sender.
-    """
-    forward, backward = sends.get(layers.stop, 0.0), sends.get(layers.start, 0.0)
-    f, b, w, optimizer = map(costs.of, ("f", "b", "w", "optimizer"))
-    loss = [0.0] * (costs.n_layers - 1) + [costs.loss]
-    return [
-        EmulatedLayer(
-            (f[i] + loss[i] + (forward if i == layers[-1] else 0.0)) / 1e3,
-            (b[i] + (backward if i == layers[0] else 0.0)) / 1e3,
-            w[i] / 1e3,
-            step_s=optimizer[i] / 1e3,
-        )
-        for i in layers
-    ]

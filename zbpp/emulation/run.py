@@ -14,20 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import Costs, LayerCosts, Schedule, Timeline
+from zbpp.core import Costs, Schedule, Timeline
 from zbpp.diagnostics import timeline
-from zbpp.emulation.layers import sleep_until, sleeping_chunks, sleeping_layers
+from zbpp.emulation.layers import sleep_until, sleeping_chunks
 from zbpp.emulation.network import DelayedTransport, SleepingCollectives
 from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline
-from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime.policies import Execution, StepPolicy
-from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
 
 __all__ = [
@@ -87,7 +85,6 @@ def emulate(
     schedule: Schedule,
     costs: Costs | None = None,
     *,
-    layers: LayerCosts | None = None,
     n_steps: int,
     timeout_s: float = 600.0,
     post_validation: bool | None = None,
@@ -98,8 +95,6 @@ def emulate(
         schedule: what to run.
         costs: in ms. A message takes its link's ``comm``, or the time that it
             takes by itself if that is longer; the simulator counts ``comm``.
-        layers: in place of ``costs``, in ms: each layer sleeps its own time, in the
-            chunk that the schedule's split puts it in (even chunks if it has none).
         n_steps: steps to count, after some that are not.
         timeout_s: how long a stage may wait for another.
         post_validation: None: one step at a time, from a common start to the last
@@ -107,15 +102,12 @@ def emulate(
             whose sums take ``costs.reduction``: True: validated in the next step;
             False: behind a barrier.
     """
-    if layers is None:  # the costs are those of chunks, recomputed layers included
-        schedule = replace(schedule, split=None, recompute=None)
-    else:
-        schedule, costs = _split(schedule, layers)
+    # the costs are those of chunks, recomputed layers included
+    schedule = replace(schedule, split=None, recompute=None)
     costs = costs or Costs()
     pipeline = emulated_pipeline(
         schedule,
         costs,
-        layers=layers,
         timeout_s=timeout_s,
         post_validation=post_validation,
     )
@@ -138,38 +130,20 @@ def emulate(
     )
 
 
-def _split(schedule: Schedule, layers: LayerCosts) -> tuple[Schedule, Costs]:
-    """The schedule with a split, even if it has none, and the costs of its chunks."""
-    placement = schedule.placement
-    split = schedule.split or even_split(layers.n_layers, placement.n_chunks)
-    again = recomputed_layers(schedule, split)
-    costs = layers.on(placement, split, recompute=again)
-    return replace(schedule, split=split), costs
-
-
 def emulated_pipeline(
     schedule: Schedule,
     costs: Costs,
     *,
-    layers: LayerCosts | None = None,
     timeout_s: float = 600.0,
     post_validation: bool | None = None,
 ) -> Pipeline:
-    """Make a pipeline of layers that sleep, one a chunk; arguments as for `emulate`.
-
-    With ``layers``, these sleep, split as the schedule says.
-    """
+    """Make a pipeline of layers that sleep, one a chunk; arguments as for `emulate`."""
     placement = schedule.placement
     times = costs.on(placement)
     build: Callable[[range], list[nn.Module]] = partial(sleeping_chunks, times)
-    if layers is not None:
-        ends = accumulate(schedule.split or ())
-        sends = dict(zip(ends, times.sending, strict=False))
-        build = partial(sleeping_layers, layers, sends)
-    split = (1,) * placement.n_chunks if layers is None else schedule.split
     pipeline = Pipeline(
-        layers_from(build, n_layers=sum(split or ())),
-        replace(schedule, split=split),
+        layers_from(build, n_layers=placement.n_chunks),
+        replace(schedule, split=(1,) * placement.n_chunks),
         loss_fn=_mean,
         optimizer=_sleeping_optimizer,
         device="cpu",
