@@ -22,10 +22,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # The processes that tests start shall compile the package once, not each for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# No deadline: the machine may be busy. Derandomized: a red run can be run again.
+# No deadline: the machine may be busy. Derandomized: a failure can be repeated.
 any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("zbpp", any_speed, derandomize=True, max_examples=60)
-settings.register_profile("long", any_speed, max_examples=2000)
+settings.register_profile("zbpp", any_speed, derandomize=True, max_examples=25)
+settings.register_profile("nightly", any_speed, derandomize=True, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "zbpp"))
 
 
@@ -34,8 +34,14 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of what is an extra, such as torch, where it is not installed."""
+    """Skip tests of absent extras, such as torch; run tests of the pool in one worker.
+
+    Worker processes of the pool import torch once a pool, and two pools at work would
+    have more processes than a machine has cores.
+    """
     for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("pool"))
         for mark in item.iter_markers("needs"):
             (package,) = mark.args
             if importlib.util.find_spec(package) is None:

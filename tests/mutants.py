@@ -538,6 +538,23 @@ def chosen(room: str) -> Iterator[tuple[str, Mutant]]:
             yield f"{mutant.room}: {mutant.name}", mutant
 
 
+def print_list(tree: Path, room: str) -> int:
+    """Print which mutants are stale, and which tests do not exist; return how many."""
+    n_stale = 0
+    for name, mutant in chosen(room):
+        path = tree / mutant.file
+        if not path.exists() or path.read_text().count(mutant.old) != 1:
+            n_stale += 1
+            print("stale", name, sep=" | ")
+    for owner, tests in TESTS.items():
+        for test in tests.split():
+            if room in ("", owner) and not (tree / test).exists():
+                n_stale += 1
+                print("absent", owner, test, sep=" | ")
+    print(f"{len([*chosen(room)])} mutants, {n_stale} stale or without their tests")
+    return n_stale
+
+
 def run_simgpu(arguments: list[str]) -> int:
     """Judge the mutants of the code for GPUs."""
     folders = ("tests", "tests/simgpu", "tests/support", "tests/support/models")
@@ -557,7 +574,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="JSON, continued if it exists")
     parser.add_argument("--before", type=Path, help="JSON of an earlier run")
     parser.add_argument(
-        "--list", action="store_true", help="judge none, say what is stale"
+        "--list", action="store_true", help="judge none, print what is stale"
     )
     options, more = parser.parse_known_args()
     if options.room == SIMGPU:
@@ -569,11 +586,7 @@ def main() -> int:
         found = json.loads(options.results.read_text())
     before = json.loads(options.before.read_text()) if options.before else {}
     if options.list:
-        for name, mutant in chosen(options.room):
-            path = options.tree / mutant.file
-            n = path.read_text().count(mutant.old) if path.exists() else 0
-            print("ok   " if n == 1 else "stale", name, sep=" | ")
-        return 0
+        return print_list(options.tree, options.room)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copy_tree(options.tree, copy)

@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "device"
-BUILDS = Path(__file__).parents[2] / "build" / "simgpu"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+BUILDS = CACHE / "zbpp" / "simgpu"
 DEVICE = ("streams", "memory", "device", "kernels")
 FLAGS = (
     "-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unused", "-Wno-sign-compare",
