@@ -78,6 +78,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p zbpp
+	PYTHONPATH=src $(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/mutants.py --list
 
 format: $(READY)
