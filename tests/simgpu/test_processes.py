@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
-import faults
 import pytest
 import torch
 from gpu_waits import waits_are_errors
@@ -21,6 +20,7 @@ from small_model import N_LAYERS, assert_same, batch, make_pipeline
 import simgpu
 from simgpu.process_runs import Case, Trained, all_of, small
 from simgpu.processes import Found, SimulatedPool, watched
+from zbpp.runtime.testing import inject
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
 TIED = {"ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]}
@@ -232,7 +232,7 @@ def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
 
 def struck(fault: str) -> None:
     """Rank 1 comes to harm in its second step."""
-    faults.install(fault)
+    inject(fault)
     watched(partial(small, "1F1B", timeout_s=2.0, first_timeout_s=30.0))
 
 

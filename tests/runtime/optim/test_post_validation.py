@@ -2,8 +2,9 @@
 
 import pytest
 from histories import History, compare, draw, run, vary
-from moments import small_buckets
 from outcomes import difference
+
+from zbpp.runtime.testing import small_buckets
 
 # of histories that step matrices alone
 pytestmark = pytest.mark.filterwarnings("ignore:.*no optimizer steps them:UserWarning")

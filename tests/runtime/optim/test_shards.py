@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from moments import small_buckets
 from outcomes import bytes_of
 from pool import Pool
 from torch import Tensor, nn
 
 from zbpp.runtime.optim.rollback import DeferredStep
 from zbpp.runtime.support import sharded
+from zbpp.runtime.testing import small_buckets
 
 SHAPES = ((64, 64), (7, 5), (200, 3), (1, 3), (1,), (2,), (130,), (96, 24))
 """Even and uneven shards, and two that rank 1 has nothing of. What rank 1 has of (2,)

@@ -2,10 +2,9 @@
 
 import sys
 
-from faults import install
-
 from zbpp.cli import main
+from zbpp.runtime.testing import inject
 
 if __name__ == "__main__":
-    install(sys.argv[1])
+    inject(sys.argv[1])
     sys.exit(main(sys.argv[2:]))

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from flat import flat_pipeline
-from moments import small_buckets
 from outcomes import Outcome, difference, look
 from stock_optimizers import OF_ALL_PARAMETERS, OPTIMIZERS
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
 from zbpp.runtime import LossScaler
+from zbpp.runtime.testing import small_buckets
 
 N_LAYERS = 8
 WIDTH = 8

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import faults
 from histories import History, Injector, batch, make
 from outcomes import look
+
+from zbpp.runtime.testing import inject
 
 HISTORY = "history.pickle"
 
@@ -38,5 +39,5 @@ def train_and_save(history: History, folder: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    faults.install(sys.argv[2])
+    inject(sys.argv[2])
     train_and_save(pickle.loads((folder / HISTORY).read_bytes()), folder)

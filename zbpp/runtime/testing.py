@@ -1,0 +1,192 @@
+"""A seam for tests: faults, a trace of jobs, and small limits. zbpp never imports it.
+
+    inject("kill:1:3:0F2")             rank 1 gets SIGKILL at job 0F2 of step 3
+    with trace(pipeline) as jobs:      the jobs that ran, and the bits that they made
+    with small_buckets():              optimizers step many small parts
+    with patience(0.1):                a lost peer is reported soon
+
+Everything here wraps the runtime from outside, so that a step without it pays nothing.
+The names are for the tests of zbpp and may change with any version.
+"""
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbpp.core import Check, Pass, Step
+from zbpp.runtime import executor
+from zbpp.runtime.comm import failures
+from zbpp.runtime.optim import rollback, stage_optimizer
+from zbpp.runtime.optim.optimizers import StageOptimizers
+from zbpp.runtime.replay import Replay
+from zbpp.runtime.support.pytree import tensors_in
+
+__all__ = ["TracedJob", "inject", "patience", "small_buckets", "trace"]
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+_PARTS_OF_VALIDATION: Sequence[tuple[Any, str, str]] = (
+    (StageOptimizers, "commit", "commit"),
+    (StageOptimizers, "undo", "undo"),
+    (stage_optimizer, "multiply_gradients", "redo"),
+    (Replay, "rewind", "replay"),
+)
+
+
+def inject(fault: str) -> ExitStack:
+    """Make this process fail, in pipelines whose first step is still to come.
+
+    Args:
+        fault: ``kind:rank:step:place``. The kinds ``kill``, ``stop`` and ``term`` send
+            this process that signal; ``raise`` raises a `RuntimeError`, ``memory``
+            torch's `OutOfMemoryError`. Other ranks are left alone. Steps count from 0.
+            A place is a job, as in ``0F2``, or a part of a validation: ``commit``,
+            ``undo``, ``redo``, ``replay``; those of step 2 come in step 3.
+
+    Returns:
+        What ends it, if used in a ``with``; else the fault stays.
+    """
+    kind, rank, step, place = fault.split(":")
+    installed = ExitStack()
+    if os.environ.get("RANK", "0") != rank:
+        return installed
+    steps: list[Callable[[], int]] = []
+
+    def strike() -> None:
+        if steps[-1]() != int(step):
+            return
+        if kind in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[kind])
+        elif kind == "memory":
+            raise torch.OutOfMemoryError("memory has run out, as the test asks")
+        else:
+            raise RuntimeError("a fault that the test asks for")
+
+    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            strike()
+            return function(*args, **kwargs)
+
+        return run
+
+    def watch(handler: Any) -> None:
+        stage = handler.executor.stage
+        steps.append(lambda: stage.step)
+        if str(handler.instruction) == place:
+            handler.run = before(handler.run)
+
+    installed.enter_context(_handlers_changed(watch))
+    for target, name, part in _PARTS_OF_VALIDATION:
+        if part == place:
+            installed.callback(setattr, target, name, getattr(target, name))
+            setattr(target, name, before(getattr(target, name)))
+    return installed
+
+
+class TracedJob(NamedTuple):
+    """A job that has run: ``job`` as text, and a digest of the bits that it made."""
+
+    stage: int
+    job: str
+    digest: str
+
+
+@contextmanager
+def trace(pipeline: Any) -> Iterator[list[TracedJob]]:
+    """List the jobs that a pipeline runs within this, in the order of their ends.
+
+    A pass has the digest of what it hands to another chunk (of its loss, if it is the
+    last), which is nothing for ``W`` and in the first chunk's ``B``; ``O`` and ``V``
+    have that of the stage's parameters. Forwards that are replayed are listed twice.
+
+    Args:
+        pipeline: a `zbpp.Pipeline`; only stages of this process are listed.
+    """
+    jobs: list[TracedJob] = []
+    executors = {x: stage for stage, x in pipeline.stages.executors.items()}
+
+    def watch(handler: Any) -> None:
+        stage, job = executors.get(handler.executor), handler.instruction
+        if stage is None or not isinstance(job, Pass | Step | Check):
+            return
+        place = "_compute" if isinstance(job, Pass) else "run"
+        function = getattr(handler, place)
+
+        def run(*args: Any) -> Any:
+            result = function(*args)
+            chunks = handler.executor.stage.chunks.values()
+            steps = isinstance(job, Step | Check)
+            made = [[*x.parameters()] for x in chunks] if steps else result
+            jobs.append(TracedJob(stage, str(job), _digest(tensors_in(made))))
+            return result
+
+        setattr(handler, place, run)
+
+    def forget_programs() -> None:
+        for one in executors:
+            one._bound.clear()
+
+    with _handlers_changed(watch):
+        forget_programs()
+        try:
+            yield jobs
+        finally:
+            forget_programs()
+
+
+@contextmanager
+def small_buckets(n_bytes: int = 400) -> Iterator[None]:
+    """Let optimizers on CPUs step parts of at most so many bytes of parameters."""
+    sizes = rollback._BUCKET_BYTES
+    before = dict(sizes)
+    sizes["cpu"] = n_bytes
+    try:
+        yield
+    finally:
+        sizes.update(before)
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Wait no longer than this for other processes' words on why they failed."""
+    before = failures._PATIENCE_S, failures._STORE_S
+    failures._PATIENCE_S = failures._STORE_S = seconds
+    try:
+        yield
+    finally:
+        failures._PATIENCE_S, failures._STORE_S = before
+
+
+@contextmanager
+def _handlers_changed(change: Callable[[Any], None]) -> Iterator[None]:
+    """Call a function with each handler of the programs that are bound within this."""
+    handlers: Any = executor.HANDLERS
+    before = dict(handlers)
+
+    def changed(make: Callable[..., Any]) -> Callable[..., Any]:
+        def handler(bound: Any, instruction: Any) -> Any:
+            result = make(bound, instruction)
+            change(result)
+            return result
+
+        return handler
+
+    handlers.update({kind: changed(make) for kind, make in before.items()})
+    try:
+        yield
+    finally:
+        handlers.update(before)
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        dense = tensor.detach().cpu().contiguous().flatten()
+        digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        digest.update(dense.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
