@@ -80,7 +80,7 @@ def inject(fault: str) -> ExitStack:
         if str(handler.instruction) == place:
             handler.run = before(handler.run)
 
-    installed.enter_context(_handlers_changed(watch))
+    installed.callback(_change_handlers(watch))
     for target, name, part in _PARTS_OF_VALIDATION:
         if part == place:
             installed.callback(setattr, target, name, getattr(target, name))
@@ -131,12 +131,13 @@ def trace(pipeline: Any) -> Iterator[list[TracedJob]]:
         for one in executors:
             one._bound.clear()
 
-    with _handlers_changed(watch):
+    end = _change_handlers(watch)
+    forget_programs()
+    try:
+        yield jobs
+    finally:
+        end()
         forget_programs()
-        try:
-            yield jobs
-        finally:
-            forget_programs()
 
 
 @contextmanager
@@ -162,9 +163,8 @@ def patience(seconds: float) -> Iterator[None]:
         failures._PATIENCE_S, failures._STORE_S = before
 
 
-@contextmanager
-def _handlers_changed(change: Callable[[Any], None]) -> Iterator[None]:
-    """Call a function with each handler of the programs that are bound within this."""
+def _change_handlers(change: Callable[[Any], None]) -> Callable[[], None]:
+    """Call a function with each handler that is bound from now on; return the end."""
     handlers: Any = executor.HANDLERS
     before = dict(handlers)
 
@@ -177,10 +177,7 @@ def _handlers_changed(change: Callable[[Any], None]) -> Iterator[None]:
         return handler
 
     handlers.update({kind: changed(make) for kind, make in before.items()})
-    try:
-        yield
-    finally:
-        handlers.update(before)
+    return lambda: handlers.update(before)
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
