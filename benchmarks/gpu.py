@@ -22,9 +22,9 @@ except ModuleNotFoundError:
     sys.exit(2)
 
 HERE = Path(__file__).resolve().parent
-BENCH = ["-m", "zbpp", "bench", "--device", "cuda", "--dtype", "bf16", "--dim", "1024",
-         "--n_heads", "16", "--hidden", "4096", "--n_blocks", "14", "--seq", "1024",
-         "--microbatches", "16", "--effort", "fast"]  # fmt: skip
+BENCH = ["-m", "zbpp", "bench", "--device", "cuda", "--dtype", "bf16", "--size",
+         "medium", "--seq", "1024", "--microbatch_size", "8", "--microbatches", "16",
+         "--effort", "fast"]  # fmt: skip
 PARTS = {
     # -P: not the zbpp of the checkout, which lacks its schedules; -W: another torch
     # than that of the other tests may warn of something else
