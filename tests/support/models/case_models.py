@@ -1,0 +1,570 @@
+"""Models of `cases`, by name: nine layers each, seeded one by one.
+
+lm ..        an embedding, blocks and a head, with ties or dropout
+dicts        mask, positions and an extra loss travel in a dict; lengths change
+named tuple  and other containers: each layer checks the type that it is handed
+the rest     vectors of 8 numbers, and one kind of layer in the middle
+"""
+
+import importlib.util
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as f
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils import _pytree
+
+import zbpp
+
+N_LAYERS, WIDTH, TOKENS = 9, 8, 11
+IGNORED = -100
+LAST = N_LAYERS - 1
+
+Tie = tuple[tuple[int, str], ...]
+"""A layer and the name of a parameter in it, of each place of one parameter."""
+
+
+def _split(batch: Any, n: int) -> list[Any]:
+    """Micro-batches of a batch, in copies."""
+    tensors, spec = _pytree.tree_flatten(batch)
+    parts = zip(*(x.tensor_split(n) for x in tensors), strict=True)
+    return [_pytree.tree_unflatten([x.clone() for x in part], spec) for part in parts]
+
+
+def _vectors(step: int, samples: int) -> tuple[Any, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    x, y = torch.randn(2, samples, 3, WIDTH, generator=generator)
+    return x, y
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a model is made and trained.
+
+    Args:
+        layer: makes the layer of an index.
+        batch: inputs and targets from a step and a number of samples.
+        loss_fn: of outputs and targets.
+        split: from inputs to those of micro-batches.
+        ties: parameters that layers share.
+        oracle: what has the same bits: a ``"plain"`` loop, or one ``"stage"`` alone:
+            layers draw random numbers, or parameters are tied, whose gradients are
+            added layer by layer. ``"close"``: a plain loop, but for rounding: tensors
+            that are handed over are strided, and sums of copies round otherwise.
+        counts: the loss is a mean over targets that are not -100.
+        takes: what must be installed.
+    """
+
+    layer: Callable[[int], nn.Module]
+    batch: Callable[[int, int], tuple[Any, Tensor]] = _vectors
+    loss_fn: Callable[[Any, Tensor], Tensor] = f.mse_loss
+    split: Callable[[Any, int], list[Any]] = _split
+    ties: tuple[Tie, ...] = ()
+    oracle: Literal["plain", "stage", "close"] = "plain"
+    counts: bool = False
+    takes: str = "torch"
+
+    @property
+    def is_available(self) -> bool:
+        """What it takes is installed."""
+        return importlib.util.find_spec(self.takes) is not None
+
+    def build(self, indices: Sequence[int] = range(N_LAYERS)) -> list[nn.Module]:
+        """Make layers, whatever the generator's state, without ties."""
+        layers = []
+        for index in indices:
+            torch.default_generator.manual_seed(index)
+            layers.append(self.layer(index))
+        return layers
+
+    def layers(self) -> list[nn.Module]:
+        """Make all layers, with their ties."""
+        layers = self.build()
+        for (first, name), *others in self.ties:
+            for other, its_name in others:
+                setattr(layers[other], its_name, getattr(layers[first], name))
+        return layers
+
+
+# ---- A language model.
+
+
+class Block(nn.Module):
+    """Norm, two Linears, a skip."""
+
+    def __init__(self, width: int = 16, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(f.gelu(self.up(self.norm(x)))))
+
+
+class Lookup(nn.Module):
+    """A block that reads the embedding: scores of tokens, and their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(TOKENS, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + f.linear(x, self.weight).softmax(-1) @ self.weight
+
+
+def _lm_layer(index: int, *, dropout: float = 0.0, looks_up: bool = False) -> nn.Module:
+    if index == 0:
+        return nn.Embedding(TOKENS, 16)
+    if index == LAST:
+        return nn.Linear(16, TOKENS)
+    return Lookup() if looks_up and index == 4 else Block(dropout=dropout)
+
+
+def _tokens(step: int, samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, TOKENS, (samples, 6), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[:: step + 2, 3:] = IGNORED
+    return tokens[:, :-1], targets
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    scores = outputs.flatten(0, 1).float()
+    return f.cross_entropy(scores, targets.flatten(), ignore_index=IGNORED)
+
+
+_lm = partial(Model, batch=_tokens, loss_fn=_cross_entropy, counts=True)
+
+
+# ---- Dicts of changing lengths.
+
+
+class _First(nn.Module):
+    """From the batch to what the blocks hand on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        return {
+            "hidden": self.embed(batch["input_ids"]),
+            "shared": {"mask": batch["mask"], "places": batch["places"]},
+            "twice": [batch["mask"], {"rate": 0.5, "name": "x"}],
+            "cache": None,
+            "router": (self.embed.weight.new_zeros(()),),
+        }
+
+
+class _Masked(nn.Module):
+    """Attention that looks at the mask and the places; adds to the extra loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        x, mask = value["hidden"], value["shared"]["mask"]
+        assert value["cache"] is None and value["twice"][0] is mask
+        q = self.query(x)
+        distance = (value["shared"]["places"] - value["shared"]["places"].mT).abs()
+        scores = q @ x.mT - distance.to(x.dtype)
+        scores = scores.masked_fill(~mask[:, None, :], -1e9)
+        y = x + self.out(scores.softmax(-1) @ x)
+        extra = value["router"][0] + q.square().mean() * value["twice"][1]["rate"]
+        return {**value, "hidden": y, "router": (extra,)}
+
+
+class _Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Tensor]:
+        return {"logits": self.head(value["hidden"]), "extra": value["router"][0]}
+
+
+def _dict_layer(index: int) -> nn.Module:
+    return {0: _First, LAST: _Last}.get(index, _Masked)()
+
+
+def _padded(step: int, samples: int) -> tuple[dict[str, Tensor], Tensor]:
+    """A batch that is padded to its longest sample; its length depends on the step."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(2, 4 + step * 5 % 9, (samples,), generator=generator)
+    longest = int(lengths.max())
+    ids = torch.randint(0, TOKENS, (samples, longest), generator=generator)
+    mask = torch.arange(longest) < lengths[:, None]
+    labels = ids.roll(-1, 1).masked_fill(~mask, IGNORED)
+    places = torch.arange(longest).expand(samples, 1, longest)
+    return {"input_ids": ids, "mask": mask, "places": places}, labels
+
+
+def _dict_loss(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    return _cross_entropy(outputs["logits"], labels) + 0.01 * outputs["extra"]
+
+
+# ---- Containers of all kinds.
+
+
+class Named(NamedTuple):
+    """A named tuple."""
+
+    h: Any
+    a: Any
+
+
+@dataclass
+class Data:
+    """A dataclass, which torch's pytree does not know."""
+
+    h: Any
+    a: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen one, with a field that is no tensor."""
+
+    h: Any
+    a: Any
+    scale: float = 0.5
+
+
+class Registered:
+    """A class that torch's pytree knows by its registration."""
+
+    def __init__(self, h: Any, a: Any) -> None:
+        self.h, self.a = h, a
+
+
+_pytree.register_pytree_node(
+    Registered, lambda x: ([x.h, x.a], None), lambda children, _: Registered(*children)
+)
+
+
+class Heads(NamedTuple):
+    """Containers in containers, with keys that are no texts."""
+
+    data: Data
+    by_number: dict[Any, Any]
+    rest: deque[Any]
+
+
+def _model_output(h: Any, a: Any) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    return BaseModelOutputWithPast(last_hidden_state=h, past_key_values=a)
+
+
+@dataclass(frozen=True)
+class _Container:
+    make: Callable[[Any, Any], Any]
+    read: Callable[[Any], tuple[Any, Any]] = field(default=lambda x: (x.h, x.a))
+
+    def batch(self, step: int, samples: int) -> tuple[Any, Tensor]:
+        h, y = _vectors(step, samples)
+        return self.make(h, h.flip(0)), y
+
+    def split(self, inputs: Any, n: int) -> list[Any]:
+        return [self.make(*parts) for parts in _split(self.read(inputs), n)]
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        h, a = self.read(outputs)
+        return f.mse_loss(h + a, targets)
+
+
+class _InContainer(nn.Module):
+    """Reads and returns a container, and checks its type."""
+
+    def __init__(self, container: _Container) -> None:
+        super().__init__()
+        self.linear, self.container = nn.Linear(WIDTH, WIDTH), container
+
+    def forward(self, value: Any) -> Any:
+        h, a = self.container.read(value)
+        like = self.container.make(h, a)
+        assert type(value) is type(like), type(value)
+        assert not isinstance(value, dict) or [*value] == [*like]
+        return self.container.make(self.linear(h).tanh() + a, 0.5 * a)
+
+
+def _items(value: Any) -> tuple[Any, Any]:
+    return value["h"], value["a"]
+
+
+_CONTAINERS = {
+    "named tuple": _Container(Named),
+    "dataclass": _Container(Data),
+    "frozen dataclass": _Container(Frozen),
+    "registered class": _Container(Registered),
+    "OrderedDict": _Container(lambda h, a: OrderedDict(a=a, h=h), _items),
+    "ModelOutput": _Container(
+        _model_output, lambda x: (x.last_hidden_state, x["past_key_values"])
+    ),
+    "nested": _Container(
+        lambda h, a: Heads(Data(h, None), {1: a, (2, "x"): True}, deque(["a", a])),
+        lambda x: (x.data.h, x.by_number[1]),
+    ),
+}
+
+
+def _in_container(name: str) -> Model:
+    container = _CONTAINERS[name]
+    return Model(
+        lambda index: _InContainer(container),
+        batch=container.batch,
+        loss_fn=container.loss,
+        split=container.split,
+        takes="transformers" if name == "ModelOutput" else "torch",
+    )
+
+
+# ---- Vectors.
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class _Function(nn.Module):
+    """A Linear, after a function of its input and before another of its output."""
+
+    def __init__(
+        self,
+        before: Callable[[Any], Any] = lambda value: value,
+        after: Callable[[Tensor], Any] = lambda y: y,
+    ) -> None:
+        super().__init__()
+        self.linear, self.before, self.after = _linear(), before, after
+
+    def forward(self, value: Any) -> Any:
+        return self.after(self.linear(self.before(value)))
+
+
+def _used_in_turns(value: dict[str, Tensor]) -> Tensor:
+    """One sum of gradients is not that of two sums."""
+    x, residual = value["hidden"], value["residual"]
+    y = torch.sin(x * 1.3) + torch.cos(residual * 0.7)
+    return y + torch.tanh(x * 0.3) + torch.sin(residual * 0.1)
+
+
+class _Recurrent(nn.Module):
+    """Uses one weight three times, and its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.linear(x))
+        return x + x @ self.linear.weight
+
+
+class _Expanded(nn.Module):
+    """Hands on an expanded tensor beside another one, or reads it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = _linear(), index
+
+    def forward(self, value: Any) -> Any:
+        if self.index % 3 == 0:
+            return self.linear(value), (value * 3.0).expand(3, *value.shape)
+        x, expanded = value
+        if self.index % 3 == 1:
+            return self.linear(x) + torch.sin(expanded * 1.7).mean(), expanded
+        return self.linear(x) + torch.sin(expanded).sum(0) + torch.cos(expanded).sum(0)
+
+
+class _Norms(nn.Module):
+    """Forwards change buffers: running statistics, and a vector of power iterations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounded = spectral_norm(_linear())
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.bounded(x).flatten(0, 1)).view_as(x)
+
+
+class _InPlace(nn.Module):
+    """Writes to its input, in one of several ways."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = _linear(), index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index % 4 == 0:
+            x.add_(1.0)
+        elif self.index % 4 == 1:
+            x.mul_(1.5)
+        elif self.index % 4 == 2:
+            torch.relu_(x)
+        else:
+            x[..., :4] += 1.0
+        return self.linear(x)
+
+
+class _Auxiliary(nn.Module):
+    """Adds in place to an extra loss and a counter that travel with the value."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = _linear(), index
+
+    def forward(self, value: Any) -> dict[str, Tensor]:
+        if self.index == 0:
+            count = torch.zeros((), dtype=torch.int64)
+            value = {"x": value, "extra": torch.zeros(()), "count": count}
+        value["extra"] += value["x"].pow(2).mean()
+        value["count"] += 1
+        value["x"] = self.linear(value["x"])
+        return value
+
+
+def _auxiliary_loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    extra = outputs["extra"] / outputs["count"]
+    return f.mse_loss(outputs["x"], targets) + 0.1 * extra
+
+
+class _Convolutions(nn.Module):
+    """A transposed convolution and one, along the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose1d(3, 4, 3, padding=1)
+        self.down = nn.Conv1d(4, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(f.silu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """A router that sends each row to the best of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) / 3)
+        self.down = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        scores = self.router(rows).softmax(-1)
+        best, out = scores.argmax(-1), torch.zeros_like(rows)
+        for i in range(4):
+            chosen = (best == i).nonzero().flatten()
+            hidden = f.linear(rows[chosen], self.up[i]).relu()
+            part = f.linear(hidden, self.down[i]) * scores[chosen, i, None]
+            out = out.index_add(0, chosen, part.to(out.dtype))
+        return x + out.view_as(x)
+
+
+class _Adapted(nn.Module):
+    """A frozen Linear, and a product of two narrow weights that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = _linear().requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x)) + self.up(self.down(x))
+
+
+class Exchange(nn.Module):
+    """attention | dispatch | experts | combine, and a skip: two overlap points."""
+
+    def __init__(self, index: int, *, dropout: float = 0.0, norm: Any = None) -> None:
+        super().__init__()
+        self.norm, self.dropout = (norm or nn.LayerNorm)(WIDTH), nn.Dropout(dropout)
+        self.attention, self.experts = _linear(), _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x.flatten(0, 1)).view_as(x)
+        hidden = torch.tanh(self.attention(normed))
+        hidden = zbpp.overlap_point(_flipped, hidden)
+        hidden = self.dropout(self.experts(hidden))
+        return x + zbpp.overlap_point(_flipped, hidden)
+
+
+def _flipped(x: Tensor) -> Tensor:
+    return x.flip(1)
+
+
+def _frozen(index: int) -> nn.Module:
+    return _linear().requires_grad_(index not in (0, 1, 5))
+
+
+def _twice(index: int) -> nn.Module:
+    if index % 3 == 1:
+        return _Function(after=lambda y: {"hidden": y, "residual": y})
+    return _Function(_used_in_turns) if index % 3 == 2 else _Recurrent()
+
+
+def _tuples(index: int) -> nn.Module:
+    """Tuples of one, then tuples with a tensor that needs no gradient and integers."""
+    if index in (1, 2):
+        return _Function(_only, lambda y: (y.tanh(),))
+    if index == 0:
+        return _Function(after=lambda y: (y.tanh(),))
+    if index == 3:
+        return _Function(_only)
+    if index == 5:
+        return _Function(after=lambda y: (y, y.detach() * 2, torch.arange(len(y))))
+    if index == 6:
+        return _Function(lambda x: x[0] + x[1], lambda y: (y, y.sin()))
+    return _Function(lambda x: x[0] * x[1]) if index == 7 else _linear()
+
+
+def _only(value: Any) -> Tensor:
+    assert type(value) is tuple and len(value) == 1, value
+    return value[0]
+
+
+def _dropout(index: int) -> nn.Module:
+    return nn.Sequential(_linear(), nn.Dropout(0.3), nn.Tanh())
+
+
+_ENDS = ((0, "weight"), (LAST, "weight"))
+
+MODELS: dict[str, Model] = {
+    "lm": _lm(_lm_layer),
+    "lm tied": _lm(_lm_layer, ties=(_ENDS,), oracle="stage"),
+    "lm tied thrice": _lm(
+        partial(_lm_layer, looks_up=True),
+        ties=((*_ENDS, (4, "weight")),),
+        oracle="stage",
+    ),
+    "lm dropout": _lm(partial(_lm_layer, dropout=0.3), oracle="stage"),
+    "dicts": Model(_dict_layer, batch=_padded, loss_fn=_dict_loss, counts=True),
+    **{name: _in_container(name) for name in _CONTAINERS},
+    "vectors": Model(lambda index: nn.Sequential(_linear(), nn.Tanh())),
+    "twice": Model(_twice),
+    "expanded": Model(_Expanded, oracle="close"),
+    "tuples": Model(_tuples),
+    "norms": Model(lambda index: _Norms() if index % 2 else _linear()),
+    "in place": Model(_InPlace),
+    "auxiliary loss": Model(_Auxiliary, loss_fn=_auxiliary_loss),
+    "convolutions": Model(lambda index: _Convolutions()),
+    "experts": Model(lambda index: Experts() if index % 2 else _linear()),
+    "frozen": Model(_frozen),
+    "adapted": Model(lambda index: _Adapted() if index % 4 else _linear()),
+    "dropout": Model(_dropout, oracle="stage"),
+    "exchange": Model(Exchange),
+    "exchange, dropout": Model(partial(Exchange, dropout=0.3), oracle="stage"),
+    "exchange, norms": Model(partial(Exchange, norm=nn.BatchNorm1d)),
+}
