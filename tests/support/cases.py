@@ -30,6 +30,7 @@ __all__ = [
     "Case",
     "Trace",
     "difference",
+    "make",
     "merged",
     "on_ranks",
     "plain",
@@ -72,6 +73,7 @@ class Case:
         switch: a mode of the same placement, which takes over after the first step.
         resume: mode and number of stages that go on from a checkpoint of half way.
         mesh: settings of `zbpp.mesh` and `zbpp.DataParallel`; empty: stages alone.
+        device: of all tensors.
     """
 
     mode: str = "ZBH1"
@@ -100,6 +102,7 @@ class Case:
     switch: str | None = None
     resume: tuple[str, int] | None = None
     mesh: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    device: str = "cpu"
 
     @property
     def of(self) -> Model:
@@ -183,12 +186,12 @@ def run(case: Case) -> Trace:
     """Train by a pipeline, in this process or as one rank of a process group."""
     trace, half = Trace(), case.steps // 2 if case.resume else case.steps
     with small_buckets() if case.buckets else nullcontext(), _folder() as folder:
-        with _pipeline(case, case.mode, case.n_stages) as pipeline:
+        with make(case) as pipeline:
             _train(case, pipeline, trace, range(half))
             if case.resume is None:
                 return _finish(case, pipeline, trace)
             pipeline.save(folder, wait=True)
-        with _pipeline(case, *case.resume) as pipeline:
+        with make(case, *case.resume) as pipeline:
             pipeline.load(folder)
             _train(case, pipeline, trace, range(half, case.steps))
             return _finish(case, pipeline, trace)
@@ -237,11 +240,15 @@ def _folder() -> Iterator[str]:
         yield names[0]
 
 
-def _pipeline(case: Case, mode: str, n_stages: int) -> zbpp.Pipeline:
+def make(
+    case: Case, mode: str | None = None, n_stages: int | None = None, **more: Any
+) -> zbpp.Pipeline:
+    """A pipeline of a case; ``more`` are further settings of `zbpp.Pipeline`."""
+    mode, n_stages = mode or case.mode, n_stages or case.n_stages
     model: Any = case.of.layers()
     if case.given == "builder":
         model = zbpp.layers_from(case.of.build, n_layers=len(model), ties=case.of.ties)
-    settings = _settings(case)
+    settings = _settings(case) | more
     mesh = dict(case.mesh)
     if mesh:
         policy = {
@@ -258,8 +265,8 @@ def _pipeline(case: Case, mode: str, n_stages: int) -> zbpp.Pipeline:
         if case.parts:
             n = len(case.of.layers()) / n_stages
             planned["costs"] = _costs_in_parts(max(1, round(n)))
-        more = {k: x for k, x in settings.items() if k != "clip_grad_norm"}
-        schedule = zbpp.plan_model(model, mode, **planned, **more)
+        alike = {k: x for k, x in settings.items() if k != "clip_grad_norm"}
+        schedule = zbpp.plan_model(model, mode, **planned, **alike)
     return zbpp.Pipeline(model, schedule, **settings)
 
 
@@ -273,7 +280,7 @@ def _settings(case: Case) -> dict[str, Any]:
         "loss_fn": case.of.loss_fn,
         "optimizer": optimizer,
         "clip_grad_norm": case.clip,
-        "device": "cpu",
+        "device": case.device,
         "numerics": zbpp.Numerics(
             autocast=torch.bfloat16 if case.autocast else None,
             seed=case.seed,
