@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from zbpp.cli import main
@@ -35,6 +36,25 @@ def torchrun(script, *words):
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = [sys.executable, *run, str(support / "runs" / script), *words]
     return command, os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)}
+
+
+@contextmanager
+def playground():
+    """Run ``zbpp playground`` as long as the context lasts; gives its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zbpp", "playground"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,
+    )
+    with process:
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert "interrupted" in process.stderr.read()
+        assert process.wait(PATIENCE_S) == 130
 
 
 def heed_ctrl_c() -> None:

@@ -1,0 +1,177 @@
+"""Pages as files: tables, figures, what they need; the browser has its own tests."""
+
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from shutil import which
+from xml.etree import ElementTree
+
+import pytest
+from page_data import columns_of, page_data
+
+from zbpp.core import Costs, RequestError, Slot
+from zbpp.planning import plan
+from zbpp.simulator import (
+    PageEntry,
+    critical_path,
+    messages,
+    peak_memory,
+    simulate,
+    step_time,
+    write_page,
+)
+
+COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3, memory_limit=5)
+
+
+@pytest.fixture
+def page_text(tmp_path):
+    """Write a page and return its text."""
+
+    def write(entries, **options):
+        write_page(entries, tmp_path / "x.html", **options)
+        return (tmp_path / "x.html").read_text(encoding="utf-8")
+
+    return write
+
+
+def entry_of(mode, **more):
+    costs = more.pop("costs", COSTS)
+    schedule = plan(mode, n_stages=3, n_microbatches=5)
+    timeline = simulate(schedule, costs)
+    return PageEntry(
+        name=mode, schedule=schedule, simulated=timeline, costs=costs, **more
+    )
+
+
+def measured(timeline, by=0.4):
+    """As a run would measure it: later, and every time a little shorter."""
+    rows = tuple(
+        tuple(
+            Slot(slot.job, 1e4 + slot.start, 1e4 + slot.end - by * random.random())
+            for slot in row
+        )
+        for row in timeline.rows
+    )
+    return replace(timeline, rows=rows)
+
+
+def cells(text):
+    """The table's rows: cells by the titles of their columns, and if it is bold."""
+    root = ElementTree.fromstring(re.search(r"<table>.*?</table>", text, re.S)[0])
+    titles = ["".join(th.itertext()) for th in root.find("thead").iter("th")]
+    for row in root.find("tbody"):
+        values = ["".join(cell.itertext()) for cell in row]
+        yield dict(zip(titles, values, strict=False)), row.get("class") == "bold"
+
+
+def test_the_table_has_the_figures_and_the_best_is_bold(page_text):
+    figures = {"tokens/s": 1234.5, "note": "<&>"}
+    entries = [
+        entry_of("1F1B"),
+        entry_of("ZBV", gap=0.25, figures=figures),
+        PageEntry(name="VPP", reason="needs memory 9 & more; take less"),
+    ]
+    text = page_text(entries, time_unit="ms")
+    (base, slow), (fast, best), (none, _) = cells(text)
+    assert (slow, best) == (False, True)
+    steps = [step_time(entry.simulated) for entry in entries[:2]]
+    found = [float(row["step, ms"]) for row in (base, fast)]
+    assert found == pytest.approx(steps, rel=1e-5)
+    assert fast["speed-up over 1F1B"] == f"{steps[0] / steps[1]:.3f}"
+    assert fast["gap to the bound"] == "25.00%" and base["gap to the bound"] == ""
+    assert (fast["tokens/s"], fast["note"]) == ("1234.5", "<&>")
+    assert (base["chunks a stage"], fast["chunks a stage"]) == ("1", "2")
+    assert (base["peak memory"], base["memory limit"]) == ("3", "5")
+    assert list(none.values()) == ["VPP", "needs memory 9 & more"]
+    assert "bubble measured" not in base
+    notes = ["gap: span over" in page for page in (text, page_text(entries[:1]))]
+    assert notes == [True, False]
+
+
+def test_measured_figures_appear_with_measured_timelines(page_text):
+    one = entry_of("ZBH1")
+    run = replace(one, measured=measured(one.simulated))
+    text = page_text([run])
+    assert [p["of"] for p in page_data(text)["panels"]] == ["simulated", "measured"]
+    ratios = re.search(r"measured / simulated: F (\S+), B (\S+), W (\S+),", text)
+    times = run.times_by_kind()
+    assert [float(ratio) for ratio in ratios.groups()] == [
+        pytest.approx(times[kind][1] / times[kind][0], abs=5e-4) for kind in "FBW"
+    ]
+    exact = replace(one, measured=measured(one.simulated, 0.0), step_measured=200.0)
+    ((row, _),) = cells(page_text([exact]))
+    assert row["step measured"] == "200"
+    assert row["bubble measured"] == row["bubble simulated"]
+    assert row["measured / simulated"] == f"{200 / step_time(one.simulated):.3f}"
+    ((row, _),) = cells(page_text([replace(exact, bubble_measured=0.125)]))
+    assert row["bubble measured"] == "12.50%", "that of several steps"
+
+
+def test_memory_messages_and_path_are_those_of_the_simulator(page_text):
+    costs = replace(COSTS, m_fixed=10, peak_b=3, memory_limit=40)
+    one = entry_of("ZBV", costs=costs)
+    (panel,) = page_data(page_text([one]))["panels"]
+    columns, timeline = columns_of(panel), one.simulated
+    peak = max(peak_memory(timeline, costs))
+    assert max(columns["during"]) == panel["peak"] == peak
+    assert (panel["fixed"], panel["limit"]) == ([10] * 3, 40)
+    firsts = [sum(panel["lines"][:stage]) for stage in range(3)]
+    arrows = {(n + sender, n) for n, sender in enumerate(columns["awaits"]) if sender}
+    assert arrows == {
+        tuple(firsts[stage] + index for stage, index in (one.source, one.target))
+        for one in messages(timeline)
+    }
+    assert len(panel["path"]) == len(critical_path(one.schedule, costs).slots)
+
+
+def test_charts_need_matplotlib_and_the_rest_of_the_page_does_not(
+    page_text, monkeypatch
+):
+    entries = [entry_of(mode) for mode in ("1F1B", "ZBH1", "auto")]
+    series = {"1F1B": [(4, 0.5), (8, 0.25)]}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = page_text(entries, by_microbatches=series)
+    assert "charts of this page need matplotlib" in text and "data:image" not in text
+    assert len(page_data(text)["panels"]) == 3
+    assert "matplotlib" not in page_text(entries[:2])
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert "data:image" in page_text(entries)
+    assert "data:image" in page_text(entries[:1], by_microbatches=series)
+    assert "data:image" not in page_text(entries[:2])
+
+
+def test_a_page_needs_nothing_else_and_tells_its_command(page_text):
+    text = page_text([entry_of("ZBV")], command="zbpp show ZBV --out 'x y.html'")
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text)
+    assert "http" not in text and "import(" not in text and "fetch(" not in text
+    assert "zbpp show ZBV --out &#x27;x y.html&#x27;" in text
+
+
+@pytest.mark.parametrize("evil", ["</script><b>&", "<!--<script>", "a<!--b-->"])
+def test_names_cannot_break_out_of_the_page(page_text, evil):
+    text = page_text([replace(entry_of("1F1B"), name=evil, group=evil)], title=evil)
+    before, _, after = re.split(r"(<script .*?</script>)", text, maxsplit=1)
+    assert text.count("</script>") == 2 and text.count("<script") == 2
+    assert "<!--" not in text and "<b>" not in before + after
+    (panel,) = page_data(text)["panels"]
+    assert panel["name"] == evil
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(RequestError, match=r"no/x\.html: cannot be written"):
+        write_page([entry_of("1F1B")], tmp_path / "no" / "x.html")
+
+
+@pytest.mark.skipif(which("node") is None, reason="no node is installed")
+def test_the_script_of_a_page_has_no_syntax_error(page_text, tmp_path):
+    (script,) = re.findall(
+        r"<script>(.*?)</script>", page_text([entry_of("ZBV")]), re.S
+    )
+    for code, wrong in ((script, 0), (script.replace(");", ";", 1), 1)):
+        (tmp_path / "x.js").write_text(code, encoding="utf-8")
+        check = ["node", "--check", str(tmp_path / "x.js")]
+        assert subprocess.run(check, capture_output=True).returncode == wrong

@@ -1,0 +1,425 @@
+"""Times of jobs: drawings, published figures, and the longest path as an oracle."""
+
+import json
+import math
+from itertools import pairwise, product
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from event_times import Events, period
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbpp.core import (
+    Collective,
+    CollectiveKind,
+    Costs,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    Step,
+    draw,
+    parse_job,
+)
+from zbpp.planning import MODES, plan
+from zbpp.schedules import add_collectives, plan_zb_v, post_validated
+from zbpp.simulator import (
+    bubble_rate,
+    critical_path,
+    expected_step_time,
+    idle,
+    join,
+    makespan,
+    rollback_time,
+    sending,
+    simulate,
+    simulate_iterations,
+    span,
+    steady_step_time,
+    step_time,
+    work,
+)
+
+F, B, W, BW = PassKind
+
+
+def hand_made(*rows, placement=None, n_microbatches=2):
+    orders = tuple(
+        tuple(parse_job(cell, stage=stage) for cell in row.split())
+        for stage, row in enumerate(rows)
+    )
+    placement = placement or Placement.single(len(rows))
+    return Schedule("hand-made", placement, n_microbatches, orders)
+
+
+# Drawings: one cell is one unit of time.
+
+JOINT = hand_made("0F0 0F1 0B0 0W0 0B1 0W1 O", "1F0 1BW0 1F1 1BW1 O")
+BARRIER = hand_made("0F0 0F1 0B0 0W0 0B1 0W1 O", "1F0 1B0 1F1 1B1 1W0 1W1 O")
+CHECKED = hand_made("0F0 0F1 V 0B0 0W0 0B1 0W1 O", "1F0 V 1B0 1F1 1B1 1W0 1W1 O")
+ZBH2 = plan("ZBH2", n_stages=2, n_microbatches=3)
+TWO_CHUNKS = hand_made(
+    "0F0 1F0 1B0 1W0 0B0 0W0 O", placement=Placement((0, 0)), n_microbatches=1
+)
+
+ONE_STEP = {
+    "a job waits for its stage, its inputs and the barrier": (
+        JOINT,
+        Costs(optimizer=1),
+        """\
+        0 | F0  F1  .   .   B0  W0  .   B1  W1  O
+        1 | .   F0  BW0 -   F1  BW1 -   .   .   O""",
+    ),
+    "messages delay but occupy no stage": (
+        JOINT,
+        Costs(comm=1, optimizer=1),
+        """\
+        0 | F0  F1  .   .   .   .   B0  W0  .   B1  W1  O
+        1 | .   .   F0  BW0 -   F1  BW1 -   .   .   .   O""",
+    ),
+    "a stage waits for its send, and the message goes on from the pass": (
+        JOINT,
+        Costs(comm=2, send_occupies=1, optimizer=1),
+        """\
+        0 | F0  >   F1  >   .   .   .   .   B0  W0  .   .   B1  W1  O
+        1 | .   .   .   F0  BW0 -   >   F1  BW1 -   >   .   .   .   O""",
+    ),
+    "a message has arrived when its sender is free": (
+        JOINT,
+        Costs(send_occupies=1, optimizer=1),
+        """\
+        0 | F0  >   F1  >   .   .   B0  W0  .   .   B1  W1  O
+        1 | .   .   F0  BW0 -   >   F1  BW1 -   >   .   .   O""",
+    ),
+    "the gradients of chunk 1 are summed beside chunk 0, those of chunk 0 after it": (
+        add_collectives(TWO_CHUNKS, shards=False),
+        Costs((1, 1), (1, 1), (1, 1), optimizer=1, reduce_scatter=(1, 3)),
+        """\
+        0 | 0F0 1F0 1B0 1W0 0B0 0W0 .   .   O
+          + .   .   .   .   R1  -   -   R0""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_a_step_is_timed_as_drawn(name):
+    schedule, costs, picture = ONE_STEP[name]
+    assert draw(simulate(schedule, costs)) == dedent(picture)
+
+
+SUM_OF_1, SUM_OF_4 = Costs(optimizer=1, reduction=1), Costs(optimizer=1, reduction=4)
+ITERATIONS = {
+    "behind a barrier all stages wait for the sum and start together": (
+        BARRIER,
+        Costs(optimizer=1, reduction=1),
+        [],
+        """\
+        0 | F0 F1 .  B0 W0 B1 W1 .  O  F0 F1 .  B0 W0 B1 W1 .  O
+        1 | .  F0 B0 F1 B1 W0 W1 .  O  .  F0 B0 F1 B1 W0 W1 .  O""",
+    ),
+    "post-validated, a stage steps at once and goes on": (
+        CHECKED,
+        Costs(optimizer=1, reduction=1),
+        [],
+        """\
+        0 | F0  F1  .   VB0 W0  B1  W1  O   F0  F1  .   VB0 W0  B1  W1  O
+        1 | .   F0  VB0 F1  B1  W0  W1  O   .   F0  VB0 F1  B1  W0  W1  O""",
+    ),
+    "a V waits for the sum over all stages, known at 11": (
+        CHECKED,
+        Costs(optimizer=1, reduction=4, validation=1),
+        [],
+        """\
+        0 | F0 F1 V  .  B0 W0 B1 W1 O  F0 F1 .  V  .  B0 W0 B1 W1 O
+        1 | .  F0 V  B0 F1 B1 W0 W1 O  .  F0 .  V  B0 F1 B1 W0 W1 O""",
+    ),
+    "a failed V repeats the step and the passes before it": (
+        CHECKED,
+        Costs(optimizer=1, validation=1),
+        [1],
+        """\
+        0 | F0 F1 V  .  B0 W0 B1 W1 O  F0 F1 V  O  F0 F1 .  B0 W0 B1 W1 O
+        1 | .  F0 V  B0 F1 B1 W0 W1 O  .  F0 V  O  .  F0 B0 F1 B1 W0 W1 O""",
+    ),
+    "stages that end earlier start earlier": (
+        post_validated(ZBH2),
+        Costs(optimizer=1, validation=1),
+        [],
+        """\
+        0 | F0 F1 F2 V  B0 W0 B1 W1 B2 W2 O  F0 F1 F2 V  B0 W0 B1 W1 B2 W2 O
+        1 | .  F0 V  B0 F1 B1 F2 B2 W0 W1 W2 O  F0 V  B0 F1 B1 F2 B2 W0 W1 W2 O""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_iterations_are_timed_as_drawn(name):
+    schedule, costs, rolled_back, picture = ITERATIONS[name]
+    timelines = simulate_iterations(schedule, costs, rolled_back=rolled_back)
+    assert draw(join(timelines)) == dedent(picture)
+
+
+def test_chunks_of_one_stage_exchange_nothing_and_share_its_time():
+    order = hand_made(
+        "0F0 1F0 1B0 0B0 1W0 0W0", placement=Placement((0, 0)), n_microbatches=1
+    )
+    costs = Costs(f=2, b=4, w=(1, 3), comm=5, send_occupies=1)
+    timeline = simulate(order, costs)
+    assert [slot.end for slot in timeline.rows[0]] == [1, 2, 4, 6, 9, 10]
+
+
+def test_sends_are_neither_work_nor_idle_time():
+    costs = Costs(comm=2, send_occupies=1, optimizer=1)
+    timeline = simulate(JOINT, costs)
+    assert (work(timeline), sending(timeline)) == ([6, 6], [2, 2])
+    assert (idle(timeline), span(timeline)) == ([6, 0], 14)
+    assert bubble_rate(timeline) == 8 / 14
+    # 0F0 > 0F1, or > 1F0 1BW0 > 1F1 1BW1 > 0B1 0W1 O: messages of 2, 1 and 2
+    path = critical_path(JOINT, costs)
+    assert (path.length, path.time_in_messages) == (15, 5)
+
+
+def test_a_gather_ahead_of_its_chunk_is_hidden():
+    """Chunk 1 is gathered in the time of two F's; one pass ahead one of 2 shows."""
+    schedule = hand_made(
+        "0F0 0F1 1F0 1F1 1BW0 1BW1 0BW0 0BW1 O", placement=Placement((0, 0))
+    )
+    costs = Costs((1, 1), (1, 1), (1, 1), all_gather=(1, 2))
+    exposed = {
+        ahead: step_time(
+            simulate(add_collectives(schedule, shards=True, ahead=ahead), costs)
+        )
+        - step_time(simulate(schedule, costs))
+        for ahead in (0, 1, 2)
+    }
+    assert exposed == {0: 1 + 2, 1: 1 + 1, 2: 1}
+
+
+def test_a_step_that_is_rolled_back_gathers_again():
+    schedule = post_validated(
+        add_collectives(plan("ZBV", n_stages=2, n_microbatches=4), shards=True)
+    )
+    costs = Costs(2, 2, 2, optimizer=1, all_gather=2, reduce_scatter=1)
+    steps = simulate_iterations(schedule, costs, 2, rolled_back=[1])
+    gathers = [
+        [sum(s.job.kind is CollectiveKind.UNSHARD for s in lane) for lane in lanes]
+        for lanes in (step.collectives for step in steps)
+    ]
+    assert gathers == [[2, 2], [4, 4]]
+    assert [len(lane) for lane in join(steps).collectives] == [4 + 6, 4 + 6]
+
+
+# Published figures.
+
+TABLES = Path(__file__).parents[1] / "data" / "paper_tables.json"
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBH2"])
+def test_published_bubble_rates_to_four_decimals(mode):
+    title = mode.replace("ZB", "ZB-")
+    for row in json.loads(TABLES.read_text(encoding="utf-8"))["rows"]:
+        costs = Costs(row["tf"], row["tb"], row["tw"], row["tcomm"])
+        schedule = plan(mode, n_stages=row["p"], n_microbatches=row["m"])
+        rate = bubble_rate(simulate(schedule, costs))
+        assert round(rate, 4) == row["bubble"][title], row
+
+
+# The oracle.
+
+TIME = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-9, 10.0))
+ALL_MODES = tuple(sorted(MODES))
+SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 6)]
+
+
+@st.composite
+def timed_schedules(draw, modes=ALL_MODES, each=TIME, validation=TIME):
+    """A schedule and its times: zeros, and messages longer than passes too."""
+    p, m = draw(st.sampled_from(SIZES))
+    schedule = plan(
+        draw(st.sampled_from(modes)), n_stages=p, n_microbatches=m, effort="fast"
+    )
+    sums = draw(st.sampled_from(["none", "last", "every"]))
+    if sums != "none":
+        gathers, ahead = draw(st.booleans()), draw(st.integers(0, 3))
+        schedule = add_collectives(schedule, shards=gathers, reduces=sums, ahead=ahead)
+    if draw(st.booleans()):
+        schedule = post_validated(schedule)
+    times = st.tuples(*[each] * schedule.placement.n_chunks)
+    return schedule, Costs(
+        draw(times),
+        draw(times),
+        draw(times),
+        draw(TIME),
+        draw(times),
+        reduction=draw(st.none() | TIME),
+        validation=draw(validation),
+        send_occupies=draw(st.sampled_from([0.0, 0.5])),
+        all_gather=draw(times) if sums != "none" else 0.0,
+        reduce_scatter=draw(times) if sums != "none" else 0.0,
+    )
+
+
+def near(value):
+    return pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+def check_starts(timeline, events):
+    """Compare the start of every job with the longest path to it."""
+    for beside, lines in ((False, timeline.rows), (True, timeline.collectives)):
+        for stage, line in enumerate(lines):
+            expected = events.starts(stage, beside=beside)
+            assert [slot.job for slot in line] == [job for job, _ in expected]
+            starts = [start for _, start in expected]
+            assert [slot.start for slot in line] == near(starts)
+
+
+@given(timed_schedules())
+def test_every_job_starts_as_soon_as_all_that_it_waits_for_is_done(case):
+    schedule, costs = case
+    timeline, events = simulate(schedule, costs), Events(schedule, costs)
+    check_starts(timeline, events)
+    assert step_time(timeline) == near(events.length)
+    reduction = costs.on(schedule.placement).reduction
+    steps = join(simulate_iterations(schedule, costs, 3))
+    check_starts(steps, Events(schedule, costs, 3, reduction=reduction))
+
+
+@given(timed_schedules())
+def test_the_jobs_of_the_critical_path_wait_for_one_another(case):
+    schedule, costs = case
+    path, timeline = critical_path(schedule, costs), simulate(schedule, costs)
+    slots = {slot for line in timeline.lines for slot in line}
+    assert set(path.slots) <= slots
+    assert (path.slots[0].start, path.length) == (0, near(step_time(timeline)))
+    hops = [0.0, *costs.on(schedule.placement).hops]
+    for before, after in pairwise(path.slots):
+        assert min(abs(after.start - before.end - hop) for hop in hops) < 1e-9
+    if costs.validation == 0 and not timeline.collectives:
+        bare = critical_path(schedule, costs, with_steps=False)
+        assert bare.length == near(makespan(timeline))
+
+
+def test_the_path_of_1f1b_goes_down_up_and_along_the_first_stage():
+    schedule = plan("1F1B", n_stages=2, n_microbatches=2)
+    path = critical_path(schedule, Costs(f=1, b=2, w=3, comm=0.5, optimizer=4))
+    names = " ".join(str(slot.job) for slot in path.slots)
+    assert names == "0F0 1F0 1BW0 1F1 1BW1 0BW1 O"
+    assert path.length == 4 * 0.25 + 3 * 1 + 3 * 5 + 4
+    assert (path.time_of(F), path.time_of(BW), path.time_of(W)) == (3, 15, 0)
+    assert path.time_in_messages == 1
+
+
+# The time of a step among many.
+
+NO_V_TIME = {"validation": st.just(0.0)}
+ALMOST_EQUAL = {
+    "modes": ("ZBH1", "ZBH2", "ZBV"),
+    "each": st.sampled_from([1.0, 1.001, 1.0001, 0.9999, 1.1]),
+}
+
+
+@given(timed_schedules(**NO_V_TIME) | timed_schedules(**ALMOST_EQUAL, **NO_V_TIME))
+def test_the_time_of_a_step_among_many_is_the_largest_mean_of_a_cycle(case):
+    """Of stages that are almost as fast too, which fall behind slowly."""
+    schedule, costs = case
+    assert steady_step_time(schedule, costs) == near(period(schedule, costs))
+
+
+def test_stages_that_drift_slowly_are_followed_to_the_end():
+    """Stage 1 sets the pace; stage 0 leads by a little more with every iteration."""
+    schedule = post_validated(plan("ZBH2", n_stages=2, n_microbatches=3))
+    costs = Costs(f=1, b=0, w=1, optimizer=(1, 1.01))
+    leads = [
+        timeline.rows[1][-1].end - timeline.rows[0][-1].end
+        for timeline in simulate_iterations(schedule, costs, 40)
+    ]
+    assert leads[20] < leads[30] < leads[39]
+    assert steady_step_time(schedule, costs) == near(7.01)
+
+
+HIDDEN = {
+    "1F1B": lambda p, f: p * f,
+    "ZBH1": lambda p, f: p * f,
+    "ZBH2": lambda p, f: f,
+    "ZBV": lambda p, f: (p + 1) * f / 2,
+}
+
+
+@pytest.mark.parametrize("mode", HIDDEN)
+def test_post_validation_hides_the_sum_behind_o_and_the_passes_before_v(mode):
+    """p equal stages: span + max(O, R - x), x = the passes; a barrier adds R + O."""
+    for p, f, o, r in product((2, 3, 6), (1, 2), (0, 2), (0, 8, 16)):
+        sizes = {"n_stages": p, "n_microbatches": 2 * p}
+        schedule = plan_zb_v(**sizes) if mode == "ZBV" else plan(mode, **sizes)
+        costs = Costs(f, f, f, optimizer=o, reduction=r)
+        timeline = simulate(schedule, costs)
+        assert steady_step_time(schedule, costs) == near(makespan(timeline) + r + o)
+        exposed = max(o, r - HIDDEN[mode](p, f))
+        found = steady_step_time(post_validated(schedule), costs)
+        assert found == near(span(timeline) + exposed), (p, f, o, r)
+
+
+def test_a_v_takes_time_where_the_step_has_no_slack():
+    full = post_validated(plan("ZBH2", n_stages=4, n_microbatches=8))
+    assert steady_step_time(full, Costs(validation=0.5)) == near(24.5)
+
+
+def test_one_iteration_behind_a_barrier_is_what_simulate_times():
+    costs = Costs(3, 2, 1, 0.5, 4, reduction=0)
+    assert simulate_iterations(BARRIER, costs, 1) == [simulate(BARRIER, costs)]
+    without_o = [
+        tuple(job for job in order if not isinstance(job, Step))
+        for order in BARRIER.orders
+    ]
+    bare = Schedule("hand-made", BARRIER.placement, 2, tuple(without_o))
+    assert simulate_iterations(bare, costs) == simulate_iterations(BARRIER, costs)
+
+
+# Rollbacks.
+
+
+def test_a_rollback_repeats_the_step_and_the_warm_up():
+    """Where all passes take as long: O and the F's before V of stage 0."""
+    for p, o in product((2, 3, 4), (0, 1, 3)):
+        for mode, n_ahead in (("ZBH1", p), ("ZBH2", 2 * p - 1)):
+            schedule = post_validated(plan(mode, n_stages=p, n_microbatches=2 * p))
+            assert rollback_time(schedule, Costs(optimizer=o)) == near(o + n_ahead)
+
+
+@given(timed_schedules(**NO_V_TIME))
+def test_a_rollback_costs_at_most_what_is_done_twice(case):
+    """All stages' second attempts one after the other are an upper bound."""
+    schedule, costs = case
+    if not schedule.is_post_validated:
+        schedule = post_validated(schedule)
+    times = costs.on(schedule.placement)
+    lost = rollback_time(schedule, costs)
+    repeated = 0.0
+    for order in schedule.orders:
+        names = [str(job) for job in order]
+        done = [*order[: names.index("V")], order[-1]]
+        gathers = [job for job in order if isinstance(job, Collective)]
+        repeated += sum(map(times.of, [*done, *gathers]))
+    messages = len(schedule.orders) * schedule.n_microbatches * sum(times.hops) * 2
+    assert -1e-9 <= lost <= repeated + messages + 1e-9
+    expected = steady_step_time(schedule, costs) + 0.25 * lost
+    assert expected_step_time(schedule, costs, failure_rate=0.25) == near(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "iterations"),
+    [*((CHECKED, x) for x in ([0], [2], [-1], [1, 2])), (BARRIER, [1])],
+)
+def test_iterations_without_a_v_to_fail_are_refused(schedule, iterations):
+    with pytest.raises(RequestError, match="cannot be rolled back; the schedule needs"):
+        simulate_iterations(schedule, Costs(), rolled_back=iterations)
+
+
+def test_rollbacks_without_an_answer_are_refused():
+    with pytest.raises(RequestError, match="has no V that could fail"):
+        rollback_time(BARRIER)
+    for rate in (-0.1, 1.5, math.nan):
+        with pytest.raises(RequestError, match=r"failure_rate is .*; it must be from"):
+            expected_step_time(CHECKED, failure_rate=rate)
