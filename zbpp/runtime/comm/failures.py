@@ -178,7 +178,7 @@ class Failures:
         """Write down this process's own error; return which rank was the first."""
         notes = [n for n in getattr(error, "__notes__", []) if n.startswith("in ")]
         where = notes[0] if notes else f"in {self.current_call}"
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
         note = Note(self.current_call, f"{where}: {text[:_MAX_ERROR_CHARS]}")
         return self._within(_STORE_S, lambda: self._write(note)) or ""
 

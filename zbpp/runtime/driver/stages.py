@@ -15,7 +15,6 @@ from zbpp.runtime.comm.transport import Reduction, Transport
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import merge
 from zbpp.runtime.optim.step_state import History
-from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["LocalStages", "eval_mode"]
@@ -138,12 +137,13 @@ class LocalStages:
                 "parameters and optimizer state are asked for in the middle of a step; "
                 "note the wish (a signal handler sets a flag) and ask between steps"
             )
-        for executor in self.executors.values():
-            try:
-                executor.settle()
-            except PeerError as error:
-                self._end_with(error)
-                raise
+        with self.failures_told():
+            for executor in self.executors.values():
+                try:
+                    executor.settle()
+                except BaseException as error:
+                    self._end_with(error)
+                    raise
 
     def _end_with(self, error: BaseException) -> None:
         """End the pipeline: nothing can be right any more."""
