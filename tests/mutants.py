@@ -33,7 +33,8 @@ TESTS = {
     "schedules": "tests/schedules",
     "planning": "tests/planning tests/cli tests/test_modes.py",
     "tuning": "tests/tuning",
-    "comm": "tests/runtime/comm tests/runtime/driver tests/runtime/test_pipeline.py",
+    "comm": "tests/runtime/comm tests/failures tests/runtime/driver "
+    "tests/runtime/test_pipeline.py",
     "parallel": "tests/runtime/parallel",
     "driver": "tests/runtime/driver tests/runtime/comm tests/runtime/test_pipeline.py "
     "tests/runtime/test_step_parts.py",
@@ -204,6 +205,9 @@ TABLE = (
      "first = min(causes,", "first = max(causes,"),
     ("comm", "a sum of the first stage alone", "zbpp/runtime/comm/local.py",
      "return len(self._vectors) == self._n_stages", "return len(self._vectors) >= 1"),
+    ("comm", "an error in the validation of a save is not reported",
+     "zbpp/runtime/driver/stages.py",
+     "with self.failures_told():\n            for", "if True:\n            for"),
     # ---- parallel
     ("parallel", "sharded norms count once", "zbpp/runtime/comm/stage_group.py",
      "if dim not in dims", "if dim in dims"),

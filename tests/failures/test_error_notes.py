@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from flat import flat_pipeline
 from torch import Tensor, nn
 
+import zbpp
 from zbpp import diagnostics
 from zbpp.models import cut
 
@@ -50,10 +50,10 @@ class Model(nn.Module):
 def notes_of(error: type[Exception], model: object, **more: object) -> list[str]:
     inputs = torch.zeros(4, D)
     inputs[2:] = 5
-    pipeline = flat_pipeline(
-        model, optimizer=None, n_stages=1, n_microbatches=2, schedule="1F1B",
-        **{"loss_fn": nn.functional.mse_loss} | more,
-    )  # fmt: skip
+    settings = {"loss_fn": nn.functional.mse_loss, "schedule": "1F1B"} | more
+    pipeline = zbpp.Pipeline(
+        model, optimizer=None, n_stages=1, n_microbatches=2, **settings
+    )
     with pytest.raises(error) as caught:
         pipeline.step(inputs, inputs)
     return caught.value.__notes__
@@ -89,7 +89,10 @@ def test_an_error_of_a_backward_names_the_pass_and_a_recomputed_layer():
     layers = nn.Sequential()
     layers.add_module("first", Fails())
     layers.add_module("second", FailsAgain())
-    notes = "\n".join(notes_of(KeyError, layers, recompute="all", loss_fn=loss_fn))
+    plan = zbpp.plan_model(
+        layers, "1F1B", n_stages=1, n_microbatches=2, recompute="all"
+    )
+    notes = "\n".join(notes_of(KeyError, layers, schedule=plan, loss_fn=loss_fn))
     assert "BW0 is the backward of micro-batch 0 in chunk 0, layers 0 to 1" in notes
     assert "raised in second (layer 1)" in notes
 
@@ -112,9 +115,9 @@ def test_a_tuple_for_a_layer_of_two_arguments_gets_the_way_out():
 
 def test_reports_have_the_models_own_names():
     def names(model: object) -> set[str]:
-        with flat_pipeline(
-            model, loss_fn=nn.functional.mse_loss, optimizer=None,
-            n_stages=2, n_microbatches=2, schedule="ZBH1",
+        with zbpp.Pipeline(
+            model, "ZBH1", loss_fn=nn.functional.mse_loss, optimizer=None,
+            n_stages=2, n_microbatches=2,
         ) as pipeline:  # fmt: skip
             pipeline.step(torch.ones(4, D), torch.ones(4, D))
             return set(diagnostics.split_report(pipeline))

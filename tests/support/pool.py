@@ -142,7 +142,7 @@ def _serve(pipe: Any, device: str, prepare: Prepare | None) -> None:
             store = dist.FileStore(f"{folder}/store", n)
             initialise(torch.device(device), timeout_s=PATIENCE_S, store=store)
             barrier()  # a rank that is done at once must not leave the others
-            result = getattr(_load(file), name)(*args)
+            result = getattr(load_file(file), name)(*args)
             barrier()  # and a rank that is done first must not break the rest
         except Exception:
             error = traceback.format_exc()
@@ -183,7 +183,7 @@ def _forget_meshes(caches: list[Any]) -> None:
     gc.freeze()  # what has been imported meanwhile
 
 
-def _load(file: str) -> Any:
+def load_file(file: str) -> Any:
     """Import a test file by its path; test folders are no packages.
 
     Its name holds its folders: files of two folders may be called the same.

@@ -29,7 +29,12 @@ from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = ["TracedJob", "inject", "patience", "small_buckets", "trace"]
 
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+}
 _PARTS_OF_VALIDATION: Sequence[tuple[Any, str, str]] = (
     (StageOptimizers, "commit", "commit"),
     (StageOptimizers, "undo", "undo"),
@@ -42,9 +47,10 @@ def inject(fault: str) -> ExitStack:
     """Make this process fail, in pipelines whose first step is still to come.
 
     Args:
-        fault: ``kind:rank:step:place``. The kinds ``kill``, ``stop`` and ``term`` send
-            this process that signal; ``raise`` raises a `RuntimeError`, ``memory``
-            torch's `OutOfMemoryError`. Other ranks are left alone. Steps count from 0.
+        fault: ``kind:rank:step:place``. The kinds ``kill``, ``stop``, ``term`` and
+            ``int`` send this process that signal; ``raise`` raises a `RuntimeError`,
+            ``memory`` torch's `OutOfMemoryError`. Other ranks are left alone. Steps
+            count from 0.
             A place is a job, as in ``0F2``, or a part of a validation: ``commit``,
             ``undo``, ``redo``, ``replay``; those of step 2 come in step 3.
 

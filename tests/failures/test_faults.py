@@ -1,0 +1,340 @@
+"""A rank fails at any place of a step: all name it, all end, all that was saved stays.
+
+Errors happen in processes of the pool, which outlive them; what ends a process happens
+in forked ones.
+"""
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+from faulty_training import (
+    INF,
+    SPIKE,
+    Events,
+    assert_whole,
+    batch,
+    end_of_training,
+    make,
+    train,
+)
+from pool import Pool
+from ranks import Ranks, end_of
+from torch import Tensor, nn
+
+import zbpp
+from zbpp.cli import main
+from zbpp.runtime import PeerError
+from zbpp.runtime.testing import inject
+
+pytestmark = pytest.mark.dist
+ERRORS = {
+    "raise": "RuntimeError: a fault that the test asks for",
+    "memory": "OutOfMemoryError: memory has run out, as the test asks",
+    "int": "KeyboardInterrupt",
+}
+
+
+class Fault(NamedTuple):
+    """A fault of ``rank`` at a job of step ``step``, or at a part of its validation.
+
+    ``named`` is what the other rank says of the place, ``events`` are of the gradients.
+    """
+
+    mode: str
+    rank: int
+    place: str
+    named: str
+    events: Events = ()
+    step: int = 3
+
+
+FAULTS = [
+    Fault("ZBH1", 0, "0F0", "0F0"),
+    Fault("1F1B", 1, "1F3", "1F3"),
+    Fault("ZBV", 1, "1B1", "1B1"),
+    Fault("1F1B", 1, "1BW2", "1BW2"),
+    Fault("ZBV", 0, "0W3", "0W3"),
+    Fault("ZBV", 0, "O", "O"),
+    Fault("ZBH1", 1, "V", "V"),
+    Fault("ZBH2", 0, "commit", "V"),
+    Fault("ZBH1", 0, "undo", "V", ((2, INF),)),
+    Fault("ZBH2", 1, "redo", "V", ((2, SPIKE),)),
+    Fault("ZBH1", 0, "replay", "step 3", ((2, SPIKE),)),
+    # in the save after step 3, which validates it
+    Fault("ZBV", 0, "undo", "step 3", ((3, INF),)),
+    Fault("ZBH1", 1, "redo", "reduce the gradient norm", ((3, SPIKE),)),
+]
+QUICK = {"0F0", "O", "undo"}
+
+
+def rows(*kinds: str) -> list[Any]:
+    """The kinds of faults in turns, so that each place meets one."""
+    return [
+        pytest.param(
+            kinds[i % len(kinds)],
+            fault,
+            marks=() if fault.place in QUICK and len(kinds) > 2 else pytest.mark.slow,
+            id=f"{kinds[i % len(kinds)]} at {fault.place} of {fault.mode}",
+        )
+        for i, fault in enumerate(FAULTS)
+    ]
+
+
+def text_of(kind: str, fault: Fault) -> str:
+    return f"{kind}:{fault.rank}:{fault.step}:{fault.place}"
+
+
+@pytest.mark.parametrize(("kind", "fault"), rows("raise", "memory", "int"))
+def test_an_error_is_named_by_all(
+    kind: str, fault: Fault, pool: Pool, tmp_path: Path
+) -> None:
+    args = (fault.mode, text_of(kind, fault), fault.events, str(tmp_path))
+    words = pool.run(end_of_training, 2, *args)
+    assert words[fault.rank].startswith(ERRORS[kind])
+    other = words[1 - fault.rank]
+    assert other.startswith(f"PeerError: stage {1 - fault.rank} waits at ")
+    named = fault.named if kind != "int" else "step 3"
+    cause = f"rank {fault.rank} failed first, in {named}"
+    assert other.count(cause) == 1 and ERRORS[kind] in other
+    assert_whole(tmp_path, fault.mode, fault.events, 2)
+
+
+@pytest.mark.parametrize(("kind", "fault"), rows("kill", "kill"))
+def test_a_killed_rank_is_named(kind: str, fault: Fault, tmp_path: Path) -> None:
+    args = (fault.mode, text_of(kind, fault), fault.events, str(tmp_path))
+    ends = end_of(train, 2, *args)
+    killed, other = ends[fault.rank], ends[1 - fault.rank]
+    assert (killed.code, killed.words, other.code) == (-signal.SIGKILL, "", 1)
+    assert other.words.count(f"rank {fault.rank} has left no word") == 1
+    assert_whole(tmp_path, fault.mode, fault.events, 2)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        FAULTS[0],
+        *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[5::2]),
+    ],
+)
+def test_a_termination_signal_at_any_place_saves(fault: Fault, tmp_path: Path) -> None:
+    args = (fault.mode, text_of("term", fault), fault.events, str(tmp_path))
+    ends = end_of(train, 2, *args)
+    assert [(end.code, end.value) for end in ends] == [(0, 4)] * 2
+    assert_whole(tmp_path, fault.mode, fault.events, 4)
+
+
+def test_a_script_ends_with_the_cause_on_all_ranks() -> None:
+    """Rank 0 has no channel to the rank that fails, and names it all the same."""
+    ends = end_of(train, 3, "ZBH1", "raise:2:1:2F0", (), "")
+    for end in ends:
+        cause = "rank 2 failed first, in 2F0: RuntimeError: a fault"
+        assert end.code == 1 and end.words.count(cause) == 1, end.words
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_waited_for_as_long_as_asked(tmp_path: Path) -> None:
+    limits = {"execution": zbpp.Execution(timeout_s=3.0, first_timeout_s=100.0)}
+    with Ranks(train, 2, "ZBV", "stop:1:3:1F0", (), str(tmp_path), limits) as ranks:
+        (end,) = ranks.wait(0)
+    assert end.code == 1
+    assert "from stage 1: no answer in 3 s; rank 1 has left no word" in end.words
+    assert_whole(tmp_path, "ZBV", (), 2)
+
+
+def test_a_rank_that_never_starts_is_named() -> None:
+    limits = {"execution": zbpp.Execution(first_timeout_s=2.0)}
+    with Ranks(train, 1, "ZBH1", "raise:9:9:O", (), "", limits, world=3) as ranks:
+        (end,) = ranks.wait()
+    words = "PeerError: rank 0 waits at the start for ranks 1, 2: no answer in 2 s"
+    assert end.code == 1 and words in end.words
+
+
+def test_time_limits_are_ten_minutes_unless_given() -> None:
+    limits = [zbpp.Execution(), zbpp.Execution(timeout_s=8.0)]
+    limits.append(zbpp.Execution(timeout_s=8.0, first_timeout_s=90.0))
+    pairs = [(x.start_timeout_s, x.timeout_s) for x in limits]
+    assert pairs == [(600.0, 600.0), (8.0, 8.0), (90.0, 8.0)]
+
+
+def test_too_many_skipped_steps_end_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    events = tuple((step, INF) for step in range(1, 6))
+    more = {"step": zbpp.StepPolicy(max_consecutive_skips=2)}
+    for words in pool.run(end_of_training, 2, "ZBV", "", events, str(tmp_path), more):
+        assert words.startswith("NonFiniteError: 2 step(s)")
+    assert_whole(tmp_path, "ZBV", events, 2)
+
+
+class Acts(nn.Linear):
+    """Calls a function with the number of its forward in this process, from 1."""
+
+    n = 0
+
+    def __init__(self, act: Callable[[int], object]) -> None:
+        super().__init__(4, 4)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.act(self.n)
+        return super().forward(x)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.005)
+
+
+def fail_one_after_the_other(folder: str) -> str:
+    """Rank 2 fails, then rank 0; rank 1 waits for them only then."""
+    rank, marks = torch.distributed.get_rank(), [Path(folder, str(i)) for i in range(3)]
+
+    def act(n: int) -> None:
+        if rank == 0 and n == 3:
+            wait_for(marks[2])
+            raise OSError("the second")
+        if rank == 1 and n == 2:
+            wait_for(marks[0])
+        if rank == 2:
+            raise ValueError("the first")
+
+    pipeline = zbpp.Pipeline(
+        [Acts(act) for _ in range(3)], "ZBH1", loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD, n_microbatches=4,
+    )  # fmt: skip
+    try:
+        pipeline.step(*torch.ones(2, 4, 4))
+    except (OSError, ValueError, PeerError) as error:
+        marks[rank].touch()
+        return str(error)
+    return ""
+
+
+def test_the_first_of_two_causes_is_named(pool: Pool, tmp_path: Path) -> None:
+    first, last, second = pool.run(fail_one_after_the_other, 3, str(tmp_path))
+    assert (first, second) == ("the second", "the first")
+    assert "rank 2 failed first, in 2F0: ValueError: the first" in last
+
+
+def call_apart(call: str, timeout_s: float) -> str:
+    """Rank 0 evaluates; rank 1 makes another call, or none."""
+    limits = zbpp.Execution(timeout_s=timeout_s, first_timeout_s=100.0)
+    pipeline = make("1F1B", None, execution=limits)
+    for step in range(2):
+        pipeline.step(*batch(step))
+    words = ""
+    try:
+        if pipeline.rank == 0:
+            pipeline.evaluate(*batch(3))
+        elif call:
+            getattr(pipeline, call)(*batch(3))
+    except PeerError as error:
+        words = str(error)
+    torch.distributed.barrier()
+    return words
+
+
+def test_an_evaluation_that_other_ranks_leave_out(pool: Pool) -> None:
+    first, _ = pool.run(call_apart, 2, "", 1.0)
+    assert "rank 1 has left no word" in first
+    assert "every rank must call evaluate()" in first
+
+
+@pytest.mark.slow
+def test_an_evaluation_beside_a_step(pool: Pool) -> None:
+    """The activations would fit, so that they must not be taken for the step's."""
+    for words in pool.run(call_apart, 2, "step", 5.0):
+        assert "all ranks wait (rank 0: evaluate, rank 1: step 2)" in words
+
+
+def fail_outside_of_steps() -> list[str]:
+    pipeline, words = make("1F1B", None), []
+    inputs, targets = batch(0)
+    if pipeline.rank == 0:
+        with pytest.raises(ValueError, match="no samples") as refused:
+            pipeline.step(inputs[:0], targets[:0])
+        words.append(str(refused.value))
+    pipeline.step(inputs, targets)  # the refused batch was no failure
+    try:
+        with pipeline:
+            if pipeline.rank == 1:
+                raise OSError("no room\nat all")
+            pipeline.step(inputs, targets)
+    except (OSError, PeerError) as error:
+        words.append(str(error))
+    return words
+
+
+def test_an_error_of_the_script_is_named(pool: Pool) -> None:
+    first, _ = pool.run(fail_outside_of_steps, 2)
+    assert first[1].endswith("failed first, in code outside of steps: OSError: no room")
+
+
+def drop_while_the_other_is_late(folder: str) -> str:
+    """Rank 1 is stopped before its last sum, and goes on when rank 0 has dropped."""
+    with inject("stop:1:1:O"):
+        pipeline = make("ZBH1", None)
+        results = [pipeline.step(*batch(step)) for step in range(2)]
+        if pipeline.rank == 0:
+            del pipeline, results
+            gc.collect()
+            Path(folder, "dropped").touch()
+            wait_for(Path(folder, "done"))
+            return ""
+        loss = results[1].loss
+        Path(folder, "done").touch()
+        return f"loss {loss}"
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_dropped_waits_for_no_rank(tmp_path: Path) -> None:
+    """And the others receive what they still need of it."""
+    with Ranks(drop_while_the_other_is_late, 2, str(tmp_path)) as ranks:
+        late = psutil.Process(ranks.processes[1].pid)
+        wait_for(tmp_path / "dropped")
+        while late.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.005)
+        late.send_signal(signal.SIGCONT)
+        _, end = ranks.wait()
+    with make("ZBH1", 2) as pipeline:
+        losses = [pipeline.step(*batch(step)).loss for step in range(2)]
+    assert end.value == f"loss {losses[1]}", end.words
+
+
+def train_by_command(folder: str, fault: str, n_bytes: int | None) -> None:
+    """``zbpp train`` as torchrun starts it, with a fault or a full disk."""
+    if n_bytes is not None:
+        import resource
+
+        limits = n_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    words = "--steps 3 --stages 2 --microbatches 4 --microbatch_size 1 --seq 16"
+    words += f" --size tiny --device cpu --data {__file__} --save_dir {folder}"
+    inject(fault)
+    main(["train", "ZBH1", *words.split()])
+
+
+@pytest.mark.slow
+def test_a_command_ends_with_one_line_of_its_cause(tmp_path: Path) -> None:
+    other, end = end_of(train_by_command, 2, str(tmp_path), "raise:1:2:1F3", None)
+    assert (end.code, other.code) == (1, 1)
+    last = end.words.splitlines()[-1]
+    assert last.startswith(f"zbpp: rank 1: {ERRORS['raise']} (in 1F3")
+    assert other.words.splitlines()[-1].count("rank 1 failed first, in 1F3") == 1
+    assert end.place == 0, "torchrun blames the rank that ends first"
+
+
+@pytest.mark.slow
+def test_a_command_that_cannot_save_its_end_says_so(tmp_path: Path) -> None:
+    for end in end_of(train_by_command, 2, str(tmp_path), "raise:9:9:O", 2**14):
+        assert end.code == 1, end.words
+        assert "the training ended after step 3, but" in end.words.splitlines()[-1]
+        assert "File too large" in end.words
+    assert os.listdir(tmp_path) == []
