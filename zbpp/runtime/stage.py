@@ -106,6 +106,8 @@ class Stage:
         """Modules of the chunks that draw no random numbers, unless hooks do."""
         self.ties = ties or StageTies()
         self._exact_sums = exact_sums
+        self._only_reads: set[int] = set()
+        """Chunks whose first forward has not written to its inputs."""
         self.recompute(recompute)
         self.where: dict[int, dict[Tensor, str]] = {}
         """Of each chunk that has run B: `SplitGraph.report` of its first one."""
@@ -115,8 +117,6 @@ class Stage:
             i: GradientOrder(c.leaves_once(), c.widen, is_released=not exact_sums)
             for i, c in self.chunks.items()
         }
-        self._only_reads: set[int] = set()
-        """Chunks whose first forward has not written to its inputs."""
         self.loss_scale = 1.0
         """Factor of the loss in the next backwards."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
@@ -147,6 +147,7 @@ class Stage:
     def recompute(self, layers: Collection[int]) -> None:
         """Choose the layers whose graph B computes again, from the next step on."""
         self._recomputed = recomputed_of(self.chunks.values(), layers, self.random)
+        self._only_reads.clear()  # a recomputed layer writes to copies of its input
 
     def begin(
         self,
