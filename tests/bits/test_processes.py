@@ -1,18 +1,53 @@
-"""Same bits in several processes: stages in processes of the pool, and a plain loop."""
+"""Same bits in several processes: a covering array of stages in workers of the pool.
+
+A row must equal what `test_one_process` compares with. All ranks must agree on losses,
+norms and evaluations, and on what two of them hold.
+"""
+
+from typing import Any
 
 import pytest
-from cases import Case, difference, on_ranks, reference
+from arrays import (
+    INTERLEAVED,
+    SINGLE,
+    V_SHAPED,
+    Row,
+    case_of,
+    covering_array,
+    fits,
+    label,
+)
+from cases import difference, on_ranks, reference
 from pool import Pool
 
-pytestmark = pytest.mark.dist
-
-
-@pytest.mark.parametrize(
-    ("case", "n"),
-    [
-        (Case(mode="ZBV", model="nested", clip=0.3, post_validation=True), 2),
-        (Case(mode="ZBH1", resume=("ZBV", 2), model="lm tied thrice"), 2),
-    ],
+MODELS = (
+    ["lm", "dicts"],
+    ["lm tied", "lm tied thrice"],
+    ["exchange, dropout", "lm dropout"],
+    ["nested", "named tuple", "tuples", "OrderedDict", "frozen dataclass"],
+    ["norms", "in place", "auxiliary loss"],
+    ["twice", "expanded", "frozen", "experts"],
 )
-def test_processes_change_no_bit(pool: Pool, case: Case, n: int) -> None:
-    assert difference(on_ranks(pool, case, n), reference(case)) is None
+FACTORS: dict[str, Any] = {
+    "model": MODELS,
+    "n_stages": (2, 4),
+    "mode": (SINGLE, V_SHAPED, INTERLEAVED),
+    "way": ("", "switch", "resume", "calls"),
+    "steps": ("", "post-validated", "snapshots"),
+    "samples": (8, 7, (8, 3, 1)),
+    "loss": ("", "tokens"),
+    "recompute": (None, "all"),
+    "optimizer": ("adamw", "several"),
+    "clip": (None, 0.3),
+    "autocast": (False, True),
+    "given": ("layers", "builder"),
+    "parts": (False, True),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("row", covering_array(FACTORS, fits), ids=label)
+def test_processes_change_no_bit(pool: Pool, row: Row) -> None:
+    case = case_of(row)
+    found, is_exact = on_ranks(pool, case, case.n_stages), case.of.oracle != "close"
+    assert difference(found, reference(case), is_exact=is_exact) is None

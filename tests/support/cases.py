@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from case_models import MODELS, Model
+from case_models import MODELS, N_LAYERS, Model
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -82,7 +82,7 @@ class Case:
     n_stages: int = 2
     n_microbatches: int = 4
     samples: int | tuple[int, ...] = 8
-    steps: int = 4
+    steps: int = 3
     recompute: str | tuple[int, ...] | None = None
     split: tuple[int, ...] | None = None
     parts: bool = False
@@ -134,7 +134,7 @@ NUMBERS = (
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, nesterov=True)
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -247,7 +247,7 @@ def make(
     mode, n_stages = mode or case.mode, n_stages or case.n_stages
     model: Any = case.of.layers()
     if case.given == "builder":
-        model = zbpp.layers_from(case.of.build, n_layers=len(model), ties=case.of.ties)
+        model = zbpp.layers_from(case.of.build, n_layers=N_LAYERS, ties=case.of.ties)
     settings = _settings(case) | more
     mesh = dict(case.mesh)
     if mesh:
@@ -263,8 +263,7 @@ def make(
     planned = {name: getattr(case, name) for name in ("recompute", "split")}
     if any(x is not None for x in planned.values()) or case.parts:
         if case.parts:
-            n = len(case.of.layers()) / n_stages
-            planned["costs"] = _costs_in_parts(max(1, round(n)))
+            planned["costs"] = _costs_in_parts(N_LAYERS // n_stages)
         alike = {k: x for k, x in settings.items() if k != "clip_grad_norm"}
         schedule = zbpp.plan_model(model, mode, **planned, **alike)
     return zbpp.Pipeline(model, schedule, **settings)

@@ -1,4 +1,4 @@
-"""Models of `cases`, by name: nine layers each, seeded one by one.
+"""Models of `cases`, by name: eight layers each, seeded one by one.
 
 lm ..        an embedding, blocks and a head, with ties or dropout
 dicts        mask, positions and an extra loss travel in a dict; lengths change
@@ -6,7 +6,6 @@ named tuple  and other containers: each layer checks the type that it is handed
 the rest     vectors of 8 numbers, and one kind of layer in the middle
 """
 
-import importlib.util
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.utils import _pytree
 
 import zbpp
 
-N_LAYERS, WIDTH, TOKENS = 9, 8, 11
+N_LAYERS, WIDTH, TOKENS = 8, 8, 11
 IGNORED = -100
 LAST = N_LAYERS - 1
 
@@ -56,8 +55,6 @@ class Model:
             layers draw random numbers, or parameters are tied, whose gradients are
             added layer by layer. ``"close"``: a plain loop, but for rounding: tensors
             that are handed over are strided, and sums of copies round otherwise.
-        counts: the loss is a mean over targets that are not -100.
-        takes: what must be installed.
     """
 
     layer: Callable[[int], nn.Module]
@@ -66,13 +63,6 @@ class Model:
     split: Callable[[Any, int], list[Any]] = _split
     ties: tuple[Tie, ...] = ()
     oracle: Literal["plain", "stage", "close"] = "plain"
-    counts: bool = False
-    takes: str = "torch"
-
-    @property
-    def is_available(self) -> bool:
-        """What it takes is installed."""
-        return importlib.util.find_spec(self.takes) is not None
 
     def build(self, indices: Sequence[int] = range(N_LAYERS)) -> list[nn.Module]:
         """Make layers, whatever the generator's state, without ties."""
@@ -140,7 +130,7 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return f.cross_entropy(scores, targets.flatten(), ignore_index=IGNORED)
 
 
-_lm = partial(Model, batch=_tokens, loss_fn=_cross_entropy, counts=True)
+_lm = partial(Model, batch=_tokens, loss_fn=_cross_entropy)
 
 
 # ---- Dicts of changing lengths.
@@ -324,7 +314,6 @@ def _in_container(name: str) -> Model:
         batch=container.batch,
         loss_fn=container.loss,
         split=container.split,
-        takes="transformers" if name == "ModelOutput" else "torch",
     )
 
 
@@ -510,9 +499,9 @@ def _frozen(index: int) -> nn.Module:
 
 
 def _twice(index: int) -> nn.Module:
-    if index % 3 == 1:
+    if index in (1, 4):
         return _Function(after=lambda y: {"hidden": y, "residual": y})
-    return _Function(_used_in_turns) if index % 3 == 2 else _Recurrent()
+    return _Function(_used_in_turns) if index in (2, 5) else _Recurrent()
 
 
 def _tuples(index: int) -> nn.Module:
@@ -550,11 +539,13 @@ MODELS: dict[str, Model] = {
         oracle="stage",
     ),
     "lm dropout": _lm(partial(_lm_layer, dropout=0.3), oracle="stage"),
-    "dicts": Model(_dict_layer, batch=_padded, loss_fn=_dict_loss, counts=True),
+    "dicts": Model(_dict_layer, batch=_padded, loss_fn=_dict_loss),
     **{name: _in_container(name) for name in _CONTAINERS},
     "vectors": Model(lambda index: nn.Sequential(_linear(), nn.Tanh())),
     "twice": Model(_twice),
-    "expanded": Model(_Expanded, oracle="close"),
+    "expanded": Model(
+        lambda index: _Expanded(index) if index < 6 else _linear(), oracle="close"
+    ),
     "tuples": Model(_tuples),
     "norms": Model(lambda index: _Norms() if index % 2 else _linear()),
     "in place": Model(_InPlace),
