@@ -35,12 +35,13 @@ TESTS = {
     "tuning": "tests/tuning",
     "comm": "tests/runtime/comm tests/failures tests/runtime/driver "
     "tests/runtime/test_pipeline.py",
-    "parallel": "tests/runtime/parallel",
-    "driver": "tests/runtime/driver tests/runtime/comm tests/runtime/test_pipeline.py "
-    "tests/runtime/test_step_parts.py",
+    "parallel": "tests/bits/test_meshes.py tests/runtime/parallel",
+    "driver": "tests/failures tests/runtime/driver tests/runtime/comm "
+    "tests/runtime/test_pipeline.py tests/runtime/test_step_parts.py",
     "backward": "tests/runtime/backward",
     "compiled": "tests/runtime/compiled",
-    "support": "tests/runtime/support tests/runtime/parallel tests/runtime/ties",
+    "support": "tests/failures/test_starts.py tests/bits/test_meshes.py "
+    "tests/runtime/support",
     "optim": "tests/runtime/optim",
     "ties": "tests/runtime/ties",
     "executor": "tests/runtime",

@@ -509,7 +509,9 @@ def _norm(model: nn.Sequential) -> float:
 # ---- The comparison.
 
 
-def difference(found: Trace, expected: Trace, *, is_exact: bool = True) -> str | None:
+def difference(
+    found: Trace, expected: Trace, *, is_exact: bool = True, rounding: float = 1e-4
+) -> str | None:
     """The first place in which two traces differ, in a bit or by more than rounding."""
     for one in fields(Trace):
         if one.name == "rollbacks":
@@ -519,7 +521,7 @@ def difference(found: Trace, expected: Trace, *, is_exact: bool = True) -> str |
         if pairs is None:
             return f"{one.name} has {_shape(here)} here, and {_shape(there)} there"
         for place, x, y in pairs:
-            if not _is_same(x, y, is_exact=is_exact):
+            if not _is_same(x, y, None if is_exact else rounding):
                 return f"{one.name} differs at {place}: {x} and {y}"
     return None
 
@@ -541,13 +543,13 @@ def _shape(value: Any) -> Any:
     return sorted(value) if isinstance(value, Mapping) else value
 
 
-def _is_same(x: Any, y: Any, *, is_exact: bool) -> bool:
-    if isinstance(x, Tensor) and isinstance(y, Tensor) and is_exact:
+def _is_same(x: Any, y: Any, rounding: float | None) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and rounding is None:
         return x.dtype == y.dtype and torch.equal(x, y)
-    if is_exact or x is None or y is None:
+    if rounding is None or x is None or y is None:
         return bool(x == y)
     try:
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(x, y, rtol=rounding, atol=rounding / 10)
     except AssertionError:
         return False
     return True
