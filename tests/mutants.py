@@ -33,10 +33,10 @@ TESTS = {
     "schedules": "tests/schedules",
     "planning": "tests/planning tests/cli tests/test_modes.py",
     "tuning": "tests/tuning",
-    "comm": "tests/runtime/comm tests/failures tests/runtime/driver "
+    "comm": "tests/comm tests/failures tests/runtime/driver "
     "tests/runtime/test_pipeline.py",
     "parallel": "tests/bits/test_meshes.py tests/runtime/parallel",
-    "driver": "tests/failures tests/runtime/driver tests/runtime/comm "
+    "driver": "tests/failures tests/runtime/driver tests/comm "
     "tests/runtime/test_pipeline.py tests/runtime/test_step_parts.py",
     "backward": "tests/runtime/backward",
     "compiled": "tests/runtime/compiled",
@@ -61,7 +61,7 @@ TESTS = {
 EXAMPLES = "tests/repo/test_doctests.py"
 """Of every room: it runs what docstrings show."""
 
-SLOW = {"parallel", "models", "bench"}
+SLOW = {"parallel", "models", "bench", "comm"}
 """Rooms in which some mistakes show only in tests that are slow."""
 
 

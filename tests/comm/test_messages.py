@@ -1,0 +1,296 @@
+"""Values of any kind come to the next chunk as they were sent, or are refused."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import zbpp
+from zbpp.runtime import PeerError, ShapeError
+
+WIDTH, M = 4, 3
+Make = Callable[[Tensor], Any]
+
+VALUES: dict[str, Make] = {
+    "tensor": lambda x: x,
+    "no sample": lambda x: (x, x[:0], torch.zeros(0, 3)),
+    "dtypes": lambda x: [
+        *(x.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)),
+        *(x.detach().to(dtype) for dtype in (torch.bool, torch.uint8, torch.int64)),
+        torch.view_as_complex(x.reshape(-1, 2)),
+    ],
+    "no tensors": lambda x: {
+        "x": x,
+        "text": 'a "quoted" \u2603',
+        "none": None,
+        "rate": float("inf"),
+        "yes": True,
+        "empty": ((), [], {}),
+    },
+    "nested": lambda x: [x, (torch.tensor(True), [x[:, 0], {"mask": x.detach() > 0}])],
+    "twice": lambda x: {"x": x, "again": x, "view": x.t()},
+    "many": lambda x: {f"layer {i}": x[:, : i % WIDTH] + i for i in range(250)},
+}
+
+
+class Makes(nn.Module):
+    """Puts out a value of its bias: what comes in is the same number everywhere."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.make = VALUES[name]
+        self.bias = nn.Parameter(torch.arange(1.0, WIDTH + 1))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x * 0 + self.bias)
+
+
+class Checks(nn.Module):
+    """Compares a value with what it must be, and returns it, or its sum."""
+
+    def __init__(self, name: str, *, is_last: bool) -> None:
+        super().__init__()
+        self.make, self.is_last = VALUES[name], is_last
+
+    def forward(self, value: Any) -> Any:
+        bias = torch.arange(1.0, WIDTH + 1, requires_grad=True)
+        expected = self.make(torch.zeros(2, WIDTH) + bias)
+        assert looks(value) == looks(expected)
+        return total(value) if self.is_last else value
+
+
+def total(value: Any, targets: Any = None) -> Tensor:
+    """Sum of all its numbers."""
+    leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return torch.stack(
+        [(x.abs() if x.is_complex() else x).float().sum() for x in leaves]
+    ).sum()
+
+
+def looks(value: Any) -> str:
+    """Containers, and kind and numbers of each tensor."""
+
+    def look(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.dtype, [*x.shape], x.requires_grad, x.tolist()
+
+    return repr(tree_map(look, value))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.125)
+
+
+def arrive(n_stages: int | None) -> dict[str, Any]:
+    """The bias and the loss after a step, by the name of the value."""
+    found = {}
+    for name in VALUES:
+        middle = [Checks(name, is_last=False) for _ in range(2)]
+        layers = [Makes(name), *middle, Checks(name, is_last=True)]
+        with zbpp.Pipeline(
+            layers, "ZBV", loss_fn=total, n_stages=n_stages, n_microbatches=2,
+            optimizer=sgd,
+        ) as pipeline:  # fmt: skip
+            x = torch.ones(4, WIDTH)
+            losses = [pipeline.evaluate(x, x), pipeline.step(x, x).loss]
+            bias = dict(pipeline.named_parameters()).get("layers.0.bias")
+            found[name] = losses, bias if bias is None else bias.tolist()
+    return found
+
+
+def arrive_plainly() -> dict[str, Any]:
+    found = {}
+    for name, make in VALUES.items():
+        bias = nn.Parameter(torch.arange(1.0, WIDTH + 1))
+        loss = total(make(torch.zeros(2, WIDTH) + bias))
+        loss.backward()
+        sgd([bias]).step()
+        found[name] = [loss.item()] * 2, bias.tolist()
+    return found
+
+
+def test_a_value_arrives_as_it_was_sent() -> None:
+    assert arrive(2) == arrive_plainly()
+
+
+@pytest.mark.dist
+def test_a_value_arrives_at_another_process(pool: Pool) -> None:
+    first, second = pool.run(arrive, 2, None)
+    expected = arrive_plainly()
+    assert first == expected
+    assert second == {name: (losses, None) for name, (losses, _) in expected.items()}
+
+
+class Masks(nn.Module):
+    """Takes a sequence and its mask, and passes both on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        x, mask = value["x"], value["mask"]
+        return {"x": x + torch.tanh(self.linear(x)) * mask[..., None], "mask": mask}
+
+
+def masked_loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs["x"], targets)
+
+
+def ragged(mode: str, n_stages: int | None) -> list[float]:
+    """Every micro-batch has its own length, in another order in each step."""
+    torch.manual_seed(0)
+    pipeline = zbpp.Pipeline(
+        [Masks() for _ in range(4)], mode, loss_fn=masked_loss, n_stages=n_stages,
+        optimizer=torch.optim.SGD, n_microbatches=M, clip_grad_norm=0.1,
+    )  # fmt: skip
+    numbers = []
+    for lengths in ([5, 5, 5], [5, 3, 4], [4, 5, 3], [7, 7, 2], [3, 3, 3]):
+        random = torch.Generator().manual_seed(sum(lengths))
+        parts = [torch.randn(2, 2, n, WIDTH, generator=random) for n in lengths]
+        inputs = [{"x": x, "mask": (x[..., 0] > 0).long()} for x, _ in parts]
+        targets = [y for _, y in parts]
+        numbers.append(pipeline.evaluate(inputs, targets))
+        result = pipeline.step(inputs, targets)
+        numbers += [result.loss, result.grad_norm]
+    pipeline.close()
+    return numbers
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("mode", "n"),
+    [("ZBV", 2), pytest.param("1F1B", 4, marks=pytest.mark.slow)],
+)
+def test_micro_batches_of_several_lengths(pool: Pool, mode: str, n: int) -> None:
+    expected = ragged("1F1B", 1)
+    assert ragged(mode, 2) == expected
+    assert pool.run(ragged, n, mode, None) == [expected] * n
+
+
+class Depends(nn.Module):
+    """Puts out something else once its inputs are below zero."""
+
+    def __init__(self, usual: Make, other: Make) -> None:
+        super().__init__()
+        self.linear, self.ways = nn.Linear(WIDTH, WIDTH), (usual, other)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.ways[bool((x < 0).all())](self.linear(x))
+
+
+class Takes(nn.Module):
+    def forward(self, value: Any) -> Tensor:
+        return total(value)
+
+
+REFUSED: dict[str, tuple[Make, Make, str]] = {
+    "a shape by the data": (
+        lambda x: x,
+        lambda x: x[:, :1],
+        "is float32[2, 1], but with inputs of the same shapes it was float32[2, 4]",
+    ),
+    "a dtype by the data": (
+        lambda x: x,
+        lambda x: x.double(),
+        "is float64[2, 4], but with inputs of the same shapes it was float32[2, 4]",
+    ),
+    "a container by the data": (
+        lambda x: {"x": x},
+        lambda x: {"x": x, "mask": None},
+        "is {'x': float32[2, 4], 'mask': None}, but with",
+    ),
+    "sparse": (lambda x: x, lambda x: x.to_sparse(), "layout sparse_coo cannot be"),
+    "too many": (
+        lambda x: x,
+        lambda x: [x * i for i in range(251)],
+        "251 tensors are too many",
+    ),
+    "a dtype of 8 bits": (
+        lambda x: x,
+        lambda x: x.detach().to(torch.float8_e5m2),
+        "float8_e5m2 cannot be sent",
+    ),
+}
+
+
+def send(name: str, after_a_step: bool) -> str:
+    usual, other, _ = REFUSED[name]
+    pipeline = zbpp.Pipeline(
+        [Depends(usual, other), Takes()], "1F1B", loss_fn=total, n_microbatches=2,
+        optimizer=torch.optim.SGD, execution=zbpp.Execution(timeout_s=60),
+    )  # fmt: skip
+    x = torch.ones(4, WIDTH)
+    if after_a_step:
+        pipeline.step(x, x)
+        pipeline.evaluate(-x if "by the data" in name else x, x)
+    try:
+        pipeline.step(-x, x)
+    except (ShapeError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "sent"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sent_is_refused(pool: Pool, name: str) -> None:
+    sender, receiver = pool.run(send, 2, name, "by the data" in name)
+    words = REFUSED[name][2]
+    assert sender.startswith("ShapeError: ") and words in sender
+    assert "rank 0 failed first" in receiver and words in receiver
+
+
+class InNumpy(torch.autograd.Function):
+    """The identity, in memory whose end is seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alive: list[Any]) -> Tensor:
+        memory = x.detach().numpy().copy()
+        alive.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Watched(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.alive: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return InNumpy.apply(super().forward(x), self.alive)
+
+
+def count_messages_left(waits: bool) -> list[int]:
+    """After each step, once its sums have been read."""
+    layers = [Watched(), Watched()]
+    pipeline = zbpp.Pipeline(
+        layers, "ZBH1", loss_fn=nn.functional.mse_loss, n_microbatches=M,
+        optimizer=torch.optim.SGD, clip_grad_norm=1.0,
+        step=zbpp.StepPolicy(post_validation=not waits),
+    )  # fmt: skip
+    counts = []
+    for _ in range(4):
+        pipeline.step(*torch.ones(2, 2 * M, WIDTH))
+        pipeline.synchronize()
+        gc.collect()
+        made = layers[pipeline.rank].alive
+        assert len(made) >= M
+        counts.append(sum(one() is not None for one in made))
+    return counts
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("waits", [True, False])
+def test_messages_are_freed_with_their_step(pool: Pool, waits: bool) -> None:
+    for counts in pool.run(count_messages_left, 2, waits):
+        assert counts == [0] * 4
