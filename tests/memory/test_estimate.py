@@ -1,0 +1,249 @@
+"""Bytes of layers and of stages, against sums done by hand."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import zbpp
+from zbpp.cli import main
+from zbpp.core import Placement, RequestError, read_costs
+from zbpp.memory import StageEstimate, estimate, layer_memory
+
+N, D = 32, 16
+SIZE = N * D * 4  # bytes of an activation
+WEIGHT = D * D * 4
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def block(width: int = D) -> nn.Module:
+    """Linear keeps its input, Tanh its output, which the next layer reads."""
+    return nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh())
+
+
+def batch(width: int = D) -> tuple[Tensor, Tensor]:
+    return torch.empty(N, width), torch.empty(N, width)
+
+
+def test_the_columns_of_blocks_are_those_of_a_pencil() -> None:
+    costs = layer_memory([block() for _ in range(6)], batch(), mse_loss, optimizer=sgd)
+    assert costs.n_layers == 6
+    # The batch is the caller's; the other inputs are the layers' own.
+    assert costs.of("m_b")[:-1] == (0, SIZE, SIZE, SIZE, SIZE)
+    assert costs.of("m_w")[1:-1] == (2 * SIZE,) * 4  # x and dy
+    # parameters, gradients, and the copy for a rollback; SGD has no state
+    assert costs.of("m_fixed") == (3 * WEIGHT,) * 6
+    assert costs.of("message") == (SIZE,) * 5
+    # the loss needs its differences and a copy of their squares
+    assert costs.of("peak_f") == (2 * SIZE, *(3 * SIZE,) * 4, 4 * SIZE)
+    assert costs.of("peak_w")[1:-1] == (WEIGHT,) * 4
+    assert costs.of("m_r")[1:-1] == (SIZE,) * 4
+
+
+def test_w_behind_b_in_one_pass_needs_what_b_has_left() -> None:
+    """Of 3 blocks F leaves 6 values less the batch, B one more of each, and W a 4th."""
+    x = torch.empty(16, 64)
+    size, weight = 16 * 64 * 4, 64 * 64 * 4
+    found = estimate(
+        [block(64) for _ in range(3)], (x, x), lambda outputs, _: outputs.mean(),
+        n_stages=1, n_microbatches=4, modes=["1F1B"], optimizer=None, exact_sums=False,
+    )  # fmt: skip
+    (stage,) = found.modes["1F1B"]
+    gradients = 3 * weight
+    assert stage.gradients == gradients
+    assert stage.activations_peak // size == 9 + weight // size
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_weights", "more"),
+    [
+        ({"optimizer": sgd, "post_validation": False}, 2, 0),
+        ({"optimizer": sgd}, 3, 0),
+        ({}, 5, 4),  # AdamW has two moments, and counts its steps
+        ({"optimizer": None, "post_validation": False}, 2, 0),
+    ],
+)
+def test_an_optimizer_and_its_rollback_count(
+    settings: dict[str, Any], n_weights: int, more: int
+) -> None:
+    costs = layer_memory([block(), block()], batch(), mse_loss, **settings)
+    assert costs.of("m_fixed") == (n_weights * WEIGHT + more,) * 2
+
+
+def test_any_of_several_optimizers_may_need_the_most() -> None:
+    def large_first(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(parameters[:1]), sgd(parameters[1:])]
+
+    makes = (large_first, lambda parameters: large_first(parameters)[::-1])
+    first, last = (
+        layer_memory([nn.Linear(D, D)], batch(), mse_loss, optimizer=make).of("peak_o")
+        for make in makes
+    )
+    assert first == last > (WEIGHT,)
+
+
+def test_a_builder_allocates_nothing_and_any_size_of_micro_batches_is_traced() -> None:
+    wide = 2**22
+
+    def build(indices: range) -> list[nn.Module]:
+        return [nn.Linear(wide, wide, bias=False) for _ in indices]  # 64 TiB each
+
+    x = torch.empty(1, wide)
+    costs = layer_memory(build, (x, x), mse_loss, n_layers=100, microbatch_size=3)
+    assert costs.of("m_b")[50] == 3 * 4 * wide
+    placement = Placement((0, 1))
+    assert costs.on(placement, [50, 50]).on(placement).fixed[0] > 250 * 2**46
+
+
+def test_a_model_stays_as_it_is() -> None:
+    layers = nn.Sequential(block(), block())
+    before = {name: p.clone() for name, p in layers.named_parameters()}
+    layer_memory(layers, batch(), mse_loss)
+    for name, p in layers.named_parameters():
+        assert type(p) is nn.Parameter and p.grad is None
+        assert torch.equal(p, before[name])
+
+
+class Choosy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0].sum() + x
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (
+            lambda: layer_memory([block(), Choosy()], batch(), mse_loss),
+            r"layer 1 \(a Choosy\).*aten.nonzero",
+        ),
+        (
+            lambda: layer_memory([block()], batch(), mse_loss, device="xpu"),
+            r"finds no xpu device.*--device cpu",
+        ),
+        (
+            lambda: estimate(
+                [block()], batch(), mse_loss,
+                n_stages=1, n_microbatches=1, shard="parameters",
+            ),
+            "needs replicas to shard among",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_estimated_is_refused(
+    act: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        act()
+
+
+def with_ends(*, tied: bool) -> list[nn.Module]:
+    blocks = [nn.Linear(D, D) for _ in range(6)]
+    embedding, head = nn.Embedding(512, D), nn.Linear(D, 512, bias=False)
+    if tied:
+        head.weight = embedding.weight
+    return [embedding, *blocks, head]
+
+
+def stages_of(mode: str, n_stages: int, *, tied: bool) -> list[StageEstimate]:
+    tokens = torch.zeros(2, dtype=torch.long)
+    found = estimate(
+        with_ends(tied=tied), (tokens, tokens), nn.functional.cross_entropy,
+        n_stages=n_stages, n_microbatches=4, modes=[mode], optimizer=sgd,
+        post_validation=False,
+    )  # fmt: skip
+    return list(found.modes[mode])
+
+
+def test_a_tied_weight_counts_on_each_stage_that_holds_it() -> None:
+    size = 512 * D * 4
+    tied, untied = (stages_of("1F1B", 4, tied=tied) for tied in (True, False))
+    for stage in (0, 3):
+        assert tied[stage].parameters == untied[stage].parameters
+        assert tied[stage].buffers - untied[stage].buffers == size  # sent
+        assert tied[stage].peak - untied[stage].peak >= size
+    assert tied[1:3] == untied[1:3]
+    both, other = stages_of("ZBV", 2, tied=True)  # both ends are on the first stage
+    apart, same = stages_of("ZBV", 2, tied=False)
+    assert apart.parameters - both.parameters == size
+    assert (both.buffers, other) == (apart.buffers, same)
+
+
+TIED = """
+import torch
+from torch import nn
+
+def build():
+    ends = nn.Embedding(512, 16), nn.Linear(16, 512, bias=False)
+    ends[1].weight = ends[0].weight
+    tokens = torch.zeros(2, dtype=torch.long)
+    blocks = [nn.Linear(16, 16) for _ in range(2)]
+    return [ends[0], *blocks, ends[1]], (tokens, tokens), nn.functional.cross_entropy
+"""
+
+
+def test_a_planner_counts_what_the_ends_of_a_tie_receive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = 512 * D * 4
+    tokens = torch.zeros(8, dtype=torch.long)
+    tied, untied = (
+        zbpp.plan_model(
+            with_ends(tied=tied), "1F1B", n_stages=2, n_microbatches=4,
+            loss_fn=nn.functional.cross_entropy, optimizer=sgd,
+            example=(tokens, tokens), step=zbpp.StepPolicy(post_validation=False),
+        ).costs
+        for tied in (True, False)
+    )  # fmt: skip
+    assert (tied.peak_o, untied.peak_o) == ((size, size), (0.0, 0.0))
+    (tmp_path / "tied_model.py").write_text(TIED)
+    monkeypatch.chdir(tmp_path)
+    sizes = "--stages 2 --microbatches 4 --modes 1F1B --optimizer sgd"
+    command = f"estimate --model tied_model:build {sizes} --costs_out costs.json"
+    assert main(command.split()) == 0
+    assert read_costs("costs.json").peak_o == (size, size)
+
+
+WIDTH, N_LAYERS = 128, 4
+N_PARAMETERS = WIDTH * WIDTH + WIDTH  # of a layer
+SHARDS = ("none", "optimizer", "gradients", "parameters")
+
+
+def replicated(shard: Any, mode: str = "ZBV", n: int = 64) -> list[StageEstimate]:
+    x = torch.zeros(4, WIDTH)
+    found = estimate(
+        [nn.Linear(WIDTH, WIDTH) for _ in range(N_LAYERS)], (x, x), mse_loss,
+        n_stages=2, n_microbatches=4, modes=[mode], data_parallel=n, shard=shard,
+    )  # fmt: skip
+    return list(found.modes[mode])
+
+
+def test_replicas_that_shard_hold_what_zero_says() -> None:
+    """AdamW in 32 bits keeps 4 + 4 + 8 bytes a parameter; replicas a part of it."""
+    stages = {shard: replicated(shard) for shard in SHARDS}
+    steps = 4 * 2 * N_LAYERS // 2  # AdamW counts the steps of each parameter
+    for shard, both in stages.items():
+        for stage in both:
+            kept = stage.parameters + stage.gradients + stage.optimizer - steps
+            n = N_PARAMETERS * N_LAYERS // 2
+            assert kept == 16 * n / (1 if shard == "none" else 64)
+    layer, stage = 4 * N_PARAMETERS, 4 * N_PARAMETERS * N_LAYERS // 2
+    gathered = {shard: both[0].gathered_peak for shard, both in stages.items()}
+    assert gathered == {
+        "none": 0, "optimizer": stage, "gradients": stage, "parameters": layer
+    }  # fmt: skip
+    peaks = [max(stage.peak for stage in stages[shard]) for shard in SHARDS]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+    assert peaks[1] > 2 * stage  # whole parameters and whole gradients
+    # of one chunk: gathered as a whole, and layer by layer
+    (whole, _), (each, _) = (replicated(s, "ZBH1") for s in ("optimizer", "parameters"))
+    assert (whole.gathered_peak, each.gathered_peak) == (stage, layer)
+    rows = 2  # of 128 on 96 replicas: the first one keeps the most
+    uneven = replicated("parameters", n=96)[0]
+    assert uneven.parameters == 4 * (rows * WIDTH + rows) * N_LAYERS // 2
