@@ -559,7 +559,7 @@ def print_list(tree: Path, room: str) -> int:
 
 def run_simgpu(arguments: list[str]) -> int:
     """Judge the mutants of the code for GPUs."""
-    folders = ("tests", "tests/simgpu", "tests/support", "tests/support/models")
+    folders = ("tests", "tests/support", "tests/support/models")
     paths = os.pathsep.join(str(ROOT / folder) for folder in folders)
     script = str(ROOT / "tests/simgpu/mutants.py")
     return subprocess.call(

@@ -2,18 +2,15 @@
 
 import os
 import statistics
-import subprocess
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import talking
 import torch
-from commands import torchrun
+from cases import Case, difference, make, on_ranks, run
 from gpu_waits import waits_are_errors
-from small_model import adamw, assert_same, batch, make_pipeline
-from trained_modes import MODES
+from pool import Pool
 
 import zbpp.memory
 from zbpp import diagnostics
@@ -32,75 +29,49 @@ of_kernels = pytest.mark.skipif(
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # same bits on all streams
 
 
-def fused(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 
 
-def pipeline_on_gpu(mode: str, n_stages: int, **more: object) -> Pipeline:
-    settings: dict[str, object] = {
-        "optimizer": fused,
-        "device": GPU,
-        "clip_grad_norm": 0.5,
-        "post_validation": True,
-    }
-    return make_pipeline(mode, n_stages, **(settings | more))
+def on_gpu(mode: str, **more: Any) -> Case:
+    settings = {"clip": 0.5, "post_validation": True, "optimizer": "fused"} | more
+    return Case(mode=mode, device="cuda", **settings)
 
 
-def trained(mode: str, n_stages: int, **more: object) -> tuple[Any, dict[str, Any]]:
-    pipeline = pipeline_on_gpu(mode, n_stages, **more)
-    results = [pipeline.step(*batch(step)) for step in range(5)]
-    losses = [(one.loss, one.grad_norm) for one in results]
-    return losses, {n: p.detach().cpu() for n, p in pipeline.named_parameters()}
+@cache
+def reference(**more: Any) -> Any:
+    return run(on_gpu("FThenB", n_stages=1, **more))
 
 
 def test_pairs_in_turns_have_the_bits_of_pairs_in_a_row() -> None:
     """What communicates runs on a stream of its own, and nothing else does."""
-
-    def run(*, overlap: bool) -> Any:
-        model = talking.talking(4, dropout=0.3)
-        pipeline = talking.make(model, device=GPU, overlap=overlap)
-        return talking.train(pipeline, steps=5)
-
-    (numbers, state), in_a_row = run(overlap=True), run(overlap=False)
-    assert numbers == in_a_row[0]
-    assert_same(state, in_a_row[1])
-
-
-@pytest.fixture(scope="module")
-def reference() -> tuple[Any, dict[str, Any]]:
-    return trained("FThenB", 1)
+    case = on_gpu("DualPipeV", model="exchange, dropout", n_stages=1)
+    in_a_row = run(replace(case, overlap=False))
+    assert difference(run(case), in_a_row) is None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_agree_to_the_last_bit(
-    mode: str, reference: tuple[Any, dict[str, Any]]
-) -> None:
-    losses, parameters = trained(mode, 2)
-    assert losses == reference[0]
-    assert_same(parameters, reference[1])
+def test_modes_agree_to_the_last_bit(mode: str) -> None:
+    assert difference(run(on_gpu(mode)), reference()) is None
 
 
-def test_processes_that_share_the_gpu_agree_too(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "rank"
-    command, environment = torchrun("gpu_run.py", str(file), "ZBV", "cuda")
-    subprocess.run(command, env=environment, check=True, timeout=200)
-    parts = [torch.load(f"{file}{rank}") for rank in range(2)]
-    plain = trained("FThenB", 1, optimizer=adamw)
-    assert all(losses == [loss for loss, _ in plain[0]] for losses, _ in parts)
-    assert_same(parts[0][1] | parts[1][1], plain[1])
+def test_processes_that_share_the_gpu_agree_too() -> None:
+    """By gloo, through the host's memory."""
+    pool = Pool()
+    found = on_ranks(pool, on_gpu("ZBV", optimizer="adamw"), 2)
+    pool.close()
+    assert difference(found, reference(optimizer="adamw")) is None
 
 
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
 def test_no_step_waits_for_the_gpu(mode: str, post_validation: bool) -> None:
-    pipeline = pipeline_on_gpu(mode, 2, loss_scale=8.0, post_validation=post_validation)
+    case = on_gpu(mode, loss_scale=8.0, post_validation=post_validation)
+    pipeline = make(case)
     for step in range(3):  # the first learns which buffers change
-        pipeline.step(*batch(step))
+        pipeline.step(*case.batch(step))
     with waits_are_errors():
         for step in range(3, 6):
-            pipeline.step(*batch(step))
+            pipeline.step(*case.batch(step))
         with pytest.raises(RuntimeError, match="synchronizing"):
             torch.ones(1, device=GPU).item()  # the control
 
@@ -178,17 +149,17 @@ def test_jobs_take_the_time_of_their_kernels() -> None:
 
 @of_kernels
 def test_nobody_waits_for_a_micro_batch_that_may_be_changed_at_once() -> None:
-    pipeline = pipeline_on_gpu("ZBH1", 2)
-    plain = pipeline_on_gpu("ZBH1", 2)
+    case = on_gpu("ZBH1")
+    pipeline, plain = make(case), make(case)
     for step in range(3):
-        pipeline.step(*batch(step))
-    x, y = batch(3)
+        pipeline.step(*case.batch(step))
+    x, y = case.batch(3)
     spin(0.2)
     with waits_are_errors():
         result = pipeline.step(x, y)
     x.zero_()
     y.zero_()
-    losses = [plain.step(*batch(step)).loss for step in range(4)]
+    losses = [plain.step(*case.batch(step)).loss for step in range(4)]
     assert result.loss == losses[3]
 
 
@@ -206,7 +177,7 @@ def test_estimates_of_memory_are_within_5_per_cent(mode: str) -> None:
         "loss_fn": nn.functional.mse_loss,
         "n_stages": 1,
         "n_microbatches": 4,
-        "optimizer": fused,
+        "optimizer": torch.optim.AdamW,
     }
     microbatch = x[:2], x[:2]
     estimate = zbpp.memory.estimate(

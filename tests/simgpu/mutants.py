@@ -2,12 +2,12 @@
 
     make mutants ARGS="--room simgpu [--only TEXT] [--jobs 2]"
 
-Every wait, event, `record_stream`, stream context, pinned buffer and copy between slots
-of graphs in zbpp/runtime is taken out by rules over the syntax tree, and some are
-swapped by hand. A mutant runs in a process forked from this one, which has imported
-all: functions get the mutant's code. The net is `scenarios.py` under each policy. What
-it does not catch must stand in `EXPLAINED`, or this script fails; so it does where a
-mistake made by hand has lost its place.
+Every wait, event, `record_stream`, stream context and pinned buffer in zbpp/runtime is
+taken out by rules over the syntax tree, and some are swapped by hand. A mutant runs in
+a process forked from this one, which has imported all: functions get the mutant's code.
+The net is that of `scenarios.py` under each policy. What it does not catch must stand
+in `EXPLAINED`, or this script fails; so it does where a mistake made by hand has lost
+its place.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from typing import Any
 import torch
 import torch._dynamo  # now, as every process would for its optimizer
 import torch.distributed as dist
-from scenarios import ONE_PROCESS, TWO_PROCESSES, Outcome, Scenario, differences
 
 import simgpu
 import zbpp.runtime
 from simgpu.jobs import name_jobs
+from simgpu.scenarios import NET, Outcome, Scenario, differences
 from zbpp.runtime import use_loopback
 from zbpp.runtime.comm.process_group import initialise
 
@@ -391,14 +391,12 @@ class Fork:
         return None
 
 
-def run_here(
-    scenario: Scenario, policy: str, seed: int, *, reference: bool = False
-) -> Run:
+def run_here(scenario: Scenario, policy: str, seed: int) -> Run:
     """Run one in this process."""
     made = Run()
     simgpu.begin(policy, seed, patience_s=8.0)
     try:
-        made.outcome = scenario.reference() if reference else scenario.run()
+        made.outcome = scenario.run()
     except Exception as error:
         torch.cuda.set_sync_debug_mode("default")
         made.error = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -434,6 +432,14 @@ def run_processes(scenario: Scenario, policy: str, seed: int) -> Run:
             if made.error:
                 deadline = min(deadline, time.monotonic() + 5.0)
     return made
+
+
+def run_apart(scenario: Scenario, policy: str, seed: int) -> Run:
+    """Run one in a process of its own, or in as many as it takes."""
+    if scenario.n_processes > 1:
+        return run_processes(scenario, policy, seed)
+    fork = Fork(lambda: run_here(scenario, policy, seed))
+    return fork.result(time.monotonic() + 60.0) or Run(error="the process has died")
 
 
 # ---- What catches a mutant.
@@ -475,28 +481,19 @@ def make_net(scenarios: Sequence[Scenario], n_policies: int) -> Net:
         AssertionError: the net catches code that is right.
     """
     net = Net(policies=POLICIES[:n_policies])
+    known: list[tuple[Scenario, Outcome]] = []
     for scenario in scenarios:
-        known = [x for x in net.references if _has_reference_of(x, scenario)]
-        if known:
-            net.references[scenario.name] = net.references[known[0]]
-        elif scenario.is_own_reference:
-            made = run_processes(scenario, "eager", 0)
+        wanted = scenario.reference
+        outcome = next((found for other, found in known if other == wanted), None)
+        if outcome is None:
+            made = run_apart(wanted, "eager", 0)
             assert not made.error, f"{scenario.name}: {made.error}"
-            net.references[scenario.name] = made.outcome
-        else:
-            fork = Fork(lambda s=scenario: run_here(s, "eager", 0, reference=True))
-            made = fork.result(time.monotonic() + 60.0)
-            assert made and not made.error, f"{scenario.name}: {made and made.error}"
-            net.references[scenario.name] = made.outcome
+            outcome = made.outcome
+            known.append((wanted, outcome))
+        net.references[scenario.name] = outcome
     for scenario in scenarios:
         began = time.monotonic()
-        if scenario.n_processes > 1:
-            runs = [run_processes(scenario, *policy) for policy in net.policies]
-        else:
-            fork = Fork(
-                lambda s=scenario: [run_here(s, *policy) for policy in net.policies]
-            )
-            runs = fork.result(time.monotonic() + 60.0)
+        runs = [run_apart(scenario, *policy) for policy in net.policies]
         waits = [run.outcome.waits for run in runs]
         net.waits[scenario.name] = set[tuple[str, str, str]]().union(*waits)
         for policy, run in zip(net.policies, runs, strict=True):
@@ -505,11 +502,6 @@ def make_net(scenarios: Sequence[Scenario], n_policies: int) -> Net:
             assert not caught, f"{where} {run.error} {run.reports[:1]}"
         print(f"  {scenario.name}: clean, {time.monotonic() - began:.1f} s", flush=True)
     return net
-
-
-def _has_reference_of(name: str, scenario: Scenario) -> bool:
-    first = next(x for x in (*ONE_PROCESS, *TWO_PROCESSES) if x.name == name)
-    return (first.train, first.alike) == (scenario.train, scenario.alike)
 
 
 def judge(mutant: Mutant, net: Net, scenarios: Sequence[Scenario]) -> str:
@@ -627,49 +619,12 @@ EXPLAINED: dict[str, str] = {
 """By name of a mutant: why nothing can catch it."""
 
 
-MISTAKES = {
-    "HostCopy read before its event": ("HostCopy.read", "synchronize"),
-    "one pinned buffer for all copies": ("sent_ahead", "one pinned"),
-    "W on another stream": ("Stage.backward_weight", "another stream"),
-}
-
-
-def print_mistakes(mutants: Sequence[Mutant], net: Net, scenario: Scenario) -> None:
-    """Print by kind of mistake and policy what sees it."""
-    print(
-        f"of {scenario.name}:\n| mistake | {' | '.join(x for x, _ in net.policies)} |"
-    )
-    for text, (function, what) in MISTAKES.items():
-        (mutant,) = (
-            x for x in mutants if x.function.startswith(function) and what in x.what
-        )
-
-        def judge(mutant: Mutant = mutant) -> list[str]:
-            install(mutant)
-            return [_cell(net, scenario, policy) for policy in net.policies]
-
-        cells = Fork(judge).result(time.monotonic() + 120.0) or ["died"]
-        print(f"| {text} | {' | '.join(cells)} |", flush=True)
-
-
-def _cell(net: Net, scenario: Scenario, policy: tuple[str, int]) -> str:
-    run = Fork(lambda: run_here(scenario, *policy)).result(time.monotonic() + 30.0)
-    if run is None:
-        return "died"
-    numbers = "error" if run.error else "right"
-    if "numbers" in net.verdict(scenario, run):
-        numbers = "wrong"
-    return f"{len(run.reports) or 'no'} reports, {numbers}"
-
-
 def main() -> int:
     """Judge all mutants."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
-    parser.add_argument("--scenarios", default="")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--policies", type=int, default=len(POLICIES))
-    parser.add_argument("--mistakes", action="store_true")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     name_jobs()
@@ -682,15 +637,10 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{x.file}:{x.line} {x.function}: {x.what}" for x in mutants))
         return 0
-    every = (*ONE_PROCESS, *TWO_PROCESSES)
-    scenarios = [x for x in every if options.scenarios in x.name]
+    scenarios = NET
     began = time.monotonic()
     net = make_net(scenarios, options.policies)
     print(f"the net: {time.monotonic() - began:.0f} s", flush=True)
-    if options.mistakes:
-        for scenario in scenarios:
-            print_mistakes(mutants, net, scenario)
-        return 0
     waiting, running = list(mutants), list[tuple[Mutant, Fork, float]]()
     found: dict[str, str] = {}
     while waiting or running:

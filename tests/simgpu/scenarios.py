@@ -1,26 +1,28 @@
-"""Small trainings on the simulated device, and the same ones by FThenB on one stage.
+"""Small trainings on the simulated device, and the runs that they must equal.
 
 A scenario is what a user's script does beside its steps: it changes its batches as
-soon as a step has begun, makes them on the GPU, evaluates, reads times or gradients.
-What the host must not wait for is watched: from the fourth step on a call that holds it
-up is an error, and `Outcome.waits` notes where it has waited for events.
+soon as a step has begun, makes them on the GPU, evaluates, loads, reads times or
+gradients. What the host must not wait for is watched: from the fourth step on a call
+that holds it up is an error, and `Outcome.waits` notes where it has waited for events.
+
+`test_scenarios.py` runs all of them, `mutants.py` those of `NET`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from cases import NUMBERS, Case, make
 from gpu_waits import waits_are_errors
-from small_model import N_LAYERS, batch, build, loss_fn, make_pipeline
 from torch import Tensor, nn
 
 import simgpu
 import zbpp
-from zbpp import diagnostics
+from zbpp import Costs, diagnostics
 
-__all__ = ["ONE_PROCESS", "TWO_PROCESSES", "Outcome", "Scenario", "differences"]
+__all__ = ["NET", "ONE_PROCESS", "PROCESSES", "Outcome", "Scenario", "differences"]
 
 N_STEPS = 5
 WARM_UP = 3
@@ -44,37 +46,43 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training with a mode, beside the same with FThenB on one stage.
+    """A training, and the one on one stage that it must equal.
 
     Args:
         name: of the scenario.
-        train: called with a mode, a number of stages and settings of the pipeline.
-        mode: of the schedule.
-        how: settings that must change no bit.
-        alike: settings of the reference as well.
-        n_processes: that train; 1: all stages are in one.
-        is_own_reference: several processes add up in another order than one: the
-            reference is the same training, where everything runs at once.
+        train: called with the case and the options.
+        case: settings of the pipeline.
+        options: of the script.
+        n_processes: that train.
+        by_mode: replicas add up in an order of their own: the reference is 1F1B in the
+            same processes.
     """
 
     name: str
     train: Callable[..., Outcome]
-    mode: str
-    how: Mapping[str, Any] = field(default_factory=dict)
-    alike: Mapping[str, Any] = field(default_factory=dict)
+    case: Case
+    options: Mapping[str, Any] = field(default_factory=dict)
     n_processes: int = 1
-    is_own_reference: bool = False
+    by_mode: bool = False
 
     def run(self) -> Outcome:
         """Train, in each of the processes."""
-        stages = None if self.n_processes > 1 else 2
-        return self.train(self.mode, stages, **self.alike, **self.how)
+        return self.train(self.case, **self.options)
 
-    def reference(self) -> Outcome:
-        """Train in one process, on one stage and stream."""
-        if self.is_own_reference:
-            return self.run()
-        return self.train("FThenB", 1, **self.alike)
+    @property
+    def reference(self) -> "Scenario":
+        """What must give the same numbers, where everything runs at once."""
+        if self.by_mode:
+            return replace(self, name="1F1B", case=replace(self.case, mode="1F1B"))
+        numbers = {name: getattr(self.case, name) for name in NUMBERS}
+        case = Case(mode="FThenB", n_stages=1, device="cuda", **numbers)
+        return Scenario("FThenB", self.train, case)
+
+
+def case(mode: str, model: str = "lm", **more: Any) -> Case:
+    """With steps that are clipped, and rolled back where that comes late."""
+    settings = {"clip": 0.7, "post_validation": True, "device": "cuda"} | more
+    return Case(mode=mode, model=model, **settings)
 
 
 def differences(outcome: Outcome, reference: Outcome) -> list[str]:
@@ -111,26 +119,12 @@ def _copies_in_vain() -> int:
     return sum(n for name, n in simgpu.counts().items() if "not pinned" in name)
 
 
-def foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=True)
-
-
-def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-1, momentum=0.9)
-
-
-def pipeline(mode: str, n_stages: int | None, **more: Any) -> zbpp.Pipeline:
-    """A pipeline of the small model, with steps that are rolled back."""
-    settings: dict[str, Any] = {
-        "device": "cuda",
-        "optimizer": foreach,
-        "clip_grad_norm": 0.7,
-        "n_microbatches": 4,
-        "post_validation": True,
-        "timeout_s": 30.0,
-        "first_timeout_s": 20.0,
-    }
-    return make_pipeline(mode, n_stages, **(settings | more))
+def start(of: Case, **more: Any) -> zbpp.Pipeline:
+    """Make the pipeline, with short limits of time."""
+    limits = {"timeout_s": 30.0, "first_timeout_s": 20.0}
+    limits |= {name: more.pop(name) for name in limits if name in more}
+    how = zbpp.Execution(overlap=of.overlap, **limits)
+    return make(of, execution=how, **more)
 
 
 def note_results(outcome: Outcome, results: list[Any]) -> None:
@@ -148,14 +142,30 @@ def note_parameters(outcome: Outcome, trained: zbpp.Pipeline) -> None:
 
 
 def from_host(
-    mode: str, n_stages: int | None, *, pins: bool = False, **more: Any
+    of: Case,
+    *,
+    pins: bool = False,
+    folder: str | None = None,
+    switches: bool = False,
+    **more: Any,
 ) -> Outcome:
-    """Batches of the host, overwritten as soon as a step has begun; an evaluation."""
-    outcome, trained = Outcome(), pipeline(mode, n_stages, **more)
+    """Batches of the host, overwritten as soon as a step has begun; an evaluation.
+
+    Before the third step another pipeline may load from a folder what the first one
+    has saved, or the pipeline switch to another order of its mode.
+    """
+    outcome, trained = Outcome(), start(of, **more)
     results = []
     for step in range(N_STEPS):
-        x, y = (t.pin_memory() if pins else t for t in batch(step))
-        if step < WARM_UP:
+        if folder is not None and step == 2:
+            trained.save(folder, wait=True)
+            trained.close()
+            trained = start(of, **more)
+            trained.load(folder)
+        if switches and step == 2:
+            trained.switch(another_order(of.mode, trained))
+        x, y = (t.pin_memory() if pins else t for t in of.batch(step))
+        if step < WARM_UP or switches or folder is not None:
             results.append(trained.step(x, y))
         else:
             with steady(outcome):
@@ -163,11 +173,23 @@ def from_host(
         x.zero_()
         y.zero_()
     note_results(outcome, results)
-    x, y = batch(99, samples=7)
+    x, y = of.of.batch(99, 7)
     outcome.numbers["validation"] = trained.evaluate(x, y, n_microbatches=3)
+    outputs = trained.predict(of.batch(98)[0], everywhere=True)
+    if isinstance(outputs, Tensor):
+        outcome.numbers["outputs"] = float(outputs.double().sum())
     note_parameters(outcome, trained)
     trained.close()
     return outcome
+
+
+def another_order(mode: str, trained: zbpp.Pipeline) -> zbpp.Plan:
+    return zbpp.plan(
+        mode,
+        n_stages=trained.schedule.n_stages,
+        n_microbatches=trained.n_microbatches,
+        costs=Costs(f=1, b=3, w=2),
+    )
 
 
 class Mixing(nn.Module):
@@ -179,11 +201,11 @@ class Mixing(nn.Module):
         return x
 
 
-def from_gpu(mode: str, n_stages: int | None, **more: Any) -> Outcome:
+def from_gpu(of: Case) -> Outcome:
     """Batches that the caller's stream makes before a step, and drops after it."""
-    outcome, trained = Outcome(), pipeline(mode, n_stages, **more)
-    mixing, results, kept = Mixing(), [], []
-    raw = [tuple(t.cuda() for t in batch(step)) for step in range(N_STEPS)]
+    outcome, trained = Outcome(), start(of)
+    mixing, results, inputs_after = Mixing(), [], []
+    raw = [tuple(t.cuda() for t in of.batch(step)) for step in range(N_STEPS)]
     for step, (x, y) in enumerate(raw):
         inputs, targets = mixing(x), mixing(y)
         if step < WARM_UP:
@@ -192,24 +214,23 @@ def from_gpu(mode: str, n_stages: int | None, **more: Any) -> Outcome:
             with steady(outcome):
                 results.append(trained.step(inputs, targets))
         inputs.fill_(step)  # as the caller's stream comes to it
-        kept.append(inputs)
+        inputs_after.append(inputs)
         del inputs, targets
     note_results(outcome, results)
-    outcome.numbers["what the caller has kept"] = torch.stack(kept).cpu()
+    outcome.numbers["inputs"] = torch.stack(inputs_after).cpu()
     note_parameters(outcome, trained)
     trained.close()
     return outcome
 
 
-def own_optimizer(mode: str, n_stages: int | None, **more: Any) -> Outcome:
+def user_optimizer(of: Case) -> Outcome:
     """The caller's stream adds up gradients, and takes the optimizer step."""
-    settings: dict[str, Any] = {"optimizer": None, "clip_grad_norm": None}
-    outcome, trained = Outcome(), pipeline(mode, n_stages, **(settings | more))
+    outcome, trained = Outcome(), start(of)
     parameters = dict(trained.named_parameters())
-    optimizer = momentum([*parameters.values()])
+    optimizer = torch.optim.SGD([*parameters.values()], lr=1e-1, momentum=0.9)
     results = []
     for step in range(N_STEPS):
-        results.append(trained.step(*batch(step)))
+        results.append(trained.step(*of.batch(step)))
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -222,12 +243,12 @@ def own_optimizer(mode: str, n_stages: int | None, **more: Any) -> Outcome:
     return outcome
 
 
-def with_times(mode: str, n_stages: int | None, **more: Any) -> Outcome:
+def with_times(of: Case) -> Outcome:
     """Steps whose times are read at once, before their results are."""
-    outcome, trained = Outcome(), pipeline(mode, n_stages, **more)
+    outcome, trained = Outcome(), start(of)
     results = []
     for step in range(N_STEPS):
-        results.append(trained.step(*batch(step)))
+        results.append(trained.step(*of.batch(step)))
         slots = [slot for row in diagnostics.timeline(trained).rows for slot in row]
         outcome.numbers[f"no time runs backwards in step {step}"] = all(
             slot.end >= slot.start for slot in slots
@@ -240,85 +261,42 @@ def with_times(mode: str, n_stages: int | None, **more: Any) -> Outcome:
     return outcome
 
 
-class Overflowing:
-    """The loss, times a factor that the host changes."""
+@dataclass
+class Loss:
+    """The model's loss, times a factor that the host changes; or an error."""
 
-    def __init__(self) -> None:
-        self.factor = 1.0
+    of: Case
+    factor: float = 1.0
+    fails: bool = False
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return loss_fn(outputs, targets) * self.factor
+        if self.fails:
+            raise ArithmeticError("the loss fails")
+        return self.of.of.loss_fn(outputs, targets) * self.factor
 
 
-def scaled(mode: str, n_stages: int | None, **more: Any) -> Outcome:
+def scaled(of: Case) -> Outcome:
     """A loss scale, and a step whose gradients overflow."""
-    loss = Overflowing()
-    trained = pipeline(mode, n_stages, loss_fn=loss, loss_scale=8.0, **more)
+    loss = Loss(of)
+    trained = start(of, loss_fn=loss)
     outcome, results = Outcome(), []
     for step in range(N_STEPS):
         loss.factor = float("inf") if step == 2 else 1.0
-        results.append(trained.step(*batch(step)))
+        results.append(trained.step(*of.batch(step)))
     note_results(outcome, results)
     note_parameters(outcome, trained)
     trained.close()
     return outcome
 
 
-class Both(nn.Module):
-    """Layers that hand on two tensors of one shape."""
-
-    def __init__(self, inner: nn.Module, index: int) -> None:
-        super().__init__()
-        self.inner, self.index = inner, index
-
-    def forward(self, given: Any) -> Any:
-        if self.index == 0:
-            return self.inner(given), 0.5 * self.inner(given)
-        x, y = given
-        if self.index == N_LAYERS - 1:
-            return self.inner(x + 0.1 * y)
-        return self.inner(x), y
-
-
-def with_two_tensors(layers: range) -> list[nn.Module]:
-    return [Both(layer, i) for i, layer in zip(layers, build(layers), strict=True)]
-
-
-class Talking(nn.Module):
-    """A layer that communicates twice."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        sent = zbpp.overlap_point(swapped, x)
-        return x + zbpp.overlap_point(swapped, self.inner(sent))
-
-
-def swapped(x: Tensor) -> Tensor:
-    return x.sin().flip(0)  # keeps x for its backward
-
-
-def talking(layers: range) -> list[nn.Module]:
-    return [
-        Talking(layer) if 0 < i < N_LAYERS - 1 else layer
-        for i, layer in zip(layers, build(layers), strict=True)
-    ]
-
-
-def dropping(layers: range) -> list[nn.Module]:
-    return build(layers, dropout=0.3)
-
-
-def on_mesh(mode: str, n_stages: int | None, *, size: int = 1, **more: Any) -> Outcome:
+def on_mesh(of: Case, *, stages: int = 1, **shards: Any) -> Outcome:
     """Two replicas, each with its share of the batch, that hold parts of all layers."""
-    mesh = zbpp.mesh(stages=size, data_parallel=2)
-    settings: dict[str, Any] = {"mesh": mesh, "model": build(range(N_LAYERS))}
-    outcome, trained = Outcome(), pipeline(mode, n_stages, **(settings | more))
+    mesh = zbpp.mesh(stages=stages, data_parallel=2)
+    outcome = Outcome()
+    trained = start(of, mesh=zbpp.DataParallel(mesh=mesh, **shards))
     replica, results = mesh.get_local_rank("dp"), []
     for step in range(N_STEPS):
-        x, y = (t.tensor_split(2)[replica] for t in batch(step, samples=24))
+        x, y = (t.tensor_split(2)[replica] for t in of.of.batch(step, 16))
         if step < WARM_UP:
             results.append(trained.step(x, y))
         else:
@@ -326,84 +304,109 @@ def on_mesh(mode: str, n_stages: int | None, *, size: int = 1, **more: Any) -> O
                 results.append(trained.step(x, y))
     note_results(outcome, results)
     for name, parameter in trained.named_parameters():
-        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        outcome.numbers[f"{name} of replica {replica}"] = own.detach().cpu()
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        outcome.numbers[f"{name} of replica {replica}"] = local.detach().cpu()
     trained.close()
     return outcome
 
 
-def closed_at_once(mode: str, n_stages: int | None, **more: Any) -> Outcome:
+def closed_at_once(of: Case) -> Outcome:
     """A pipeline that is closed while its last step is under way."""
-    trained = pipeline(mode, n_stages, **more)
+    trained = start(of)
     parameters = dict(trained.named_parameters())
     for step in range(N_STEPS):
-        trained.step(*batch(step))
+        trained.step(*of.batch(step))
     trained.close()
-    numbers = {name: p.detach().cpu() for name, p in parameters.items()}
-    return Outcome(numbers)
+    return Outcome({name: p.detach().cpu() for name, p in parameters.items()})
 
 
-class Failing:
-    """A loss that raises in a step."""
-
-    step = 0
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.step == 2:
-            raise ArithmeticError("the loss fails")
-        return loss_fn(outputs, targets)
-
-
-def failing(mode: str, n_stages: int | None, **more: Any) -> Outcome:
+def failing(of: Case) -> Outcome:
     """A stage fails, and the others learn of it."""
-    settings: dict[str, Any] = {"first_timeout_s": 10.0, "timeout_s": 1.0}
-    loss = Failing()
-    trained = pipeline(mode, n_stages, loss_fn=loss, **(settings | more))
+    loss = Loss(of)
+    trained = start(of, loss_fn=loss, first_timeout_s=10.0, timeout_s=1.0)
     error = "none"
     try:
-        for loss.step in range(N_STEPS):
-            note_results(Outcome(), [trained.step(*batch(loss.step))])
+        for step in range(N_STEPS):
+            loss.fails = step == 2
+            note_results(Outcome(), [trained.step(*of.batch(step))])
     except Exception as raised:
         error = type(raised).__name__
     return Outcome({f"error of rank {trained.rank}": error})
 
 
-DROPOUT = {"model": dropping, "seed": 3}
-POINTS = {"model": talking}
-TWO_TENSORS = {"model": with_two_tensors}
-
+_NOTHING_TO_VALIDATE = {"optimizer": None, "clip": None, "post_validation": None}
+TWO_TENSORS = case("ZBH1", "tuples", split=(7, 2))
+_NET_OF_ONE = [
+    Scenario("ZBV", from_host, case("ZBV")),
+    Scenario("ZBH1", from_host, case("ZBH1")),
+    Scenario("ZBH1, batches of the GPU", from_gpu, case("ZBH1")),
+    Scenario("1F1B, pinned batches", from_host, case("1F1B"), {"pins": True}),
+    Scenario("ZBV, optimizer of the user", user_optimizer,
+             case("ZBV", **_NOTHING_TO_VALIDATE)),
+    Scenario("ZBH1, dropout", from_host, case("ZBH1", "lm dropout")),
+    Scenario("ZBH1, times", with_times, case("ZBH1")),
+    Scenario("DualPipeV, points", from_host, case("DualPipeV", "exchange")),
+    Scenario("DualPipeV, points of the GPU", from_gpu, case("DualPipeV", "exchange")),
+    Scenario("ZBV, closed at once", closed_at_once, case("ZBV")),
+    Scenario("ZBV, loss scale", scaled, case("ZBV", loss_scale=8.0)),
+    Scenario("VPP, snapshots", from_host, case("VPP", snapshots=True)),
+]  # fmt: skip
 ONE_PROCESS = [
-    Scenario("ZBV", from_host, "ZBV"),
-    Scenario("ZBH1", from_host, "ZBH1"),
-    Scenario("ZBH1, batches of the GPU", from_gpu, "ZBH1"),
-    Scenario("1F1B, pinned batches", from_host, "1F1B", {"pins": True}),
-    Scenario("ZBV, own optimizer", own_optimizer, "ZBV"),
-    Scenario("ZBH1, dropout", from_host, "ZBH1", alike=DROPOUT),
-    Scenario("ZBH1, times", with_times, "ZBH1"),
-    Scenario("DualPipeV, points", from_host, "DualPipeV", alike=POINTS),
-    Scenario("DualPipeV, points of the GPU", from_gpu, "DualPipeV", alike=POINTS),
-    Scenario("ZBV, closed at once", closed_at_once, "ZBV"),
-    Scenario("ZBV, loss scale", scaled, "ZBV"),
-    Scenario("VPP, snapshots", from_host, "VPP", {"snapshots": True}),
-]
-SHARDS = {"shard": "parameters"}
-TWO_PROCESSES = [
-    Scenario("ZBV, 2 processes", from_host, "ZBV", n_processes=2),
-    Scenario("1F1B, 2 processes", from_gpu, "1F1B", n_processes=2),
-    Scenario(
-        "two tensors, 2 processes", from_host, "ZBH1", alike=TWO_TENSORS, n_processes=2
-    ),
-    Scenario("ZBV closed at once", closed_at_once, "ZBV", n_processes=2),
-    Scenario("a stage fails", failing, "1F1B", n_processes=2, is_own_reference=True),
+    *_NET_OF_ONE,
+    Scenario("ZBH2, barrier", from_host, case("ZBH2", post_validation=False)),
+    Scenario("ZBV, recompute", from_host, case("ZBV", recompute="all")),
+    Scenario("1F1B, recompute, points", from_host,
+             case("1F1B", "exchange, dropout", recompute="all")),
+    Scenario("ZB, segments", from_host, case("ZB", "exchange, dropout", parts=True)),
+    Scenario("ZBH1, switches", from_host, case("ZBH1"), {"switches": True}),
+    Scenario("1F1B, fused", from_host, case("1F1B", optimizer="fused")),
+    Scenario("ZBH2, checkpoint", from_host, case("ZBH2", "checkpoint")),
+    Scenario("VHalf, 16 bits", from_host, case("VHalf", autocast=True)),
+    Scenario("VHalf, buffers", from_host, case("VHalf", "norms")),
+    Scenario("1F1B, buffers", from_gpu, case("1F1B", "norms")),
+    Scenario("ZBH2, tied ends", from_host, case("ZBH2", "lm tied")),
+    Scenario("ZBV, tokens", from_host, case("ZBV", weigh="tokens")),
+]  # fmt: skip
+_NET_OF_TWO = [
+    Scenario("ZBV, 2 processes", from_host, case("ZBV"), n_processes=2),
+    Scenario("1F1B, 2 processes", from_gpu, case("1F1B"), n_processes=2),
+    Scenario("two tensors, 2 processes", from_host, TWO_TENSORS, n_processes=2),
+    Scenario("ZBV closed at once", closed_at_once, case("ZBV"), n_processes=2),
+    Scenario("a stage fails", failing, case("1F1B"), n_processes=2, by_mode=True),
     *(
-        Scenario(name, on_mesh, "1F1B", alike=how, n_processes=2, is_own_reference=True)
-        for name, how in {
-            "mesh of replicas": {},
-            "mesh of replicas, tied": {
-                "ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]
-            },
-            "mesh of shards": SHARDS,
-            "mesh of shards, buffers": SHARDS | {"alternating_buffers": True},
-        }.items()
+        Scenario(name, on_mesh, case("1F1B", model), how, n_processes=2, by_mode=True)
+        for name, model, how in (
+            ("mesh of replicas", "lm", {}),
+            ("mesh of replicas, tied", "lm tied", {}),
+            ("mesh of shards", "lm", {"shard": "parameters"}),
+            ("mesh of shards, buffers", "lm",
+             {"shard": "parameters", "alternating_buffers": True}),
+        )
     ),
-]
+]  # fmt: skip
+NET = [*_NET_OF_ONE, *_NET_OF_TWO]
+PROCESSES = [
+    *(scenario for scenario in _NET_OF_TWO if scenario.train is not failing),
+    Scenario("ZBH1, 2 processes", from_gpu, case("ZBH1"), n_processes=2),
+    Scenario("VPP, 4 processes", from_host, case("VPP"), n_processes=4),
+    Scenario("ZBH1, tied ends", from_host, case("ZBH1", "lm tied"), n_processes=2),
+    Scenario("ZBH2 switches", from_host, case("ZBH2"), {"switches": True}, 2),
+    Scenario("VHalf, barrier", from_host, case("VHalf", post_validation=False),
+             n_processes=2),
+    Scenario("1F1B, snapshots", from_host, case("1F1B", snapshots=True), n_processes=4),
+    Scenario("ZBV, recompute, 4 processes", from_host, case("ZBV", recompute="all"),
+             n_processes=4),
+    *(
+        Scenario(f"{mode}, {name}", on_mesh, case(mode, model), how | {"stages": 2},
+                 n_processes=4, by_mode=True)
+        for name, mode, model, how in (
+            ("replicas", "ZBH2", "lm", {}),
+            ("replicas, tied", "VPP", "lm tied", {}),
+            ("optimizer shards", "ZBV", "lm", {"shard": "optimizer"}),
+            ("gradient shards", "ZBH1", "lm", {"shard": "gradients"}),
+            ("parameter shards", "ZBH2", "lm", {"shard": "parameters"}),
+            ("two buffers", "ZBV", "lm",
+             {"shard": "parameters", "alternating_buffers": True}),
+        )
+    ),
+]  # fmt: skip

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from simgpu.circles import find_circle
-from simgpu.process_runs import small
 from simgpu.processes import Found, SimulatedPool, watched
+from simgpu.scenarios import case, from_host
 from zbpp.runtime.comm import groups
 from zbpp.runtime.comm.groups import open_group
 
@@ -62,11 +62,13 @@ def one_communicator_for_a_pair() -> Iterator[None]:
 
 def shared_communicator(mode: str) -> Found:
     with one_communicator_for_a_pair():
-        return watched(partial(small, mode, timeout_s=30.0), patience_s=PATIENCE_S)
+        return watched(
+            partial(from_host, case(mode), timeout_s=30.0), patience_s=PATIENCE_S
+        )
 
 
 def with_limits(mode: str, settings: dict[str, float]) -> Found:
-    run = partial(small, mode, timeout_s=30.0)
+    run = partial(from_host, case(mode), timeout_s=30.0)
     return watched(run, patience_s=PATIENCE_S, **settings)
 
 

@@ -385,7 +385,7 @@ def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            found.append(torch.atleast_1d(leaf.detach().clone()))
+            found.append(torch.atleast_1d(_copy(leaf)))
         elif hasattr(leaf, "h"):
             found += _tensors([leaf.h, leaf.a])
     return found
@@ -393,7 +393,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _copy(x: Tensor) -> Tensor:
     whole = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole.detach().clone()
+    return whole.detach().clone().cpu()
 
 
 # ---- By a plain loop.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 import zbpp
 
@@ -491,7 +492,18 @@ class Exchange(nn.Module):
 
 
 def _flipped(x: Tensor) -> Tensor:
-    return x.flip(1)
+    return x.sin().flip(1)  # saves x for its backward
+
+
+class _Checkpointed(nn.Module):
+    """Recomputes what its Linear saves, by torch's own means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(_linear(), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 def _frozen(index: int) -> nn.Module:
@@ -552,6 +564,7 @@ MODELS: dict[str, Model] = {
     "auxiliary loss": Model(_Auxiliary, loss_fn=_auxiliary_loss),
     "convolutions": Model(lambda index: _Convolutions()),
     "experts": Model(lambda index: Experts() if index % 2 else _linear()),
+    "checkpoint": Model(lambda index: _Checkpointed()),
     "frozen": Model(_frozen),
     "adapted": Model(lambda index: _Adapted() if index % 4 else _linear()),
     "dropout": Model(_dropout, oracle="stage"),

@@ -1,0 +1,405 @@
+"""Pipelines on the simulated device: same bits, no race, no wait, no circle.
+
+The reference of a scenario is FThenB on one stage of the same device, whose kernels may
+differ from the CPU's, as a GPU's do. Replicas sum in an order of their own: theirs is
+1F1B in the same processes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from gpu_waits import waits_are_errors
+from torch import Tensor, nn
+
+import simgpu
+import zbpp
+from simgpu.jobs import name_jobs
+from simgpu.processes import Found, SimulatedPool, watched
+from simgpu.scenarios import (
+    ONE_PROCESS,
+    PROCESSES,
+    Outcome,
+    Scenario,
+    case,
+    differences,
+    from_host,
+    start,
+)
+from zbpp.runtime.testing import inject
+
+name_jobs()
+
+MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
+LIMITS: tuple[dict[str, float], ...] = (
+    {"rendezvous": 0},
+    {"queues": 8},
+    {"queues": 2},
+    {"queues": 2, "rendezvous": 0},
+    {"n_streams": 4},
+    {"n_streams": 4, "queues": 2},
+    {"n_running": 8},
+)
+DELAY_S = 2e-3
+LM = case("ZBH1")
+Run = tuple[Scenario, dict[str, Any]]
+"""A scenario, and settings of the device."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SimulatedPool]:
+    workers = SimulatedPool()
+    yield workers
+    workers.close()
+
+
+_references: list[tuple[Scenario, Outcome]] = []
+
+
+def reference(scenario: Scenario, pool: SimulatedPool | None = None) -> Outcome:
+    """What the scenario must leave; each is run once."""
+    wanted = scenario.reference
+    for known, outcome in _references:
+        if known == wanted:
+            return outcome
+    if wanted.n_processes > 1:
+        assert pool is not None
+        (outcome,) = outcomes(pool, [(wanted, {"policy": "eager"})])
+    else:
+        simgpu.begin("eager")
+        outcome = wanted.run()
+        assert simgpu.reports() == []
+    _references.append((wanted, outcome))
+    return outcome
+
+
+# ---- One process.
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's wait
+@pytest.mark.parametrize("scenario", ONE_PROCESS, ids=lambda x: x.name)
+def test_bits_are_those_of_one_stage(scenario: Scenario) -> None:
+    check(scenario, ("lazy", 0), ("random", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_many_seeds(mode: str) -> None:
+    """Scenarios that any mode may take, each with half of the modes."""
+    free = [x for x in ONE_PROCESS if x.case.mode in MODES and not x.options]
+    for seed, scenario in enumerate(free[MODES.index(mode) % 2 :: 2]):
+        other = replace(scenario, case=replace(scenario.case, mode=mode))
+        check(other, ("random", seed), ("eager", 0))
+
+
+def check(scenario: Scenario, *policies: tuple[str, int]) -> None:
+    expected = reference(scenario)
+    for policy, seed in policies:
+        simgpu.begin(policy, seed)
+        outcome = scenario.run()
+        assert simgpu.reports() == [], (policy, seed)
+        assert differences(outcome, expected) == [], (policy, seed)
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
+def test_a_pipeline_that_loads_goes_on(mode: str, tmp_path: Any) -> None:
+    options = {"folder": str(tmp_path)}
+    check(Scenario(mode, from_host, case(mode), options), ("random", 4))
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's wait
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
+def test_each_step_may_be_called_under_another_stream(mode: str) -> None:
+    """As long as the caller orders them, as for every other work of torch's."""
+
+    def run(changes: bool) -> list[float]:
+        simgpu.begin("random", 8)
+        trained = start(case(mode))
+        losses, here = [], torch.cuda.current_stream()
+        for step in range(4):
+            stream = torch.cuda.Stream() if changes else here
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                losses.append(trained.step(*LM.batch(step)).loss)
+            here = stream
+        torch.cuda.current_stream().wait_stream(here)
+        parameters = [p.detach() for _, p in trained.named_parameters()]
+        losses.append(float(sum(p.sum() for p in parameters)))
+        assert simgpu.reports() == []
+        with torch.cuda.stream(here):
+            trained.step(*LM.batch(4))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sum(p.sum() for p in parameters)
+        assert simgpu.reports(), "the control: nothing orders these two streams"
+        return losses
+
+    assert run(True) == run(False)
+
+
+def waits_of_steps(mode: str, **how: Any) -> set[tuple[str, str]]:
+    """The jobs and functions in which the host waits, once all is known."""
+    simgpu.begin("random", 3)
+    trained = start(case(mode, optimizer="fused", **how))
+    for step in range(3):
+        trained.step(*LM.batch(step))
+    before = simgpu.waits()
+    with waits_are_errors():
+        for step in range(3, 6):
+            trained.step(*LM.batch(step))
+    waits = {
+        (job.split()[0] if job else "", line.split()[-1])
+        for _, job, line in simgpu.waits_since(before)
+    }
+    assert simgpu.reports() == []
+    trained.close()
+    return waits
+
+
+@pytest.mark.parametrize("how", [{}, {"recompute": "all"}], ids=str)
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "VPP"])
+def test_the_host_waits_for_the_sum_of_the_norms_only(
+    mode: str, how: dict[str, Any]
+) -> None:
+    assert waits_of_steps(mode, **how) <= {("O", "read"), ("V", "read")}
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
+def test_processes_wait_for_the_sum_and_for_the_kinds_only(
+    pool: SimulatedPool, mode: str
+) -> None:
+    first, second = pool.run(waits_of_steps, 2, mode)
+    assert first == {("V", "read")}
+    assert ("", "read") in second, "the kinds of the micro-batches"
+    assert second <= {("", "read"), ("V", "read")}
+
+
+def test_a_loss_that_waits_is_seen() -> None:
+    """The control of the tests above."""
+
+    def waiting(outputs: Tensor, targets: Tensor) -> Tensor:
+        outputs.sum().item()
+        return LM.of.loss_fn(outputs, targets)
+
+    simgpu.begin()
+    trained = start(case("1F1B"), loss_fn=waiting)
+    trained.step(*LM.batch(0))
+    assert any(what == "item" and "F0" in job for what, job, _ in simgpu.waits())
+    with waits_are_errors(), pytest.raises(RuntimeError, match="synchronizing"):
+        trained.step(*LM.batch(1))
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
+def test_steps_leave_nothing_behind(mode: str) -> None:
+    simgpu.begin("random", 7)
+    trained = start(case(mode))
+    sizes = []
+    for step in range(6):
+        trained.step(*LM.batch(step))
+        trained.synchronize()
+        torch.cuda.synchronize()
+        sizes.append(len(simgpu.live()))
+    assert sizes[3:] == [sizes[2]] * 3, sizes
+    trained.close()
+
+
+class Call(torch.autograd.Function):
+    """Notes on which streams it runs."""
+
+    used: ClassVar[set[tuple[str, int]]] = set()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Call.used.add(("F", torch.accelerator.current_stream().stream_id))
+        return x.flip(0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        Call.used.add(("B", torch.accelerator.current_stream().stream_id))
+        return dy.flip(0)
+
+
+class Calling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + zbpp.overlap_point(Call.apply, super().forward(x))
+
+
+def test_what_communicates_runs_on_a_stream_of_its_own() -> None:
+    """In F and in B; what computes stays on the caller's."""
+    simgpu.begin("lazy")
+    here = torch.accelerator.current_stream().stream_id
+    Call.used.clear()
+    with zbpp.Pipeline(
+        [Calling(8, 8) for _ in range(4)],
+        "DualPipeV",
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        n_stages=1,
+        n_microbatches=4,
+        device="cuda",
+    ) as trained:
+        for _ in range(2):
+            trained.step(torch.ones(8, 8), torch.ones(8, 8))
+    (forward,) = {stream for kind, stream in Call.used if kind == "F"}
+    (backward,) = {stream for kind, stream in Call.used if kind == "B"}
+    assert forward == backward != here
+
+
+# ---- Several processes.
+
+
+def all_of(runs: list[Run]) -> list[Found]:
+    """Runs one after the other, on a rank."""
+    return [watched(scenario.run, **settings) for scenario, settings in runs]
+
+
+def outcomes(pool: SimulatedPool, runs: list[Run]) -> list[Outcome]:
+    """What runs on as many processes leave; nothing is reported on any rank."""
+    by_rank = pool.run(all_of, runs[0][0].n_processes, runs)
+    found = []
+    for (scenario, settings), ranks in zip(
+        runs, zip(*by_rank, strict=True), strict=True
+    ):
+        found.append(Outcome())
+        for rank, one in enumerate(ranks):
+            assert one.reports == [], (scenario.name, settings, rank)
+            assert one.counts["launches"] > 1000
+            found[-1].add(one.value)
+    return found
+
+
+def check_processes(
+    pool: SimulatedPool, scenario: Scenario, *settings: dict[str, Any]
+) -> None:
+    """Under any settings the bits are those of the reference."""
+    expected = reference(scenario, pool)
+    runs = [(scenario, setting) for setting in settings]
+    for outcome, setting in zip(outcomes(pool, runs), settings, strict=True):
+        assert differences(outcome, expected) == [], setting
+
+
+BY_DEFAULT = ("ZBV, 2 processes", "1F1B, 2 processes", "VPP, 4 processes",
+              "ZBH1, tied ends", "mesh of shards")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(
+            x, id=x.name, marks=[pytest.mark.slow] * (x.name not in BY_DEFAULT)
+        )
+        for x in PROCESSES
+    ],
+)
+def test_bits_are_those_of_one_process(pool: SimulatedPool, scenario: Scenario) -> None:
+    few = {"delay_s": DELAY_S, "queues": 2, "n_streams": 4}
+    random = {"policy": "random", "seed": 2}
+    check_processes(
+        pool,
+        scenario,
+        {"policy": "lazy"},
+        random | (few if not scenario.by_mode else {}),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_seeds_delays_and_limits(pool: SimulatedPool, mode: str, n: int) -> None:
+    """Every mode meets every limit, on 2 or on 4 processes."""
+    turn = MODES.index(mode) + n // 2
+    settings: list[dict[str, Any]] = [{"policy": "lazy" if turn % 2 else "eager"}]
+    settings += [
+        {"policy": "random", "seed": seed, "delay_s": DELAY_S, **limits}
+        for seed, limits in enumerate(LIMITS)
+        if (seed + turn) % 2
+    ]
+    check_processes(
+        pool, Scenario(mode, from_host, case(mode), n_processes=n), *settings
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_processes_that_load_go_on(
+    pool: SimulatedPool, mode: str, tmp_path: Any
+) -> None:
+    n = 2 + 2 * (MODES.index(mode) % 2)
+    scenario = Scenario(mode, from_host, case(mode), {"folder": str(tmp_path)}, n)
+    check_processes(pool, scenario, {"policy": "random", "seed": 3})
+
+
+def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
+    """Whatever other processes take for it."""
+    plain = Scenario("ZBV", from_host, case("ZBV"), n_processes=2)
+    seed = {"policy": "random", "seed": 7}
+    runs: list[Run] = [(plain, seed | {"delay_s": x}) for x in (0, DELAY_S, DELAY_S)]
+    runs.append((replace(plain, case=case("ZBV", recompute="all")), seed))
+    by_rank = pool.run(all_of, 2, runs)
+    *digests, control = (
+        [f.digest for f in ranks] for ranks in zip(*by_rank, strict=True)
+    )
+    assert digests[0] == digests[1] == digests[2] != control
+
+
+def struck(fault: str) -> None:
+    """Rank 1 comes to harm in its second step."""
+    inject(fault)
+    watched(partial(from_host, case("1F1B"), timeout_s=2.0, first_timeout_s=30.0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill", "rank 1 has left no word"),
+        pytest.param("stop", "rank 1 has left no word", marks=pytest.mark.slow),
+        pytest.param("raise", "rank 1 failed first, in 1F2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_peer_is_named(pool: SimulatedPool, fault: str, words: str) -> None:
+    place = r"PeerError: stage 0 waits at \w+ for .* from stage 1: "
+    with pytest.raises(AssertionError, match=f"{place}.*{words}"):
+        pool.run(struck, 2, f"{fault}:1:1:1F2", timeout_s=60)
+
+
+def with_an_error_of_nccl(fails_at: int) -> None:
+    """A message or collective of rank 0 ends with an error, as if a cable were cut."""
+    at = fails_at if os.environ["RANK"] == "0" else 0
+    watched(
+        partial(from_host, case("1F1B"), timeout_s=2.0, first_timeout_s=30.0),
+        fails_at=at,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "what"),
+    [pytest.param(54, "allreduce", marks=pytest.mark.slow), (49, "receive")],
+)
+def test_an_error_of_nccl_is_reported(
+    pool: SimulatedPool, fails_at: int, what: str
+) -> None:
+    with pytest.raises(AssertionError) as ends:
+        pool.run(with_an_error_of_nccl, 2, fails_at, timeout_s=60)
+    text = str(ends.value)
+    assert f"DistBackendError: NCCL: {what} " in text
+    assert "PeerError: stage 0 waits at " in text
+    assert "had all its gradients" not in text, "nobody knows: the host was ahead"
+
+
+@pytest.mark.slow
+def test_the_environment_says_how_many_queues_there_are() -> None:
+    script = (
+        "import simgpu, torch; torch.ones(1, device='cuda'); "
+        "print(simgpu.native.state())"
+    )
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert len(json.loads(done.stdout)["queues"]) == 3, done.stderr
