@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import zbpp
+from zbpp import Schedule
 from zbpp.runtime.testing import small_buckets
 
 __all__ = [
@@ -47,7 +48,7 @@ class Case:
     """Settings of a training; the defaults are the plainest ones.
 
     Args:
-        mode: of the schedule.
+        mode: of the schedule, or a `Schedule`.
         model: a name in `case_models.MODELS`.
         given: ``"layers"``, a list; or ``"builder"``, a function of layer indices.
         n_stages: in one process; several take as many as there are.
@@ -76,7 +77,7 @@ class Case:
         device: of all tensors.
     """
 
-    mode: str = "ZBH1"
+    mode: str | Schedule = "ZBH1"
     model: str = "lm"
     given: str = "layers"
     n_stages: int = 2
@@ -109,6 +110,11 @@ class Case:
         """The model."""
         return MODELS[self.model]
 
+    @property
+    def is_exact(self) -> bool:
+        """Each bit is that of the reference."""
+        return self.exact_sums and self.of.oracle != "close"
+
     def batch(self, step: int) -> tuple[Any, Tensor]:
         """Inputs and targets of a step."""
         samples = (self.samples,) if isinstance(self.samples, int) else self.samples
@@ -127,7 +133,6 @@ NUMBERS = (
     "weigh",
     "autocast",
     "seed",
-    "exact_sums",
     "compile",
 )
 """Settings that decide the numbers; all modes must agree for each of them."""
@@ -407,8 +412,7 @@ def reference(case: Case) -> Trace:
 
 @cache
 def _reference(case: Case) -> Trace:
-    needs_stage = case.of.oracle == "stage" or case.compile or not case.exact_sums
-    return run(case) if needs_stage else plain(case)
+    return run(case) if case.of.oracle == "stage" or case.compile else plain(case)
 
 
 def plain(case: Case) -> Trace:
@@ -500,7 +504,11 @@ def _norm(model: nn.Sequential) -> float:
     for index, layer in enumerate(model):
         gradients = [p.grad for p in layer.parameters() if p not in seen]
         seen |= set(layer.parameters())
-        norms = [g.norm(dtype=torch.float64) for g in gradients if g is not None]
+        norms = [
+            (torch.view_as_real(g) if g.is_complex() else g).norm(dtype=torch.float64)
+            for g in gradients
+            if g is not None
+        ]
         if norms:
             squares[index] = torch.stack(norms).square().sum()
     return float(squares.sum().sqrt())

@@ -6,6 +6,7 @@ named tuple  and other containers: each layer checks the type that it is handed
 the rest     vectors of 8 numbers, and one kind of layer in the middle
 """
 
+import importlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -388,6 +389,49 @@ class _Norms(nn.Module):
         return self.norm(self.bounded(x).flatten(0, 1)).view_as(x)
 
 
+class _Buffers(_Norms):
+    """Changes a buffer that no version counter sees, or puts another in its place."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(64, 128))  # 32 KiB: not small
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.index % 2:
+            mean = x.detach().float().mean((0, 1))
+            self.table.data[0, :WIDTH].lerp_(mean, 0.5)
+        elif self.training:
+            self.table = self.table + 0.1
+        return super().forward(x + self.table[0, :WIDTH])
+
+
+class _Draws(nn.Module):
+    """Draws from the generators of torch, Python and numpy."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = _linear(), index
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.index % 3 == 0:
+            return f.dropout(x, 0.3, self.training)
+        module = "numpy.random" if self.index % 3 == 1 else "random"
+        return x * (0.5 + importlib.import_module(module).random())
+
+
+class _Complex(nn.Module):
+    """A complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).real.contiguous()
+
+
 class _InPlace(nn.Module):
     """Writes to its input, in one of several ways."""
 
@@ -506,6 +550,38 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
+def _hooked(index: int) -> nn.Module:
+    """Layers that halve the gradient of their input, by a hook on it."""
+
+    def hook(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda dx: dx / 2)
+        return x
+
+    return _Function(hook) if index % 2 else _linear()
+
+
+def _written_mask(index: int) -> nn.Module:
+    """The batch's mask is handed on by all layers; one writes to it."""
+
+    def read(value: dict[str, Tensor]) -> Tensor:
+        if index == 3:
+            value["mask"].mul_(0.5)
+        return value["x"] + value["mask"]
+
+    class Masks(_Function):
+        def forward(self, value: Any) -> Any:
+            y = super().forward(value)
+            return y if index == LAST else {"x": y, "mask": value["mask"]}
+
+    return Masks(read)
+
+
+def _masked_batch(step: int, samples: int) -> tuple[Any, Tensor]:
+    x, y = _vectors(step, samples)
+    return {"x": x, "mask": (x > 0).float()}, y
+
+
 def _frozen(index: int) -> nn.Module:
     return _linear().requires_grad_(index not in (0, 1, 5))
 
@@ -536,10 +612,6 @@ def _only(value: Any) -> Tensor:
     return value[0]
 
 
-def _dropout(index: int) -> nn.Module:
-    return nn.Sequential(_linear(), nn.Dropout(0.3), nn.Tanh())
-
-
 _ENDS = ((0, "weight"), (LAST, "weight"))
 
 MODELS: dict[str, Model] = {
@@ -560,6 +632,7 @@ MODELS: dict[str, Model] = {
     ),
     "tuples": Model(_tuples),
     "norms": Model(lambda index: _Norms() if index % 2 else _linear()),
+    "buffers": Model(lambda index: _Buffers(index) if index in (1, 4) else _linear()),
     "in place": Model(_InPlace),
     "auxiliary loss": Model(_Auxiliary, loss_fn=_auxiliary_loss),
     "convolutions": Model(lambda index: _Convolutions()),
@@ -567,7 +640,10 @@ MODELS: dict[str, Model] = {
     "checkpoint": Model(lambda index: _Checkpointed()),
     "frozen": Model(_frozen),
     "adapted": Model(lambda index: _Adapted() if index % 4 else _linear()),
-    "dropout": Model(_dropout, oracle="stage"),
+    "draws": Model(_Draws, oracle="stage"),
+    "complex": Model(lambda index: _Complex() if index % 4 == 1 else _linear()),
+    "hooks": Model(_hooked),
+    "written mask": Model(_written_mask, batch=_masked_batch),
     "exchange": Model(Exchange),
     "exchange, dropout": Model(partial(Exchange, dropout=0.3), oracle="stage"),
     "exchange, norms": Model(partial(Exchange, norm=nn.BatchNorm1d)),
