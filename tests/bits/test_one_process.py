@@ -28,7 +28,7 @@ MODELS = (
     ["named tuple", "dataclass", "frozen dataclass", "registered class"],
     ["OrderedDict", "ModelOutput", "nested", "tuples"],
     ["buffers", "norms", "exchange, norms"],
-    ["in place", "auxiliary loss", "written mask"],
+    ["in place", "auxiliary loss", "written mask", "reused memory"],
     ["twice", "expanded", "hooks"],
     ["convolutions", "experts", "complex"],
     ["frozen", "adapted"],

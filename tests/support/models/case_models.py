@@ -550,6 +550,21 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
+class _Reuses(nn.Module):
+    """Returns the same memory for every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.memory = _linear(), torch.zeros(2, 3, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if len(y) != len(self.memory):
+            return y
+        self.memory = self.memory.detach_().to(y.dtype).copy_(y)
+        return self.memory
+
+
 def _hooked(index: int) -> nn.Module:
     """Layers that halve the gradient of their input, by a hook on it."""
 
@@ -643,6 +658,7 @@ MODELS: dict[str, Model] = {
     "draws": Model(_Draws, oracle="stage"),
     "complex": Model(lambda index: _Complex() if index % 4 == 1 else _linear()),
     "hooks": Model(_hooked),
+    "reused memory": Model(lambda index: _Reuses() if index == 3 else _linear()),
     "written mask": Model(_written_mask, batch=_masked_batch),
     "exchange": Model(Exchange),
     "exchange, dropout": Model(partial(Exchange, dropout=0.3), oracle="stage"),
