@@ -1,0 +1,332 @@
+"""What a pipeline refuses while it runs: what, where, and the way out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, make
+from pool import Pool
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import zbpp
+from zbpp import Costs, RequestError
+from zbpp.runtime import PeerError, ShapeError
+
+VECTORS = Case(model="vectors")
+LM = Case(model="lm", weigh="tokens")
+X, Y = VECTORS.batch(0)
+
+
+def pipeline_of(layers: list[nn.Module], mode: str = "1F1B", **more: Any) -> Any:
+    n = None if dist.is_initialized() else 2
+    settings: dict[str, Any] = {
+        "loss_fn": mse_loss,
+        "optimizer": None,
+        "n_stages": n,
+        "n_microbatches": 4,
+        "execution": zbpp.Execution(timeout_s=60.0),
+    }
+    return zbpp.Pipeline(layers, mode, **(settings | more))
+
+
+def linears(n: int, width: int = 8) -> list[nn.Module]:
+    return [nn.Linear(width, width) for _ in range(n)]
+
+
+# ---- Batches.
+
+BATCHES: dict[str, tuple[Case, Any, Any, str]] = {
+    "fewer targets": (VECTORS, X, Y[:6], "inputs has 8 samples and targets 6"),
+    "no samples": (VECTORS, X[:0], Y[:0], "no samples"),
+    "no tensor": (VECTORS, {"x": 1}, Y, "without tensors of samples"),
+    "no tensor with samples": (
+        VECTORS, (torch.tensor(1),), Y, "without tensors of samples"
+    ),
+    "a set": (VECTORS, [{X}] * 4, Y, "input of micro-batch 0 is a set"),
+    "a complex number": (
+        VECTORS, [[X, 1j]] * 4, Y, "input of micro-batch 0 is a complex"
+    ),
+    "no tokens to count": (
+        LM, *LM.batch(0)[:1], [{"answers": x} for x in LM.batch(0)[1].split(2)],
+        "no tokens can be counted",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_does_not_fit(name: str) -> None:
+    case, inputs, targets, words = BATCHES[name]
+    pipeline = make(case)
+    with pytest.raises(RequestError, match=words):
+        pipeline.step(inputs, targets)
+    pipeline.step(*case.batch(0))  # it harms nothing
+
+
+def test_negative_weights() -> None:
+    weigh = zbpp.Numerics(weigh=lambda targets: -1.0)
+    with pytest.raises(RequestError, match="give 0 or more"):
+        make(VECTORS, numerics=weigh).step(X, Y)
+
+
+def tolerant(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Take targets of any number, as losses that broadcast do."""
+    return outputs.mean() + targets.float().mean()
+
+
+def misfit(call: str, is_late: bool) -> str:
+    """Words of this rank, whose pipeline goes on if its first batch does not fit."""
+    pipeline = make(VECTORS, "1F1B", loss_fn=tolerant)
+    if is_late:
+        getattr(pipeline, call)(X, Y)
+    try:
+        getattr(pipeline, call)(X, Y[:6])
+    except (RequestError, PeerError) as error:
+        if is_late:
+            pipeline.__exit__(type(error), error, None)
+        else:
+            getattr(pipeline, call)(X, Y)
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("call", "is_late"), [("step", False), ("step", True), ("evaluate", False)]
+)
+def test_a_batch_that_does_not_fit_in_processes(
+    pool: Pool, call: str, is_late: bool
+) -> None:
+    for text in pool.run(misfit, 2, call, is_late):
+        assert "inputs has 8 samples and targets 6" in text
+
+
+# ---- Layers and losses.
+
+
+class Puts(nn.Module):
+    """Puts out what a function makes of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: {x}, r"layers 0 to 1\) puts out a set; .*register_pytree_node"),
+        (lambda x: [x, 1j], r"layers 0 to 1\) puts out a complex; it must"),
+        (lambda x: {"x": {x}}, r"layers 0 to 1\) puts out a set"),
+    ],
+)
+def test_a_value_that_no_pytree_knows(
+    function: Callable[[Tensor], Any], words: str
+) -> None:
+    pipeline = pipeline_of([nn.Identity(), Puts(function), *linears(2)])
+    with pytest.raises(RequestError, match=words):
+        pipeline.step(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda x, n: (x, {"a": x} if n else {"b": x}), "the metrics b before"),
+        (lambda x, n: (x, {"a": x}) if n else x, "no metrics before"),
+        (lambda x, n: (x, [x]), "the metrics .* are a list"),
+        (lambda x, n: (x, {"a": x[None]}), r"'a' .* tensor of shape \(1,\)"),
+        (lambda x, n: (x, {"a": "x"}), "'a' .* is a str"),
+        (lambda x, n: (x, {}, {}), "must return a scalar tensor"),
+    ],
+)
+def test_metrics_that_do_not_fit(returned: Any, words: str) -> None:
+    calls = iter(range(100))
+
+    def loss_fn(y: Tensor, t: Tensor) -> Any:
+        return returned(mse_loss(y, t), next(calls))
+
+    with pytest.raises(RequestError, match=words):
+        make(VECTORS, loss_fn=loss_fn).step(X, Y)
+
+
+class Writes(nn.Module):
+    """Begins to write to its input in some forward."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear, self.first, self.count = nn.Linear(8, 8), first, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.linear(x.add_(1.0) if self.count > self.first else x)
+
+
+class Reuses(nn.Module):
+    """The last layer, which returns one memory for all micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.memory = nn.Linear(8, 8), torch.zeros(2, 3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory = self.memory.detach_().copy_(self.linear(x))
+        return self.memory
+
+
+@pytest.mark.parametrize(
+    ("layers", "mode", "words", "notes"),
+    [
+        (lambda: [*linears(1), Writes(2)], "1F1B", "in-place",
+         ["layers.1 (layer 1)", "let it write to x.clone()"]),
+        (lambda: [*linears(3), Reuses()], "FThenB", "inplace",
+         ["in chunk 1, layers 2 to 3"]),
+    ],
+    ids=["late", "reused"],
+)  # fmt: skip
+def test_memory_that_a_backward_needs(
+    layers: Any, mode: str, words: str, notes: list[str]
+) -> None:
+    with pytest.raises(RuntimeError, match=words) as caught:
+        pipeline_of(layers(), mode).step(X, Y)
+    text = "".join(caught.value.__notes__)
+    assert all(note in text for note in notes), text
+
+
+def test_a_recomputed_layer_that_begins_to_write_to_its_input() -> None:
+    layers = [Writes(11), *linears(1)]
+    schedule = zbpp.plan("1F1B", n_stages=2, n_microbatches=4)
+    pipeline = pipeline_of(layers, replace(schedule, recompute=(True, True)))
+    with pytest.raises(RuntimeError, match="has changed its input in place"):
+        for _ in range(3):
+            pipeline.step(X.clone(), Y)
+
+
+def test_an_error_names_the_job_and_ends_the_pipeline() -> None:
+    pipeline = make(LM)
+    pipeline.step(*LM.batch(0))
+    inputs, targets = LM.batch(1)
+    with pytest.raises(IndexError, match="out of range") as caught:
+        pipeline.step(inputs + 100, targets)
+    assert "in 0F0" in caught.value.__notes__
+    with pytest.raises(RuntimeError, match=r"step 1 failed .*IndexError"):
+        pipeline.step(*LM.batch(1))
+
+
+def put_out_a_local_class() -> str:
+    """Words of the rank that cannot send it."""
+
+    @dataclass
+    class Local:
+        h: Tensor
+
+    class Takes(nn.Linear):
+        def forward(self, x: Any) -> Tensor:
+            return super().forward(x.h)
+
+    try:
+        pipeline_of([Puts(Local), Takes(8, 8)]).step(X, Y)
+    except (RequestError, PeerError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_a_class_that_only_one_process_knows(pool: Pool) -> None:
+    assert put_out_a_local_class() == ""
+    for words in pool.run(put_out_a_local_class, 2):
+        assert "define its class in a module" in words
+
+
+def freeze_between_steps() -> str:
+    """Words of the rank that finds it."""
+    layers = linears(4)
+    layers[2] = Puts(lambda y: y.detach())
+    pipeline = pipeline_of(layers, execution=zbpp.Execution(timeout_s=20.0))
+    for _ in range(2):
+        pipeline.step(X, Y)
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    try:
+        pipeline.step(X, Y)
+    except (ShapeError, PeerError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_freezing_between_steps(pool: Pool) -> None:
+    words, _ = pool.run(freeze_between_steps, 2)
+    assert "parameters were frozen or thawed" in words
+
+
+# ---- Splits and recomputation.
+
+
+def recomputed(which: Any) -> Any:
+    schedule = zbpp.plan("ZBH1", n_stages=2, n_microbatches=4)
+    return replace(schedule, recompute=(which, True))
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a layer that is not there": (
+        lambda: make(replace(VECTORS, recompute=(9,))),
+        "layer 9 shall be recomputed; the layers are 0 to 7",
+    ),
+    "a layer that a chunk lacks": (
+        lambda: make(VECTORS, recomputed((0, 7))),
+        "layer 7 of a chunk of 4 layers",
+    ),
+    "a choice without a limit": (
+        lambda: zbpp.plan_model(
+            VECTORS.of.layers(), "ZBH1", n_stages=2, n_microbatches=4,
+            recompute="auto", costs=Costs(m_r=0.1), loss_fn=mse_loss,
+        ),
+        "needs a memory limit",
+    ),
+    "fewer layers than chunks": (
+        lambda: pipeline_of(linears(3), "ZBV"), "3 layers cannot fill 4 chunks"
+    ),
+    **{
+        str(split): (partial(make, replace(VECTORS, split=split)), str(list(split)))
+        for split in ((4, 3), (2, 2, 4), (8, 0), (9, -1))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_does_not_fit(name: str) -> None:
+    call, words = SETTINGS[name]
+    with pytest.raises(RequestError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [("all", (True, True)), ("none", None), ((1, 2, 7), ((1, 2), (3,)))],
+)
+def test_layers_to_recompute_are_those_of_the_plan(
+    recompute: Any, expected: Any
+) -> None:
+    assert make(replace(VECTORS, recompute=recompute)).schedule.recompute == expected
+
+
+def test_a_limit_chooses_layers_to_recompute() -> None:
+    plan = zbpp.plan_model(
+        VECTORS.of.layers(), "ZBH1", n_stages=2, n_microbatches=4, loss_fn=mse_loss,
+        recompute="auto", costs=Costs(m_r=0.05, memory_limit=1.2),
+    )  # fmt: skip
+    assert plan.schedule.recomputing
+
+
+def test_one_process_without_a_number_of_stages_is_one_stage() -> None:
+    with pytest.warns(UserWarning, match="this process is alone and n_stages is left"):
+        pipeline = pipeline_of(linears(2), n_stages=None)
+    assert pipeline.schedule.n_stages == 1
