@@ -34,18 +34,18 @@ TESTS = {
     "planning": "tests/planning tests/cli tests/test_modes.py",
     "tuning": "tests/tuning",
     "comm": "tests/comm tests/failures tests/runtime/driver "
-    "tests/runtime/test_pipeline.py",
+    "tests/bits/test_processes.py",
     "parallel": "tests/bits/test_meshes.py tests/runtime/parallel",
-    "driver": "tests/failures tests/runtime/driver tests/comm "
-    "tests/runtime/test_pipeline.py tests/runtime/test_step_parts.py",
+    "driver": "tests/bits/test_batches.py tests/failures tests/runtime/driver "
+    "tests/comm tests/runtime/test_step_parts.py tests/bits/test_one_process.py",
     "backward": "tests/runtime/backward",
     "compiled": "tests/runtime/compiled",
     "support": "tests/failures/test_starts.py tests/bits/test_meshes.py "
     "tests/runtime/support",
     "optim": "tests/runtime/optim",
     "ties": "tests/runtime/ties",
-    "executor": "tests/runtime",
-    "pipeline": "tests/test_user_mistakes.py tests/runtime/test_pipeline.py "
+    "executor": "tests/bits tests/runtime/test_replay.py",
+    "pipeline": "tests/test_user_mistakes.py tests/bits/test_refusals.py "
     "tests/checkpoint",
     "memory": "tests/memory tests/cli/test_estimate.py",
     "profiling": "tests/profiling",
@@ -56,7 +56,7 @@ TESTS = {
     "cli": "tests/cli",
     "bench": "tests/bench",
 }
-"""Tests for the mutants of a room; of "executor", only the files of the folder."""
+"""Tests for the mutants of a room."""
 
 EXAMPLES = "tests/repo/test_doctests.py"
 """Of every room: it runs what docstrings show."""
@@ -470,8 +470,6 @@ def copy_tree(tree: Path, to: Path) -> None:
 def tests_of(mutant: Mutant, copy: Path) -> Iterator[list[str]]:
     """Arguments for pytest: the paths of the room that exist; slow ones come last."""
     paths = [path for path in TESTS[mutant.room].split() if (copy / path).exists()]
-    if mutant.room == "executor":
-        paths = sorted(str(x.relative_to(copy)) for x in copy.glob(f"{paths[0]}/*.py"))
     paths += [EXAMPLES] * (copy / EXAMPLES).exists()
     yield [*paths, "-m", "not slow"]
     if mutant.room in SLOW:
