@@ -28,10 +28,10 @@ LATE_S = 900.0  # a mutant that hangs ends here, and counts as caught
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py\S*)", re.MULTILINE)
 
 TESTS = {
-    "core": "tests/core tests/simulator/test_times.py tests/schedules/planner",
+    "core": "tests/core tests/simulator/test_times.py tests/plans",
     "simulator": "tests/simulator",
-    "schedules": "tests/schedules",
-    "planning": "tests/planning tests/cli tests/test_modes.py",
+    "schedules": "tests/plans",
+    "planning": "tests/plans tests/planning tests/cli tests/test_modes.py",
     "tuning": "tests/tuning",
     "comm": "tests/comm tests/failures tests/runtime/driver "
     "tests/bits/test_processes.py",

@@ -35,7 +35,7 @@ class Verdict:
     def __init__(self, spans: list[float], work: list[float], peaks: list[float]):
         self.spans, self.work, self.peaks = spans, work, peaks
         self.span = max(spans)
-        self.bubble = 1 - max(work) / self.span
+        self.bubble = 1 - max(work) / self.span if self.span else 0.0
 
 
 def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
@@ -154,7 +154,7 @@ def _judge_parts(
         changes = [(0.0, cost.fixed[s])]
         for kind, c, i, k in (part for part, _ in row):
             last = len(times[kind, c]) - 1
-            is_joint = kind == "B" and not cost.splits[s]
+            is_joint = kind == "B" and not times["W", c]
             peak = cost.peak["BW" if is_joint else kind][c]
             left = {"F": cost.m_b, "B": cost.m_w, "W": [0.0] * len(cost.m_w)}[kind][c]
             left -= {"F": 0.0, "B": cost.m_b[c], "W": cost.m_w[c]}[kind]

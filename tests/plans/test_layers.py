@@ -1,0 +1,423 @@
+"""Splits of layers and what is recomputed: against all splits, and against neither."""
+
+import math
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from random import Random
+
+import pytest
+
+from zbpp.core import (
+    LayerCosts,
+    LimitError,
+    Placement,
+    RequestError,
+    peaks,
+    write_schedule,
+)
+from zbpp.planning import MODES, USUAL_MODES, Plan, PlanRequest, make_plan, plan
+from zbpp.schedules import balance, even_split
+
+GIB = 2.0**30
+
+
+def plan_layers(mode: object, layers: LayerCosts, p=None, m=None, **more) -> Plan:
+    asked = {"n_stages": p, "n_microbatches": m, "effort": "fast"} | more
+    return make_plan(PlanRequest(schedule=mode, costs=layers, **asked))
+
+
+# --- balance --------------------------------------------------------------------------
+
+KINDS = {
+    "one chunk": lambda p: Placement.single(p),
+    "V": lambda p: Placement.wave(p),
+    "interleaved": lambda p: Placement.interleaved(p, 2),
+    "interleaved, in another order": lambda p: Placement((*range(1, p), 0) * 2),
+    "wave of three": lambda p: Placement.wave(p, 3),
+    "any": lambda p: Placement((0, *range(p), 0)),
+}
+
+
+def all_splits(n_layers: int, n_chunks: int):
+    for cuts in combinations(range(1, n_layers), n_chunks - 1):
+        yield tuple(end - first for first, end in pairwise((0, *cuts, n_layers)))
+
+
+def judged(layers, placement, m, split, recompute=(), in_flight=None):
+    """Largest load of a stage, and memory of each, from the costs of the chunks."""
+    times = layers.on(placement, split, recompute=recompute).on(placement)
+    loads, stages = list(times.optimizer), list(times.fixed)
+    for chunk, stage in enumerate(placement.stage_of):
+        loads[stage] += m * (times.f[chunk] + times.b[chunk] + times.w[chunk])
+        n = 1.0 if in_flight is None else in_flight[chunk]
+        stages[stage] += n * times.m_b[chunk]
+    return max(loads), stages
+
+
+def drawn(rng: Random, n_layers: int, limit: float | None) -> LayerCosts:
+    """Times of few sizes (many ties) or of any; memories of any."""
+
+    def times() -> tuple[float, ...]:
+        if rng.random() < 0.5:
+            return tuple(rng.choice((0.5, 1.0, 2.0, 3.0)) for _ in range(n_layers))
+        return tuple(rng.random() for _ in range(n_layers))
+
+    return LayerCosts(
+        n_layers=n_layers,
+        f=times(),
+        b=times(),
+        w=times(),
+        optimizer=times(),
+        m_b=tuple(1.2 * rng.random() for _ in range(n_layers)),
+        m_r=0.1,
+        m_fixed=tuple(0.3 * rng.random() for _ in range(n_layers)),
+        loss=rng.random(),
+        pass_f=rng.choice((0.0, rng.random())),
+        pass_w=rng.choice((0.0, rng.random())),
+        memory_limit=limit,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limited", [False, True])
+def test_no_split_has_a_lower_largest_load(kind, limited):
+    rng = Random(f"{kind} {limited}")
+    refused = 0
+    for _ in range(12):
+        placement = KINDS[kind](rng.choice((1, 2, 3, 4)))
+        n_chunks, m = placement.n_chunks, rng.choice((1, 4))
+        n_layers = rng.randint(n_chunks, max(n_chunks, 8))
+        limit = rng.uniform(1, 8) if limited else None
+        layers = drawn(rng, n_layers, limit)
+        recompute = tuple(i for i in range(n_layers) if rng.random() < 0.3)
+        in_flight = tuple(rng.choice((1.0, 2.0, 2.5)) for _ in range(n_chunks))
+        least = math.inf
+        for split in all_splits(n_layers, n_chunks):
+            load, memory = judged(layers, placement, m, split, recompute, in_flight)
+            if max(memory) <= (limit or math.inf):
+                least = min(least, load)
+        try:
+            found = balance(
+                layers, placement, m, recompute=recompute, in_flight=in_flight
+            )
+        except LimitError as error:
+            assert least == math.inf and limit is not None and error.smallest > limit
+            refused += 1
+            continue
+        load, memory = judged(layers, placement, m, found.split, recompute, in_flight)
+        assert found.is_proved and sum(found.split) == n_layers
+        assert found.load == pytest.approx(load) == pytest.approx(least, rel=1e-8)
+        assert max(memory) <= (limit or math.inf) * (1 + 1e-9)
+    assert refused < 12  # the limits bind, and leave something
+
+
+def test_a_stage_of_more_chunks_has_more_passes():
+    """A stage with three chunks beside one with one: overheads move layers away."""
+    placement = Placement((0, 1, 0, 2, 0))
+    assert balance(LayerCosts(n_layers=12), placement, 2).load == 4 * 6
+    heavy = LayerCosts(n_layers=12, pass_f=1.0, pass_w=2.0)
+    found = balance(heavy, placement, 2)
+    assert found.is_proved and found.load == 5 * 6 + 6
+    assert sum(found.split[i] for i in (0, 2, 4)) == 3
+
+
+def test_of_equal_largest_loads_a_level_split_is_taken():
+    times = (1.0,) * 7 + (6.0,)  # the head fills its stage, 7 layers are left for two
+    layers = LayerCosts(n_layers=8, f=times, b=0.0, w=0.0)
+    assert sorted(balance(layers, Placement.single(3), 1).split) == [1, 3, 4]
+    assert judged(layers, Placement.single(3), 1, even_split(8, 3))[0] == 7.0
+
+
+@pytest.mark.parametrize(
+    ("placement", "n_layers", "most"),
+    [
+        (Placement.single(64), 128, 1.4),
+        (Placement.wave(8), 64, 1.02),
+        (Placement.wave(4, 3), 40, 1.02),
+    ],
+)
+def test_large_models_are_balanced(placement, n_layers, most):
+    """No split of these can be listed; ``most`` in mean loads of a stage."""
+    rng = Random(0)
+    times = tuple(rng.uniform(0.5, 2) for _ in range(n_layers))
+    layers = LayerCosts(n_layers=n_layers, f=times, b=times, w=times)
+    found = balance(layers, placement, 8)
+    mean = 8 * 3 * sum(times) / placement.n_stages
+    assert mean <= found.load <= mean * most
+    assert found.load == pytest.approx(judged(layers, placement, 8, found.split)[0])
+
+
+# --- split and schedule ---------------------------------------------------------------
+
+TIMES = (0.5, *(1.0,) * 14, 3.0)
+LAYERS = LayerCosts(n_layers=16, f=TIMES, b=TIMES, w=TIMES)
+
+
+def llama(limit: float | None) -> LayerCosts:
+    """32 layers of the same work; the last one has a head worth 2.4 more."""
+    times = (1.0,) * 31 + (3.4,)
+    return LayerCosts(n_layers=32, f=times, b=times, w=times, memory_limit=limit)
+
+
+def test_a_heavy_head_is_worth_a_fifth_of_the_step():
+    """Share of the step beyond perfect balance, 8 stages, 24 micro-batches, limit p."""
+    found = plan_layers("ZB", llama(32.0), 8, 24)
+    ideal = 24 * 3 * 34.4 / 8
+    assert 1 - ideal / found.even_step == pytest.approx(0.328, abs=5e-4)
+    assert 1 - ideal / found.step <= 0.172
+    assert found.gain == pytest.approx(1 - found.step / found.even_step)
+
+
+def test_the_plan_carries_its_split_and_its_costs():
+    found = plan_layers("zbv", llama(24.0), 4, 8)
+    assert found.schedule.split == found.split and sum(found.split) == 32
+    assert len(found.split) == 8 and found.schedule.placement == Placement.wave(4)
+    assert found.schedule.costs == found.costs
+    assert found.costs.f == llama(None).on(Placement.wave(4), found.split).f
+    even = plan_layers("zbv", LayerCosts(8), 2, 4)
+    costs = LayerCosts(8).on(Placement.wave(2), (2, 2, 2, 2))
+    direct = plan("ZBV", n_stages=2, n_microbatches=4, costs=costs, effort="fast")
+    assert even.even_step == even.step and even.schedule.orders == direct.orders
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBH1", "ZBVPP"])
+def test_no_mode_loses_by_a_split_of_its_own(mode):
+    rng = Random(mode)
+    times = tuple(rng.choice((0.5, 1.0, 2.0, 3.0)) for _ in range(10))
+    layers = LayerCosts(n_layers=10, f=times, b=times, w=times, comm=0.1)
+    found = plan_layers(mode, layers, 2, 4)
+    even = plan_layers(mode, layers, 2, 4, split="even")
+    assert even.split == even_split(10, len(even.split))
+    assert found.even_step == pytest.approx(even.step)
+    assert found.step <= even.step * (1 + 1e-9)
+
+
+def test_where_a_mode_holds_much_the_early_stages_get_few_layers():
+    """1F1B holds p - s micro-batches: by loads alone no split would fit."""
+    found = plan_layers("1F1B", LayerCosts(n_layers=32, memory_limit=13.0), 8, 16)
+    assert found.split[0] == 1 and found.even_step is None and found.gain is None
+    memory = found.costs.on(found.schedule.placement)
+    assert max(peaks(found.schedule.orders, memory)) <= 13.0
+
+
+def test_a_file_keeps_its_split_unless_another_is_asked_for(tmp_path):
+    asked = plan_layers("ZBH1", LAYERS, 4, 8, split=(1, 6, 6, 3))
+    assert asked.split == (1, 6, 6, 3) == asked.schedule.split
+    path = tmp_path / "plan.json"
+    write_schedule(asked.schedule, path)
+    assert plan_layers(str(path), LAYERS).split == (1, 6, 6, 3)
+    assert plan_layers(str(path), LAYERS, split="even").split == (4, 4, 4, 4)
+    assert plan_layers(str(path), LAYERS, split="balanced").step < asked.step
+    with pytest.raises(RequestError, match="is for 16 layers"):
+        plan_layers(str(path), LayerCosts(n_layers=20))
+
+
+def test_what_cannot_be_split_is_refused():
+    with pytest.raises(RequestError, match="16 layers cannot fill 20 chunks"):
+        plan_layers("VPP", LAYERS, 4, 8, chunks_per_stage=5)
+    with pytest.raises(RequestError, match="smallest limit that works is 4"):
+        plan_layers("ZBH1", llama(3.0), 8, 8)
+
+
+@pytest.mark.slow
+def test_layers_move_where_the_planner_says_though_the_load_is_the_same():
+    """The control is the balanced split itself: same largest load, longer plan."""
+    f, b, w = (
+        tuple(t * h for h in (*(1.0,) * 31, 3.4)) for t in (2.602, 2.551, 1.92575)
+    )
+    layers = LayerCosts(32, f, b, w, comm=0.408, m_w=0.432432, memory_limit=32.0)
+    split = balance(layers, Placement.single(8), 24).split
+    more = {"p": 8, "m": 24, "effort": "default"}
+    joint = plan_layers("ZB", layers, **more)
+    balanced = plan_layers("ZB", layers, split=split, **more)
+    assert joint.split != split and joint.step < 0.995 * balanced.step
+
+
+# --- recompute ------------------------------------------------------------------------
+
+F, B, W, M_W, M_R = 10.419, 10.207, 7.715, 32 / 74, 2 / 74
+"""28.3B of arXiv 2401.10241; M_R: the inputs, 2 sbh of 74 sbh a layer."""
+
+
+def paper(p: int, chunks: int, n_layers: int, limit: float) -> LayerCosts:
+    """Chunks of equal layers; a stage's M_B is 1."""
+    share = chunks * n_layers
+    return LayerCosts(
+        n_layers=p * share,
+        f=F / share,
+        b=B / share,
+        w=W / share,
+        m_b=1 / share,
+        m_w=M_W / share,
+        m_r=M_R / share,
+        message=1.0,
+        delay=0.408,
+        memory_limit=limit,
+    )
+
+
+def choose(layers: LayerCosts, p: int, m: int, chunks: int, **more: object) -> Plan:
+    mode = {1: "ZB", 2: "ZBV"}[chunks]
+    return plan_layers(
+        mode, layers, p, m, **{"split": "even", "recompute": "auto"} | more
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunks", "n_layers", "limit", "most"),
+    [
+        (1, 1, 2.0, 1.60),  # whole stages; none 3.29, all 1.67
+        (2, 1, 2.0, 1.52),  # none 2.11, all 1.50
+        pytest.param(2, 4, 2.0, 1.50, marks=pytest.mark.slow),  # default 1.45
+        pytest.param(1, 8, 4.0, 1.36, marks=pytest.mark.slow),  # none 1.82, all 1.61
+    ],
+)
+def test_little_memory_is_used_better(chunks, n_layers, limit, most):
+    found = choose(paper(8, chunks, n_layers, limit), 8, 24, chunks)
+    assert found.step <= most * 24 * (F + B + W)
+    assert found.peak <= limit * (1 + 1e-9) and found.recompute
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_choice_is_never_worse_than_none_or_all(chunks):
+    rng = Random(0)
+    n = 3 * chunks * 2
+
+    def some(low: float, high: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(low, high) for _ in range(n))
+
+    layers = LayerCosts(
+        n_layers=n,
+        f=some(1, 3),
+        b=some(1, 3),
+        w=some(0.5, 2),
+        m_b=some(0.2, 0.6),
+        m_w=some(0.1, 0.5),
+        m_r=some(0.01, 0.2),
+        memory_limit=rng.uniform(2.5, 5),
+    )
+    found = choose(layers, 3, 6, chunks)
+    for again in ("none", "all"):
+        try:
+            other = choose(layers, 3, 6, chunks, recompute=again)
+        except RequestError:
+            continue
+        assert not other.is_better_than(found)
+
+
+def test_a_choice_is_nearly_the_best_of_all():
+    layers = replace(paper(2, 1, 3, 1.2), m_w=0.05)
+    steps = []
+    for n, k in product(range(4), repeat=2):
+        again = (*range(n), *range(3, 3 + k))
+        try:
+            steps.append(choose(layers, 2, 6, 1, recompute=again).step)
+        except LimitError:
+            continue
+    found = choose(layers, 2, 6, 1).step
+    assert min(steps) < min(steps[0], steps[-1])
+    assert found <= 1.005 * min(steps)
+
+
+def test_what_does_not_fit_otherwise_is_recomputed():
+    layers = paper(2, 1, 4, 0.8)
+    with pytest.raises(RequestError, match="over the limit"):
+        choose(layers, 2, 4, 1, recompute="none")
+    assert choose(layers, 2, 4, 1).peak <= 0.8 * (1 + 1e-9)
+    useless = replace(layers, m_r=(0.6, *(0.01,) * 7))  # layer 0 would save nothing
+    recompute = choose(useless, 2, 4, 1).recompute
+    assert recompute and 0 not in recompute
+
+
+def test_recomputed_layers_are_in_the_times_and_in_the_schedule():
+    layers = LayerCosts(n_layers=4, m_r=0.1)
+    plain, found = (
+        choose(layers, 2, 4, 1, recompute=again) for again in (None, [0, 2, 3])
+    )
+    assert found.schedule.recompute == ((0,), True) and plain.schedule.recompute is None
+    assert found.recompute == {0, 2, 3}
+    assert found.step > plain.step and found.peak < plain.peak
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"m_r": None}, "needs m_r"), ({"memory_limit": None}, "limit")],
+)
+def test_a_choice_needs_to_know_what_it_saves(change, text):
+    with pytest.raises(RequestError, match=text):
+        choose(replace(paper(2, 1, 2, 2.0), **change), 2, 4, 1)
+
+
+# --- the best of all modes ------------------------------------------------------------
+
+
+def blocks(n_blocks: int = 10, head: float = 3.0, **more: object) -> LayerCosts:
+    """An embedding worth half a block, blocks, and a head; ms and bytes."""
+    work = (0.5, *(1.0,) * n_blocks, head)
+    columns = {
+        "w": tuple(one / 2 for one in work),
+        "m_b": tuple(one * GIB for one in work),
+        "m_w": tuple(one * GIB / 2 for one in work),
+        "m_fixed": GIB,
+        "comm": 0.05,
+    }
+    return LayerCosts(n_blocks + 2, f=work, b=work, **(columns | more))
+
+
+def pick(costs: LayerCosts, p: int = 4, m: int = 8) -> Plan:
+    return plan_layers("auto", costs, p, m, by_mode=True)
+
+
+def test_no_mode_is_better_than_what_is_chosen():
+    costs = blocks(memory_limit=30 * GIB)
+    found = pick(costs)
+    assert found.peak <= 30 * GIB
+    line = found.line
+    assert line.startswith("auto: ZB") and "\n" not in line
+    assert "; predicted step " in line and " GiB" in line
+    assert "1F1B +" in line and "zero bubble will not help" not in line
+    for mode in ("1F1B", *(name for name in USUAL_MODES if MODES[name].splits)):
+        other = plan_layers(mode, costs, 4, 8)
+        assert other.step >= found.step * 0.99 or mode in found.mode
+
+
+def test_auto_takes_the_best_placement_with_its_own_split():
+    found = plan_layers("auto", LAYERS, 4, 6)
+    others = [plan_layers(mode, LAYERS, 4, 6) for mode in ("ZB", "ZBV", "VPP")]
+    assert found.step <= min(one.step for one in others) * (1 + 1e-9)
+    assert found.schedule.name.startswith("auto: ")
+
+
+def test_among_plans_that_are_as_good_as_equal_few_messages_win():
+    costs = blocks(w=0.0)  # nothing to fill a bubble with, and next to none
+    chosen = pick(costs, 2, 100)
+    stages = chosen.schedule.placement.stage_of
+    assert sum(a != b for a, b in pairwise(stages)) == 1
+    assert "with more messages" in chosen.line
+
+
+@pytest.mark.parametrize(
+    ("costs", "p", "m", "why"),
+    [
+        (blocks(), 1, 8, "one stage has no bubble"),
+        (
+            blocks(head=1.0),
+            2,
+            200,
+            "200 micro-batches on 2 stages leave 1F1B a bubble of 0.",
+        ),
+        (blocks(2, head=40.0), 2, 64, "stage 1 works 1.9 times as long as the mean"),
+        (blocks(w=0.0), 2, 100, "W has next to nothing to do"),
+    ],
+)
+def test_it_says_where_zero_bubble_will_not_help(costs, p, m, why):
+    assert f"zero bubble will not help here: {why}" in pick(costs, p, m).line
+
+
+def test_modes_that_cannot_be_had_are_named_with_their_reason():
+    assert "ZBV: 5 layers cannot fill 8 chunks" in pick(blocks(3), p=4).line
+    bounded = pick(blocks(head=7.0), 3, 8)  # a stage for the head, or half of one
+    assert "ZBV: +" in bounded.line and "at least" in bounded.line
+    assert "1F1B" in {lost.mode for lost in bounded.rejected if lost.is_planned}
+    with pytest.raises(LimitError, match="smallest limit"):
+        pick(blocks(memory_limit=2 * GIB))

@@ -1,0 +1,296 @@
+"""Passes over schedules: collectives of replicas, post-validation, and torch's CSV."""
+
+import csv
+import io
+from dataclasses import replace
+
+import pytest
+
+from zbpp.core import (
+    Check,
+    Collective,
+    CollectiveKind,
+    Pass,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    ScheduleError,
+    Step,
+    at_check,
+    parse_job,
+    parse_schedule,
+    reads,
+    schedule_text,
+    writes,
+)
+from zbpp.planning import MODES, plan
+from zbpp.schedules import (
+    add_collectives,
+    lower,
+    plan_zb_h1,
+    post_validated,
+    to_torch_csv,
+    torch_schedule_name,
+    without_collectives,
+)
+
+F, B, W, BW = PassKind
+UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_WAIT = CollectiveKind
+SHARDINGS = (
+    {"shards": False},
+    {"shards": True, "ahead": 2},
+    {"shards": True, "reduces": "every", "ahead": 0},
+)
+
+
+def schedule_of(*rows: str, stage_of: tuple[int, ...], m: int) -> Schedule:
+    orders = tuple(
+        tuple(parse_job(cell, stage=stage) for cell in row.split())
+        for stage, row in enumerate(rows)
+    )
+    return Schedule("drawn", Placement(stage_of), m, orders)
+
+
+def rows_of(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, order)) for order in schedule.orders]
+
+
+# --- collectives ----------------------------------------------------------------------
+
+# The last W of chunk 0 is 0W0: what counts is the order, not the micro-batch.
+DRAWN = schedule_of(
+    "0F0 3F0 3BW0 0F1 3F1 3BW1 0B0 0B1 0W1 0W0 O",
+    "1F0 2F0 2B0 1F1 1B0 2F1 2B1 1B1 2W0 2W1 1W0 1W1 O",
+    stage_of=(0, 1, 1, 0),
+    m=2,
+)
+WITH_COLLECTIVES = [
+    (
+        {"shards": False},
+        "0F0 3F0 3BW0 0F1 3F1 3BW1 3REDUCE_GRAD 0B0 0B1 0W1 0W0 0REDUCE_GRAD "
+        "3REDUCE_WAIT 0REDUCE_WAIT O",
+        "1F0 2F0 2B0 1F1 1B0 2F1 2B1 1B1 2W0 2W1 2REDUCE_GRAD 1W0 1W1 1REDUCE_GRAD "
+        "2REDUCE_WAIT 1REDUCE_WAIT O",
+    ),
+    (
+        {"shards": True},
+        "0UNSHARD 3UNSHARD 0F0 3F0 3BW0 0F1 3F1 3BW1 3REDUCE_GRAD 3RESHARD 0B0 0B1 "
+        "0RESHARD 0W1 0W0 0REDUCE_GRAD 3REDUCE_WAIT 0REDUCE_WAIT O",
+        "1UNSHARD 2UNSHARD 1F0 2F0 2B0 1F1 1B0 2F1 2B1 2RESHARD 1B1 1RESHARD 2W0 2W1 "
+        "2REDUCE_GRAD 1W0 1W1 1REDUCE_GRAD 2REDUCE_WAIT 1REDUCE_WAIT O",
+    ),
+    (
+        {"shards": False, "reduces": "every"},
+        "0F0 3F0 3BW0 3REDUCE_GRAD 0F1 3F1 3REDUCE_WAIT 3BW1 3REDUCE_GRAD 0B0 0B1 "
+        "0W1 0REDUCE_GRAD 0REDUCE_WAIT 0W0 0REDUCE_GRAD 3REDUCE_WAIT 0REDUCE_WAIT O",
+        "1F0 2F0 2B0 1F1 1B0 2F1 2B1 1B1 2W0 2REDUCE_GRAD 2REDUCE_WAIT 2W1 "
+        "2REDUCE_GRAD 1W0 1REDUCE_GRAD 1REDUCE_WAIT 1W1 1REDUCE_GRAD "
+        "2REDUCE_WAIT 1REDUCE_WAIT O",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "first", "second"), WITH_COLLECTIVES)
+def test_collectives_are_as_drawn(options, first, second):
+    assert rows_of(add_collectives(DRAWN, **options)) == [first, second]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+@pytest.mark.parametrize(
+    "mode", ["FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV", "VHalf"]
+)
+def test_collectives_stand_where_they_may_before_and_after_validation(mode, sharding):
+    """Building a `Schedule` checks the rules; here is what is promised besides."""
+    plain = plan(mode, n_stages=3, n_microbatches=4)
+    first, then = add_collectives(plain, **sharding), post_validated(plain)
+    for schedule in (
+        first,
+        post_validated(first),
+        add_collectives(then, **sharding),
+        add_collectives(post_validated(first), **sharding),  # in place of those there
+    ):
+        lower(schedule, ties=[(0, plain.placement.n_chunks - 1)])
+        bare = without_collectives(schedule).orders
+        assert bare == (then if schedule.is_post_validated else plain).orders
+        for order in schedule.orders:
+            check_order(order, **sharding)
+    assert parse_schedule(schedule_text(first)) == first
+
+
+def check_order(order, *, shards, reduces="last", ahead=1):
+    passes = [job for job in order if isinstance(job, Pass)]
+    places = {job: column for column, job in enumerate(order)}
+    gathers = [j for j in order if isinstance(j, Collective) and j.kind is UNSHARD]
+    assert len(gathers) == shards * len({p.chunk for p in passes})
+    for job in gathers:
+        first = next(p for p in passes if p.chunk == job.chunk)
+        between = [p for p in passes if places[job] < places[p] < places[first]]
+        assert len(between) == min(ahead, passes.index(first))
+    sums = [j for j in order if isinstance(j, Collective) and j.kind is REDUCE_GRAD]
+    n_weights = sum(job.kind in (W, BW) for job in passes)
+    n_chunks = len({job.chunk for job in passes})
+    assert len(sums) == (n_chunks if reduces == "last" else n_weights)
+    before = at_check(order)[0]
+    assert not any(isinstance(j, Collective) and j.kind is not UNSHARD for j in before)
+    assert isinstance(order[-1], Step)
+
+
+def test_a_wait_is_the_last_thing_of_a_schedule_without_steps():
+    bare = replace(DRAWN, orders=tuple(order[:-1] for order in DRAWN.orders))
+    summed = add_collectives(bare, shards=True)
+    assert rows_of(summed)[0].endswith("0REDUCE_GRAD 3REDUCE_WAIT 0REDUCE_WAIT")
+    assert [str(i) for i in lower(summed)[0][-2:]] == [
+        "reduce the gradient norm over all stages",
+        "O",
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{"reduces": "never"}, {"ahead": -1}])
+def test_other_ways_to_add_up_are_refused(wrong):
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        add_collectives(DRAWN, shards=True, **wrong)
+
+
+# --- post-validation ------------------------------------------------------------------
+
+
+def test_v_is_as_drawn():
+    assert rows_of(post_validated(plan_zb_h1(n_stages=3, n_microbatches=4))) == [
+        "0F0 0F1 0F2 V 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3 O",
+        "1F0 1F1 V 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3 O",
+        "2F0 V 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3 O",
+    ]
+    sharded = add_collectives(plan("ZBH1", n_stages=2, n_microbatches=2), shards=True)
+    assert rows_of(post_validated(sharded)) == [  # V looks through gathers
+        "0UNSHARD 0F0 0F1 V 0B0 0W0 0B1 0RESHARD 0W1 0REDUCE_GRAD 0REDUCE_WAIT O",
+        "1UNSHARD 1F0 V 1B0 1F1 1B1 1RESHARD 1W0 1W1 1REDUCE_GRAD 1REDUCE_WAIT O",
+    ]
+
+
+@pytest.mark.parametrize("mode", sorted({*MODES} - {"DualPipeV", "Combined1F1B"}))
+def test_v_stands_as_late_as_its_two_rules_allow(mode):
+    for p, m in ((1, 1), (1, 4), (2, 3), (3, 8), (4, 4), (5, 13)):
+        schedule = post_validated(
+            plan(mode, n_stages=p, n_microbatches=m, effort="fast")
+        )
+        assert post_validated(schedule) is schedule
+        n, late = schedule.placement.n_chunks, set()
+        halves = [at_check(order) for order in schedule.orders]
+        for stage, (_, rest) in enumerate(halves):
+            assert rest[-1] == Step(stage) and rest[0] == Check(stage)
+            for job in rest[1:-1]:
+                late.update(writes(job, n))
+        for before, rest in halves:
+            for job in before:
+                assert job.kind is F and late.isdisjoint(reads(job, n))
+            # not earlier than needed: the next pass breaks one of the rules
+            assert rest[1].kind is not F or not late.isdisjoint(reads(rest[1], n))
+
+
+LATE_INPUT = (  # 1F1 comes before 2B0, but its input after 3B0 of the other stage
+    "0F0 3F0 3B0 0F1 0B0 3W0 3F1 3B1 0B1 0W0 0W1 3W1",
+    "1F0 2F0 1F1 2B0 1B0 2F1 2B1 1B1 2W0 1W0 2W1 1W1",
+)
+
+
+def test_v_stands_before_a_pass_that_reads_what_another_stage_computes_after_its_v():
+    schedule = schedule_of(*LATE_INPUT, stage_of=(0, 1, 1, 0), m=2)
+    checked = post_validated(schedule)
+    assert [row.split(" V ")[0] for row in rows_of(checked)] == ["0F0 3F0", "1F0 2F0"]
+    lower(checked)
+    # one pass later, before its first backward, it is refused
+    first, second = LATE_INPUT
+    rows = first.replace("3B0", "V 3B0"), second.replace("2B0", "V 2B0")
+    with pytest.raises(ScheduleError, match="1F1 comes before V, but reads the activ"):
+        lower(schedule_of(*rows, stage_of=(0, 1, 1, 0), m=2))
+
+
+def test_an_earlier_v_makes_others_earlier():
+    """V of stage 2 moves before 2F1, that of stage 1 too, though its B is later."""
+    schedule = schedule_of(
+        "0F0 3F0 3B0 0F1 3W0 3F1 0B0 3B1 0W0 0B1 3W1 0W1",
+        "1F0 1F1 1B0 1W0 1B1 1W1",
+        "2F0 2F1 2B0 2W0 2B1 2W1",
+        stage_of=(0, 1, 2, 0),
+        m=2,
+    )
+    rows = rows_of(post_validated(schedule))
+    assert rows[1].startswith("1F0 V 1F1") and rows[2].startswith("2F0 V 2F1")
+    lower(post_validated(schedule))
+
+
+# --- torch's CSV ----------------------------------------------------------------------
+
+
+def torch_schedules():
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
+
+
+def test_cells_are_those_of_torch():
+    """Chunk, letter, micro-batch; O and V are left to the caller."""
+    mixed = schedule_of(
+        "V 0F0 0BW0 0F1 0BW1 O", "V 1F0 1B0 1W0 1F1 1B1 1W1 O", stage_of=(0, 1), m=2
+    )
+    assert to_torch_csv(mixed) == "0F0,0B0,0F1,0B1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
+    assert to_torch_csv(plan("ZBH1", n_stages=2, n_microbatches=4)) == (
+        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n"
+        "1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3\n"
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torch_knows_every_cell_and_the_placement(mode):
+    torch = torch_schedules()
+    placed = pytest.importorskip("torch.distributed.pipelining._utils")
+    schedule = plan(mode, n_stages=4, n_microbatches=8)
+    rows = list(csv.reader(io.StringIO(to_torch_csv(schedule))))
+    assert [len(row) for row in rows] == [len(o) - 1 for o in schedule.orders]
+    assert all(repr(torch._Action.from_str(c)) == c for row in rows for c in row)
+    theirs = torch.get_schedule_class(torch_schedule_name(schedule.placement))
+    each = schedule.placement.n_chunks // 4
+    assert issubclass(theirs, torch.PipelineScheduleSingle) == (each == 1)
+    style = "v" if theirs is torch.ScheduleZBVZeroBubble else "loop"  # as torchtitan
+    found = placed.generate_stage_to_rank_mapping(4, 4 * each, style=style)
+    assert tuple(found[c] for c in range(4 * each)) == schedule.placement.stage_of
+
+
+def test_a_placement_of_no_schedule_of_torch_has_no_name():
+    assert torch_schedule_name(Placement.interleaved(2, 3)) == "Interleaved1F1B"
+    for stage_of in ((0, 1, 1, 0, 0, 1), (1, 0), (0, 1, 1), (0, 0, 1, 1)):
+        assert torch_schedule_name(Placement(stage_of)) is None
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
+def test_torch_reads_collectives_and_runs_the_transfers(mode, sharding):
+    torch = torch_schedules()
+    plain = plan(mode, n_stages=3, n_microbatches=4)
+    stage_of = plain.placement.stage_of
+    text = to_torch_csv(add_collectives(plain, **sharding))
+    rows = [
+        [torch._Action.from_str(cell) for cell in line.split(",")]
+        for line in text.splitlines()
+    ]
+    beside = {
+        kind
+        for kind in torch._ComputationType
+        if kind.value in ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+    }
+    for row in rows:
+        found = [action for action in row if action.computation_type in beside]
+        gathers = [a for a in found if a.computation_type is torch.UNSHARD]
+        assert bool(found) and bool(gathers) == sharding["shards"]
+        for action in found:  # torch's W wants its parameters gathered
+            if action.computation_type is torch.RESHARD:
+                later = row[row.index(action) :]
+                assert sum(a.stage_index == action.stage_index for a in later) == 1
+    transfers = {
+        rank: [a for a in row if a.computation_type not in beside]
+        for rank, row in enumerate(rows)
+    }
+    torch._simulate_comms_compute(transfers, stage_of.__getitem__, len(stage_of))
+    sends = [a for a in transfers[1] if a.computation_type is torch.SEND_F]
+    transfers[1].remove(sends[0])  # control
+    with pytest.raises(ValueError, match="not progressing"):
+        torch._simulate_comms_compute(transfers, stage_of.__getitem__, len(stage_of))

@@ -1,0 +1,209 @@
+"""`plan_placement` on any placement, at every effort, in the memory that is there."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judge import judge
+
+from zbpp.core import (
+    Costs,
+    LimitError,
+    Placement,
+    RequestError,
+    Schedule,
+    ScheduleError,
+    lower_bound,
+    peaks,
+    schedule_text,
+)
+from zbpp.planning import plan
+from zbpp.schedules import plan_placement, plan_vpp
+from zbpp.simulator import simulate, span
+
+KINDS = ("single", "wave", "interleaved", "shuffled", "blocks", "uneven")
+
+
+def placement_of(rng: random.Random) -> Placement:
+    kind, p, v = rng.choice(KINDS), rng.randint(1, 7), rng.choice((1, 2, 2, 3))
+    stage_of = list(range(p)) * v
+    match kind:
+        case "single":
+            return Placement.single(rng.randint(1, 12))
+        case "wave":
+            return Placement.wave(p, v)
+        case "shuffled":
+            rng.shuffle(stage_of)
+        case "blocks":
+            stage_of.sort()
+        case "uneven":
+            stage_of += rng.choices(range(p), k=rng.randint(0, 4))
+            rng.shuffle(stage_of)
+    return Placement(tuple(stage_of))
+
+
+def case(seed: int) -> dict:
+    """Unequal chunks, any limits and links, some stages that cannot split."""
+    rng = random.Random(seed)
+    placement = placement_of(rng)
+    n, p = placement.n_chunks, placement.n_stages
+
+    def spread(value: float) -> list[float]:
+        return [value * rng.uniform(0.5, 1.5) for _ in range(n)]
+
+    m_b, share = spread(1.0), rng.choice((0.0, 0.4, 0.98, 1.0))
+    least = [sum(m_b[chunk] for chunk in chunks) for chunks in placement.chunks_of]
+    return {
+        "placement": placement,
+        "n_microbatches": rng.randint(1, 40 if n == p else 12),
+        "costs": {
+            "f": spread(1.0),
+            "b": spread(rng.choice((0.6, 1.0, 2.0))),
+            "w": spread(rng.choice((0.0, 0.5, 1.0))),
+            "comm": [rng.choice((0.0, 0.1, 1.5)) for _ in range(n - 1)] or 0.0,
+            "loss": rng.choice((0.0, 0.4)),
+            "splits": [rng.random() < 0.8 for _ in range(p)],
+            "m_b": m_b,
+            "m_w": [share * held for held in m_b],
+            "memory_limit": [
+                held * rng.choice((1.0, 1.3, 2.0, p / 2 + 1, p)) for held in least
+            ],
+        },
+    }
+
+
+def judged(asked: dict, effort: str) -> float:
+    costs = Costs(**asked["costs"])
+    schedule = plan_placement(**asked | {"costs": costs}, effort=effort)
+    longest = judge(json.loads(schedule_text(schedule)), asked["costs"]).span
+    bound = lower_bound(asked["placement"], asked["n_microbatches"], costs)
+    assert bound <= longest * (1 + 1e-9)
+    return longest
+
+
+@given(seed=st.integers(0, 2**32))
+def test_any_placement_is_planned_within_its_limits(seed):
+    judged(case(seed), "fast")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_more_effort_is_never_worse(seed):
+    spans = [judged(case(seed), effort) for effort in ("fast", "default", "best:0.1")]
+    assert spans[1] <= spans[0] * (1 + 1e-9) and spans[2] <= spans[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 16, 2), (4, 8, 3)])
+@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.5, 0.5, 0.2, loss=0.5)])
+def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, costs):
+    vpp = plan_vpp(n_stages=p, n_microbatches=m, chunks_per_stage=v)
+    unit = Costs().on(vpp.placement)
+    costs = replace(costs, memory_limit=max(peaks(vpp.orders, unit)))
+    sizes = {"placement": vpp.placement, "n_microbatches": m}
+    planned = plan_placement(**sizes, costs=costs, effort="fast")
+    assert span(simulate(planned, costs)) < span(simulate(vpp, costs))
+    held = max(peaks(planned.orders, unit))
+    with pytest.raises(ScheduleError, match="over the limit"):  # control: .1 less
+        less = Costs(memory_limit=held - 0.1)
+        Schedule("less", planned.placement, m, planned.orders, less)
+
+
+@pytest.mark.parametrize("model", [Costs(), Costs(18.522, 18.086, 9.337, 0.601)])
+def test_more_memory_makes_no_plan_much_worse(model):
+    before = float("inf")
+    for quarters in range(4, 81, 12):
+        costs = replace(model, m_w=0.366, memory_limit=quarters / 4)
+        schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs)
+        longest = span(simulate(schedule, costs))
+        assert longest <= before * 1.02, quarters
+        before = longest
+
+
+def test_a_plan_for_the_links_and_the_sends_is_shorter_than_one_without():
+    """Control: unequal links, a loss, sends that occupy: plans heed them."""
+    sizes = {"n_stages": 4, "n_microbatches": 12, "memory_limit": 4}
+    for costs in (
+        Costs(1.0, 1.0, 0.7, comm=(0.1, 1.5, 0.1), loss=0.3),
+        Costs((0.7, 1.2, 1.0, 0.7), 1.0, 0.7, comm=0.6, send_occupies=0.4),
+    ):
+        plain = replace(costs, comm=0.0, loss=0.0, send_occupies=0.0)
+        blind, aware = (plan("ZB", **sizes, costs=x) for x in (plain, costs))
+        assert span(simulate(aware, costs)) < span(simulate(blind, costs))
+
+
+def test_the_last_stage_does_the_loss():
+    """Stage 0: down 3 + 1.7, then stage 3's 12 (1.3 + 1), up 3 + 1.7, and a W."""
+    costs = Costs(1.0, 1.0, 0.7, comm=(0.1, 1.5, 0.1), loss=0.3)
+    schedule = plan("ZB", n_stages=4, n_microbatches=12, costs=costs)
+    assert span(simulate(schedule, costs)) == pytest.approx(37.7)
+
+
+def test_many_stages_with_unequal_links():
+    rng = random.Random(1)
+    p, m = 128, 48
+    links = tuple(rng.choice((0.02, 0.1, 0.5)) for _ in range(p - 1))
+    costs = Costs(comm=links, loss=0.2, memory_limit=p)
+    schedule = plan("ZB", n_stages=p, n_microbatches=m, costs=costs, effort="fast")
+    bound = lower_bound(schedule.placement, m, costs)
+    assert bound * (1 - 1e-9) <= span(simulate(schedule, costs)) <= bound * 1.1
+
+
+def test_one_micro_batch_needs_what_its_passes_need_one_after_the_other():
+    """F leaves 1, B adds 3 to it and has 4 inside, W has .5 more."""
+    costs = Costs(m_b=1, m_w=4, m_fixed=10, peak_f=2, peak_b=4, peak_w=0.5)
+    for placement, more, need in (
+        (Placement.single(1), {}, 10 + 1 + 4),
+        # B of chunk 1: .5 of chunk 0, .5, and 2
+        (Placement.wave(1), {}, 10 + 0.5 + 0.5 + 2),
+        (Placement.single(1), {"peak_o": 9.0}, 10 + 9),
+    ):
+        asked = {"placement": placement, "n_microbatches": 2}
+        costs_of = replace(costs, **more, memory_limit=need * 0.999)
+        with pytest.raises(LimitError) as error:
+            plan_placement(**asked, costs=costs_of)
+        assert error.value.smallest == pytest.approx(need)
+        plan_placement(**asked, costs=replace(costs_of, memory_limit=need))
+
+
+def test_a_promise_in_m_b_is_one_of_micro_batches_in_flight():
+    """ZBH1 promises p of them: the first stage holds 4, and the inside of a B."""
+    memory = Costs(m_b=1, m_w=0.5, m_fixed=100, peak_b=3)
+    schedule = plan("ZBH1", n_stages=4, n_microbatches=8, costs=memory)
+    assert max(peaks(schedule.orders, memory.on(schedule.placement))) == 100 + 4 + 3
+    assert schedule.orders == plan("ZBH1", n_stages=4, n_microbatches=8).orders
+
+
+PROMISES = {
+    "ZBH1": 6,
+    "ZBH2": 11,
+    "ZB": 12,
+    "ZBV": 6,
+    "ZBVPP": 6,
+    "VHalf": 4,
+    "VMin": 3,
+}
+
+
+@pytest.mark.parametrize("mode", PROMISES)
+def test_modes_keep_the_memory_of_their_names(mode):
+    most, size = PROMISES[mode], {"n_stages": 6, "n_microbatches": 14, "effort": "fast"}
+
+    def held(**more: object) -> float:
+        schedule = plan(mode, **size, **more)
+        assert (schedule.costs is None) == (not more)
+        return max(peaks(schedule.orders, Costs().on(schedule.placement)))
+
+    assert held() <= most
+    assert held(memory_limit=2) <= 2
+    if mode != "ZB":  # it needs no more than 11
+        assert (held(memory_limit=13) > most) == (mode in ("ZBV", "ZBVPP"))
+
+
+@pytest.mark.parametrize(
+    "effort", ["", "worst", "fast:3", "best:", "best:-1", "best:nan"]
+)
+def test_an_unknown_effort_is_refused(effort):
+    with pytest.raises(RequestError, match="choose fast, default, best"):
+        plan("ZB", n_stages=2, n_microbatches=4, effort=effort, costs=Costs(w=0.3))
