@@ -81,15 +81,6 @@ def _seeds() -> None:
             torch.default_generator.manual_seed(0)
 
 
-@pytest.fixture
-def costs_file(tmp_path) -> str:
-    from commands import COSTS  # needs all that the commands do; tests on GPUs do not
-
-    path = tmp_path / "costs.json"
-    path.write_text(COSTS, encoding="utf-8")
-    return str(path)
-
-
 def _version(package: str) -> str:
     try:
         return version(package)

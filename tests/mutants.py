@@ -47,7 +47,7 @@ TESTS = {
     "executor": "tests/bits tests/runtime/test_replay.py",
     "pipeline": "tests/test_user_mistakes.py tests/bits/test_refusals.py "
     "tests/checkpoint",
-    "memory": "tests/memory tests/cli/test_estimate.py",
+    "memory": "tests/memory tests/cli/test_models.py",
     "profiling": "tests/profiling",
     "models": "tests/models",
     "checkpoint": "tests/checkpoint tests/training/test_saving.py",
@@ -61,7 +61,7 @@ TESTS = {
 EXAMPLES = "tests/repo/test_doctests.py"
 """Of every room: it runs what docstrings show."""
 
-SLOW = {"parallel", "models", "bench", "comm"}
+SLOW = {"parallel", "models", "bench", "comm", "cli"}
 """Rooms in which some mistakes show only in tests that are slow."""
 
 

@@ -1,18 +1,9 @@
-"""Wrong command lines: each is refused in one line that names the mend."""
+"""Wrong command lines: each is refused in one line that names the way out."""
 
-import json
 import re
-from importlib.metadata import version
-from shlex import split
+from pathlib import Path
 
 import pytest
-
-from zbpp.cli import main
-from zbpp.cli.parser import application, parse
-from zbpp.cli.several import command_words
-from zbpp.cli.train import Train
-from zbpp.core import read_schedule
-from zbpp.planning import plan
 
 FILES = {
     "broken.json": '{"f": 1,',
@@ -20,9 +11,39 @@ FILES = {
     "unknown.json": '{"forward": 1}',
     "negative.json": '{"f": -1}',
     "text.json": '{"f": "fast"}',
-    "bytes.json": '{"m_b": 1000000000, "m_w": 500000000}',
-    "plan.json": '{"format": "zbpp-schedule", "version": 9}',
+    "flat.json": '{"m_b": 1000000000, "m_w": 500000000}',
+    "old.json": '{"format": "zbpp-schedule", "version": 9}',
     "torch.csv": "0F0,0B0",
+    "three.json": '{"f": [1, 2, 3]}',
+    "their_model.py": """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+x = torch.ones(2, 4)
+something = 3
+
+def block(i=0):
+    return nn.Linear(4, 4)
+
+def layers():
+    return [block(i) for i in range(6)], (x, x), mse_loss
+
+def no_count():
+    return (lambda indices: [block(i) for i in indices]), (x, x), mse_loss
+
+def no_targets():
+    return [block()], (x, None), mse_loss
+
+def inputs_only():
+    return [block()], x, mse_loss
+
+def one_module():
+    return block(), (x, x), mse_loss
+
+def model_only():
+    return [block()]
+""",
 }
 WRONG = {
     # commands
@@ -47,16 +68,18 @@ WRONG = {
     "plan ZBV -p 2 -m 3": "--out requires an argument",
     "estimate --microbatches 4": "--stages requires an argument",
     "compare -p 4": "--microbatches requires an argument",
+    "mesh --devices 8 -m 16 --layers mesh.json --stages 2": "Unknown option: --stages",
+    "mesh --devices 8 -m 16 --layers mesh.json --out x.html": "Unknown option: --out",
     # modes and other bare words
     "show ZBW -p 2 -m 3": "did you mean",
     "plan ZVB -p 2 -m 3 -o x.json": "did you mean",
+    "show 1F1B,ZZZ -p 2 -m 3 -o x.html": "unknown schedule mode 'ZZZ'",
     "show": "give a schedule file",
     "plan -p 2 -m 3 -o x.json": "--pipeline_schedule_mode requires an argument",
     "show ZBV ZBH1 -p 2 -m 3": "several schedules are named",
     "plan ZBV ZBH1 -p 2 -m 3 -o x.json": "'ZBH1' is one word too many",
     "show ZBV --mode ZBH1 -p 2 -m 3": "one word too many",
     "plan ZBV --mode ZBH1 -p 2 -m 3 -o x.json": "one word too many",
-    "mesh --devices 2 -m 3 --layers x.json --tensor_parallel two": "give whole numbers",
     "doctor torch": "zbpp doctor --help",
     # numbers
     "show ZBV --stages four -m 3": "give whole numbers",
@@ -68,6 +91,8 @@ WRONG = {
     "show ZBV -p 2 -m 3 --data_parallel 0": "--data_parallel is 0; it must be at",
     "show ZBV -p 2 -m 3 --chunks_per_stage 3": "chunks_per_stage i",
     "show VPP -p 2 -m 3 --chunks_per_stage 0": "--chunks_per_stage",
+    "mesh --devices 0 -m 16 --layers mesh.json": "--devices is 0",
+    "mesh --devices 2 -m 3 --layers x.json --tensor_parallel two": "give whole numbers",
     "train --lr fast": "--lr: unable to convert",
     "train --stages 0": "--stages is 0; it must be at least 1",
     "train --microbatches 0": "--microbatches is 0",
@@ -76,30 +101,50 @@ WRONG = {
     "train --lr nan": "--lr is nan",
     "train --seed -1": "--seed is -1",
     "train --clip_grad_norm nan": "above 0",
-    "train --clip_grad_norm -1": "above 0",
+    "train --clip_grad_norm 0": "--clip_grad_norm is 0.0",
+    "bench -o out": "--stages is missing",
     "bench -p 2 -o out --rounds 0": "at least 1",
-    "bench -p 1 -o out": "2 or more",
+    "bench -p 1 -o out": "it needs 2 or more",
     "estimate -p 2 -m 3 --microbatch_size 0": "at least 1",
     "estimate -p 2 -m 3 --split 3 x": "give whole numbers",
     "profile -o x.json --rounds 0": "at least 1",
+    "playground --port 70000": "--port 70000 cannot be had",
     # choices
     "train --dtype fp8": 'Choose from: "fp32", "bf16", "fp16"',
     "train --device gpu": "choose auto, cpu, cuda",
     "show ZBV -p 2 -m 3 --effort most": "fast",
+    "plan ZBH1 -p 2 -m 3 -o x.json --layers layers.json --split odd": "not known",
+    "estimate -p 2 -m 3 --model their_model:layers --optimizer adamx": (
+        "torch.optim has none of this name"
+    ),
+    "bench -p 2 -o out --modes ZBX": "ZBX",
+    "bench -p 2 -o out --modes none": "nothing is to be compared",
+    "bench -p 2 -o out --peers torch:ZBV": "--peers torch:ZBV: write torch",
+    "bench -p 2 -o out --peers jax": "--peers jax: write torch",
     # limits
     "show ZBV -p 2 -m 3 --memory_limit lots": "40GiB",
     "show ZBV -p 4 -m 8 --memory_limit 0.1": "needs memory",
     "show ZBV -p 2 -m 3 --memory_limit 40GiB": "in bytes",
+    "plan ZBH1 -p 2 -m 4 -o x.json --layers layers.json --memory_limit 2": "works is 4",
     "compare -p 2 -m 3 --memory_limit 0.9": "no mode can be had",
-    "show ZBV -p 1000000 -m 1000000": "at most",
+    "mesh --devices 8 -m 16 --layers mesh.json --memory_limit 1GiB": "nearest is pp 8",
     "train ZBX": "unknown schedule mode 'ZBX'",
     "train --size tiny --stages 7": "6 layers cannot fill 7 chunks",
     "train --memory_limit 0.5": "over the limit 0.5",
+    "estimate -p 40 -m 3 --model their_model:layers --modes 1F1B": "6 layers cannot",
+    "plan ZBH1 -p 2 -m 4 -o x.json --layers layers.json --split 4,3": "add up to 8",
+    **{
+        f"show {mode} -p 1000000 -m 1000000": f"are {jobs},000,000,000,000 jobs (F, B "
+        "and W of each"
+        for mode, jobs in {"1F1B": 3, "ZBH1": 3, "VPP": 6, "ZBV": 6, "auto": 3}.items()
+    },
+    "show ZBV -p 1000000 -m 1": "are 2,000,000 chunks; at most 8,192 are",
     # files
     "show missing.json": "cannot be read",
-    "show plan.json": "'mode' is missing",
+    "show old.json": "'mode' is missing",
     "show torch.csv": "torch.csv: line 1, column 2: no JSON",
     "show ZBV -p 2 -m 3 --costs missing.json": "cannot be read",
+    "compare -p 2 -m 3 --costs costs.json,missing.json": "missing.json: cannot be read",
     "show ZBV -p 2 -m 3 --costs broken.json": "broken.json",
     "show ZBV -p 2 -m 3 --costs list.json": "list.json",
     "show ZBV -p 2 -m 3 --costs unknown.json": "forward",
@@ -110,7 +155,7 @@ WRONG = {
     "train --data nowhere": "nowhere does not exist",
     # contradictions
     "show ZBV -p 2 -m 3 --split 3,4": "needs --layers",
-    "show ZBV -p 2 -m 3 --costs bytes.json --layers bytes.json": "leave --costs out",
+    "show ZBV -p 2 -m 3 --costs flat.json --layers flat.json": "leave --costs out",
     "show ZBV -p 2 -m 3 --shard parameters": "--shard parameters needs replicas",
     "plan ZBV -p 2 -m 3 -o x.json --recompute auto": "needs m_r",
     "plan ZBV -p 2 -m 3 -o x.json --recompute 0,9": "the chunks are 0 to 3",
@@ -118,10 +163,19 @@ WRONG = {
     "plan ZBV -p 2 -m 3 -o x.json --recompute all --memory_limit 2": "no m_r",
     "compare -m 3": "--stages requires an argument",
     "compare -p 2 --devices 4 -m 3": "--devices",
-    "bench -p 2 -o out --emulate bytes.json --model a:b": "does not go with --emulate",
+    "mesh --devices 8 -m 16 --layers mesh.json --node 4": "go together",
+    "mesh --devices 8 -m 16 --layers mesh.json --costs costs.json": "--layers",
+    "mesh --devices 2 -m 4 --costs parts.json --replica_bandwidth 1e9 --mode 1F1B": (
+        "give --parameters"
+    ),
+    "bench -p 2 -o out --emulate flat.json --model a:b": "does not go with --emulate",
+    "bench -p 2 -m 4 -o out --emulate three.json --modes ZBV": "zbpp:ZBV cannot run: ",
+    "bench -p 2 -m 4 -o out --emulate even.json --peers torch:1F1B": (
+        "torch:1F1B cannot run with --emulate"
+    ),
     # outputs
     "compare -p 4 -m 8 --out x.txt": ".html",
-    "plot ZBV -p 2 -m 3 -o x.svg": "plot",
+    "compare -p 4 -m 8 --out x.gif": "x.gif: the name of a picture must end in",
     "show ZBV -p 2 -m 3 -o x.gif": ".svg",
     "show ZBV -p 2 -m 3 -o no/x.html": "there is no folder no",
     "show ZBV -p 2 -m 3 -o .": "it is a folder",
@@ -131,110 +185,90 @@ WRONG = {
     "train --metrics no/x.jsonl": "--metrics no/x.jsonl",
     "train --trace no/x.json": "--trace no/x.json cannot be",
     "profile -o no/x.json": "there is no folder no",
-    "bench -p 2 -o list.json": "name a folder",
+    "bench -p 2 -o list.json": "is a file; name a folder",
     # what a profile would not heed
     "profile -o x.json --save_dir out": "zbpp profile",
     "profile -o x.json --metrics out": "zbpp profile",
     "profile -o x.json --steps 3": "zbpp profile",
-    "profile -o x.json --model a:b --layers bytes.json": "does not go with --model",
+    "profile -o x.json --model a:b --layers flat.json": "does not go with --model",
     "train --model a:b": "hf:PATH",
+    # models
+    **{
+        f"estimate -p 1 -m 3 --model their_model{name}": words
+        for name, words in {
+            "": "write it as module:function",
+            ":absent": "has no attribute 'absent'",
+            ":something": "it must be a function that returns",
+            ":model_only": "it must be a function that returns",
+            ":inputs_only": "Tensor; give one micro-batch",
+            ":no_targets": "loss_fn is called with outputs and targets",
+            ":no_count": "a model given as a builder needs n_layers",
+            ":one_module": "a Linear cannot be cut into layers",
+        }.items()
+    },
 }
+WITH_TORCH = re.compile(
+    r"bench|estimate .*(their_model|size)|train .*(Z|si|mem|co|da|de|mo)"
+)
+"""What is found wrong once torch is loaded: without it, that is missing."""
+PYTHON_WORDS = r"Traceback|NoneType|<class|Error parsing|invalid literal"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def refused(zbpp):
+    """Run a wrong line; it prints one line on stderr, which is the result."""
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        Path(name).write_text(text, encoding="utf-8")
 
+    def run(line):
+        assert zbpp(line, code=2) == ""
+        assert zbpp.err.startswith("zbpp: ")
+        assert zbpp.err.count("\n") <= 2 and len(zbpp.err) < 400, zbpp.err
+        assert not re.search(PYTHON_WORDS, zbpp.err)
+        assert zbpp.files() == FILES.keys()
+        return zbpp.err
 
-SAID_BY_TORCH = {
-    "bench -p 2 -o out --rounds 0",
-    "bench -p 1 -o out",
-    "estimate -p 2 -m 3 --microbatch_size 0",
-    "train --device gpu",
-    "train ZBX",
-    "train --size tiny --stages 7",
-    "train --memory_limit 0.5",
-    "train --costs missing.json",
-    "train --data nowhere",
-    "bench -p 2 -o out --emulate bytes.json --model a:b",
-    "bench -p 2 -o list.json",
-    "train --model a:b",
-}
-"""What is found wrong once torch is loaded: without it, that is missing."""
+    return run
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_command_line_is_refused_in_one_line(line, folder, capsys):
-    if line in SAID_BY_TORCH:
+def test_a_wrong_command_line_is_refused_in_one_line(refused, line):
+    if WITH_TORCH.match(line):
         pytest.importorskip("torch")
-    assert main(split(line)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("zbpp: ")
-    assert captured.err.count("\n") <= 2, captured.err
-    assert len(captured.err) < 400
-    words = r"Traceback|NoneType|<class|Error parsing|invalid literal"
-    assert not re.search(words, captured.err)
-    assert WRONG[line] in captured.err
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert WRONG[line] in refused(line)
 
 
-def test_modes_stand_bare_and_flags_have_short_spellings(folder, capsys):
-    expected = plan("ZBV", n_stages=2, n_microbatches=4)
-    for line in (
-        "plan ZBV -p 2 -m 4 -o x.json",
-        "plan --mode zb-v --stages=2 --microbatches=4 --out=x.json",
-        "plan --stages 2 --microbatches 4 ZBV --out x.json",
-    ):
-        assert main(split(line)) == 0
-        assert read_schedule(folder / "x.json") == expected
-        (folder / "x.json").unlink()
-    capsys.readouterr()
-    assert main(split("train 1F1B --clip_grad_norm 0")) == 2
-    assert capsys.readouterr().err.startswith("zbpp: --clip_grad_norm is 0.0")
-    assert main(split("show ZBV -p 2 -m 3 --no-enable_optimizer-post_validation")) == 0
+@pytest.mark.parametrize(
+    "key", ["f", "b", "w", "comm", "optimizer", "loss", "reduction", "m_b"]
+)
+@pytest.mark.parametrize("value", ["1e+308", "1e+101"])
+def test_numbers_whose_sums_would_overflow_are_refused(refused, key, value):
+    Path("text.json").write_text(f'{{"{key}": {value}}}')
+    assert refused("show ZBV -p 2 -m 3 --costs text.json") == (
+        f"zbpp: text.json: {key} is {value}; take another unit: it must be 0, or at "
+        "least 1e-100 and at most 1e+100\n"
+    )
 
 
-HELP = ("plan", "show", "compare", "mesh", "train", "bench", "profile", "estimate")
+@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
+@pytest.mark.parametrize(
+    "costs", ['{"f": 1e100, "b": 1e100}', '{"optimizer": 1e16}', '{"w": 1e-100}']
+)
+def test_numbers_far_apart_are_shown_without_a_picture_of_them(zbpp, mode, costs):
+    Path("far.json").write_text(costs)
+    out = zbpp(f"show {mode} -p 2 -m 3 --costs far.json")
+    assert "nan" not in out and "bubble rate" in out
+    assert ("(no picture: the longest job takes 1e+16" in out) == ("16" in costs)
 
 
-def help_of(capsys, *words):
-    assert main([*words, "--help"]) == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [*HELP, "doctor"])
-def test_the_help_of_a_command_fits_on_two_screens(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = help_of(capsys, command).splitlines()
-    assert len(lines) <= 100 and max(map(len, lines)) <= 80
-    assert f"│{command} " in help_of(capsys)
-
-
-def test_compare_takes_some_modes(folder, capsys):
-    assert main(split("compare ZBV 1F1B -p 2 -m 3 --json")) == 0
-    (found,) = json.loads(capsys.readouterr().out)["comparisons"]
-    assert [row["mode"] for row in found["modes"]] == ["ZBV", "1F1B"]
-
-
-def trained(words):
-    return parse(application({"train": Train}), ["train", *words])
-
-
-def test_the_last_of_two_equal_flags_counts():
-    assert trained(["--steps", "4", "--steps", "5"]).steps == 5
-
-
-def test_a_command_is_repeated_by_its_words():
-    """As processes of a run are started by them."""
-    words = split("ZBV --lr 0.1234567890123456 -p 3 --memory_limit 40.3GiB --data a.b")
-    command = trained([*words, "--no_enable_optimizer_post_validation"])
-    assert trained(command_words(command)[1:]) == command
-
-
-def test_the_version_is_told(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"zbpp {version('zbpp')}\n"
+def test_a_wrong_schedule_file_shows_the_place(zbpp):
+    zbpp("plan ZBH1 -p 2 -m 3 -o plan.json")
+    text = Path("plan.json").read_text()
+    Path("plan.json").write_text(text.replace("0B0", "0B1", 1))
+    zbpp("show plan.json", code=2)
+    first, *grid = zbpp.err.splitlines()
+    assert first.startswith("zbpp: plan.json: row 0, column")
+    assert any("^" in line for line in grid)
+    Path("plan.json").write_text(text)
+    zbpp("plan plan.json -o other.json --recompute auto", code=2)
+    assert "are given" in zbpp.err

@@ -234,16 +234,20 @@ SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 6)]
 
 
 @st.composite
-def timed_schedules(draw, modes=ALL_MODES, each=TIME, validation=TIME):
+def timed_schedules(
+    draw, modes=ALL_MODES, each=TIME, validation=TIME, sums=("none", "last", "every")
+):
     """A schedule and its times: zeros, and messages longer than passes too."""
     p, m = draw(st.sampled_from(SIZES))
     schedule = plan(
         draw(st.sampled_from(modes)), n_stages=p, n_microbatches=m, effort="fast"
     )
-    sums = draw(st.sampled_from(["none", "last", "every"]))
-    if sums != "none":
+    reduces = draw(st.sampled_from(sums))
+    if reduces != "none":
         gathers, ahead = draw(st.booleans()), draw(st.integers(0, 3))
-        schedule = add_collectives(schedule, shards=gathers, reduces=sums, ahead=ahead)
+        schedule = add_collectives(
+            schedule, shards=gathers, reduces=reduces, ahead=ahead
+        )
     if draw(st.booleans()):
         schedule = post_validated(schedule)
     times = st.tuples(*[each] * schedule.placement.n_chunks)
@@ -256,8 +260,8 @@ def timed_schedules(draw, modes=ALL_MODES, each=TIME, validation=TIME):
         reduction=draw(st.none() | TIME),
         validation=draw(validation),
         send_occupies=draw(st.sampled_from([0.0, 0.5])),
-        all_gather=draw(times) if sums != "none" else 0.0,
-        reduce_scatter=draw(times) if sums != "none" else 0.0,
+        all_gather=draw(times) if reduces != "none" else 0.0,
+        reduce_scatter=draw(times) if reduces != "none" else 0.0,
     )
 
 
@@ -317,26 +321,23 @@ NO_V_TIME = {"validation": st.just(0.0)}
 ALMOST_EQUAL = {
     "modes": ("ZBH1", "ZBH2", "ZBV"),
     "each": st.sampled_from([1.0, 1.001, 1.0001, 0.9999, 1.1]),
+    "sums": ("none",),
 }
 
 
-@given(timed_schedules(**NO_V_TIME) | timed_schedules(**ALMOST_EQUAL, **NO_V_TIME))
-def test_the_time_of_a_step_among_many_is_the_largest_mean_of_a_cycle(case):
-    """Of stages that are almost as fast too, which fall behind slowly."""
-    schedule, costs = case
+@pytest.mark.parametrize("stages", [{}, ALMOST_EQUAL], ids=["any", "almost equal"])
+@given(data=st.data())
+def test_the_time_of_a_step_among_many_is_the_largest_mean_of_a_cycle(stages, data):
+    """Stages that are almost as fast fall behind slowly."""
+    schedule, costs = data.draw(timed_schedules(**NO_V_TIME, **stages))
     assert steady_step_time(schedule, costs) == near(period(schedule, costs))
 
 
 def test_stages_that_drift_slowly_are_followed_to_the_end():
-    """Stage 1 sets the pace; stage 0 leads by a little more with every iteration."""
-    schedule = post_validated(plan("ZBH2", n_stages=2, n_microbatches=3))
-    costs = Costs(f=1, b=0, w=1, optimizer=(1, 1.01))
-    leads = [
-        timeline.rows[1][-1].end - timeline.rows[0][-1].end
-        for timeline in simulate_iterations(schedule, costs, 40)
-    ]
-    assert leads[20] < leads[30] < leads[39]
-    assert steady_step_time(schedule, costs) == near(7.01)
+    """For some iterations all seem to repeat, a thousandth later each time."""
+    schedule = post_validated(plan("ZBH1", n_stages=3, n_microbatches=6))
+    costs = Costs((1.001, 1.0001, 1.0001), (1.001, 1.0001, 1), (1.0001, 1.1, 1.1))
+    assert steady_step_time(schedule, costs) == near(period(schedule, costs))
 
 
 HIDDEN = {

@@ -1,6 +1,5 @@
 """Calls of the zbpp command."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,15 +7,10 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from zbpp.cli import main
-
 PATIENCE_S = 200
 """For a process that ends within seconds on an idle machine."""
-SIZES = ["--stages", "2", "--microbatches", "3"]
-ZBH1 = ["--pipeline_schedule_mode", "ZBH1", *SIZES]
 TINY_LLAMA = ["--size", "tiny", "--seq", "16"]
 """Sizes of the model of `zbpp train` and `zbpp profile`."""
-COSTS = '{"f": 3, "b": 2, "w": 1, "comm": 0.5, "m_b": 4, "m_w": 1, "optimizer": 7}'
 
 
 def run(*arguments, cwd=None):
@@ -60,9 +54,3 @@ def playground():
 def heed_ctrl_c() -> None:
     """A process that a shell's background has started would inherit a deaf ear."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def shown(capsys, *arguments):
-    """Return the JSON of ``zbpp show --json``."""
-    assert main(["show", "--json", *arguments]) == 0
-    return json.loads(capsys.readouterr().out)

@@ -1,0 +1,496 @@
+"""Commands that plan and draw: what they print, and the files that they write."""
+
+import csv
+import json
+import re
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from page_data import boxes_in, page_data
+
+from zbpp.core import Costs, read_costs, read_schedule
+from zbpp.planning import MODES, plan
+from zbpp.schedules import add_collectives, post_validated, to_torch_csv
+from zbpp.simulator import (
+    bubble_rate,
+    makespan,
+    peak_memory,
+    simulate,
+    span,
+    steady_step_time,
+)
+
+VALIDATED = "--enable_optimizer_post_validation"
+BARRIER = "--no-enable_optimizer_post_validation"
+TORCHTITAN = "torchtitan: --parallelism.pipeline_parallel_schedule"
+MATPLOTLIB = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+
+LINES = {
+    # plan
+    "plan ZBH1 -p 2 -m 3 -o plan.json --csv torch.csv": [
+        "plan.json: ZBH1, 2 stages, 3 micro-batches, bubble rate 10.00%, peak memory "
+        "2, gap to the lower bound 0.00%\n",
+        f"{TORCHTITAN} 1F1B --parallelism.pipeline_parallel_schedule_csv torch.csv "
+        "--parallelism.pipeline_parallel_degree 2 "
+        "--parallelism.pipeline_parallel_microbatch_size 1 "
+        "--training.local_batch_size 3\n",
+    ],
+    "plan ZBVPP -p 2 -m 3 --chunks_per_stage 3 -o plan.json --csv torch.csv": [
+        "torchtitan: no schedule name places the chunks as 0 1 1 0 0"
+    ],
+    "plan VPP -p 2 -m 3 --chunks_per_stage 3 -o plan.json --csv torch.csv": [
+        f"{TORCHTITAN} Interleaved1F1B ",
+        "so that there are 3 chunks a rank, 6 in all\n",
+    ],
+    "plan ZBV -p 2 -m 3 --data_parallel 2 -o plan.json --csv torch.csv": [
+        'format="compute_comms"'
+    ],
+    "plan ZBH1 -p 2 -m 4 --layers layers.json -o plan.json": [
+        "split  5 3 layers\n",
+        "step   65; even chunks: 72, so 9.7% shorter\n",
+        "idle   7.7% of the stages' time, unequal work included; even chunks: 16.7%\n",
+    ],
+    "plan 1F1B -p 2 -m 4 --layers layers.json --split 2,6 -o plan.json": [
+        "split  2 6 layers\n",
+        "longer",
+    ],
+    "plan ZBV -p 3 -m 4 --effort best:0.01 -o plan.json": [
+        "best:0.01: span 12.5, nothing shorter"
+    ],
+    "plan ZBV -p 2 -m 4 --costs bytes.json -o plan.json": [
+        re.compile(r"peak memory 1\d\.\d GiB,")
+    ],
+    # show
+    "show ZBH1 -p 2 -m 3": [
+        """\
+ZBH1: 2 stages, 3 micro-batches
+0 | F0 F1 .  B0 W0 F2 B1 W1 B2 W2
+1 | .  F0 B0 F1 B1 W0 F2 B2 W1 W2
+""",
+        "│     1 │      1 │    9 │    9 │    0 │         1.5 │\n",
+        "bubble rate    10.00% of the longest span is beyond the work of the busiest "
+        "stage\n",
+        "overhead       11.11% (the same over that work)\n",
+        "makespan       10, first start to last end of a pass\n",
+        "critical path  11 jobs, 10: F 3, B 4, W 3\n",
+        "lower bound    10 for the span (proof: front and tail), within memory 2 a "
+        "stage; gap 0.00%\n",
+    ],
+    "show ZBH2 -p 2 -m 3 --iterations 2": [
+        """\
+ZBH2, 2 iterations behind a barrier:
+0 | F0 F1 F2 B0 W0 B1 W1 B2 W2 .  F0 F1 F2 B0 W0 B1 W1 B2 W2
+1 | .  F0 B0 F1 B1 F2 B2 W0 W1 W2 .  F0 B0 F1 B1 F2 B2 W0 W1 W2
+ZBH2, 2 iterations, post-validated:
+0 | F0  F1  F2  VB0 W0  B1  W1  B2  W2  F0  F1  F2  VB0 W0  B1  W1  B2  W2
+1 | .   F0  VB0 F1  B1  F2  B2  W0  W1  W2  F0  VB0 F1  B1  F2  B2  W0  W1  W2
+""",
+        "steady step    9 post-validated (a rollback adds 3), 10 behind a barrier\n",
+    ],
+    "show 1F1B -p 2 -m 2 --costs sends.json": ["sends", " >"],
+    "show ZBV -p 2 -m 4 --costs bytes.json --memory_limit 13GiB": [
+        re.compile(r"peak memory +1[123]\.\d GiB\n"),
+        re.compile(r"│ +1[012]\.\d GiB │"),
+        "within memory 13.0 GiB a stage",
+    ],
+    "show ZBV -p 4 -m 8": [
+        "(the first 100 of 207 columns; COLUMNS=207 zbpp show prints all of them, -o "
+        "x.svg draws them)\n"
+    ],
+    "show ZBV -p 2 -m 3 --costs gather.json --data_parallel 2 --shard optimizer": [
+        "  + ",
+        " 4 REDUCE_GRAD",
+        " UNSHARD",
+    ],
+    # compare
+    "compare -p 4 -m 8": [
+        re.compile(r"│ 1F1B .* 4 │ 27\.27% │ +33 │ +33 │ +4 │ 22\.22% │"),
+        re.compile(r"│ ZBV .* 8 │ +0\.00% │ +24 │ +25\.5 │ +4 │ +0\.00% │"),
+        *(f"│ {mode} " for mode in MODES),
+    ],
+    "compare -p 4 -m 8 --memory_limit 4": [
+        re.compile(rf"{mode} with .*needs memory")
+        for mode in ("FThenB", "VPP", "DualPipeV", "Combined1F1B")
+    ],
+    f"compare ZBH2 -p 4 -m 8 {VALIDATED}": [
+        re.compile(r"│ ZBH2 .*│ +27 │ +24 │\n"),
+        "step: the time of one among many",
+    ],
+    "compare ZBH1 ZBV -p 2 -m 4 --layers layers.json": [
+        re.compile(r"ZBH1 +split 5 3: 9\.7% shorter than even chunks"),
+        re.compile(r"ZBV +split \d \d \d \d: 12\.5% shorter"),
+    ],
+    "compare ZBH1 -p 2 -m 4 --costs bytes.json --memory_limit 14GiB": [
+        re.compile(r"│ ZBH1 .* 1\d\.\d GiB")
+    ],
+    # mesh
+    "mesh --devices 8 -m 16 --layers mesh.json": [
+        "4 x 2",
+        "<- auto",
+        "pp 1 x dp 8: no split of 8 layers",
+    ],
+    # others
+    "doctor": [
+        f"zbpp           {version('zbpp')}\n",
+        "CPU cores",
+        "matplotlib",
+        "torch",
+    ],
+    "--version": [f"zbpp {version('zbpp')}\n"],
+}
+"""What a command prints, in part: texts, or patterns."""
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_prints_and_writes(zbpp, line):
+    out = zbpp(line)
+    for part in LINES[line]:
+        found = part in out if isinstance(part, str) else part.search(out)
+        assert found, f"{part}\nis not in\n{out}"
+    assert zbpp.err == "" or "--effort best" in line
+    named = re.findall(r"(?:-o|--csv) (\S+)", line)
+    assert zbpp.files() == {*named}
+
+
+@pytest.mark.needs("matplotlib")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "show ZBH1 -p 2 -m 3 -o x.png",
+        "show 1F1B,ZBV -p 2 -m 3 -o x.svg",
+        "show ZBH1 -p 2 -m 3 --iterations 2 -o x.pdf",
+        "compare 1F1B ZBV ZBH1 -p 2 -m 3 -o x.svg",
+        "compare 1F1B ZBV ZBH1 -p 2 -m 3 -o x.html",
+    ],
+)
+def test_a_command_writes_a_picture_and_names_it(zbpp, line):
+    name = Path(line.split()[-1])
+    assert zbpp(line).endswith(f"{name}\n")
+    assert name.read_bytes().startswith(MATPLOTLIB.get(name.suffix, b"<!"))
+    if "1F1B" in line:
+        assert "ZBV" in name.read_text(encoding="utf-8")
+
+
+# Plans.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plan_and_show_have_the_figures_of_the_mode(zbpp, mode):
+    costs = read_costs("costs.json")
+    schedule = plan(mode, n_stages=3, n_microbatches=7, costs=costs)
+    timeline = simulate(schedule, costs)
+    sizes = f"{mode} -p 3 -m 7 --costs costs.json"
+    out = zbpp(f"plan {sizes} -o plan.json --csv torch.csv")
+    assert read_schedule("plan.json") == schedule
+    assert Path("torch.csv").read_text() == to_torch_csv(schedule)
+    shape = {(0, 1, 2): "1F1B", (0, 1, 2, 0, 1, 2): "Interleaved1F1B"}
+    titan = shape.get(schedule.placement.stage_of, "ZBVZeroBubble")
+    assert f"{TORCHTITAN} {titan} " in out
+    data = zbpp.json(f"show {sizes}")
+    assert (data["n_stages"], data["n_microbatches"]) == (3, 7)
+    assert data["mode"] == {"auto": "auto: interleaved ZB"}.get(mode, mode)
+    assert data["bubble_rate"] == bubble_rate(timeline)
+    assert (data["span"], data["makespan"]) == (span(timeline), makespan(timeline))
+    assert data["peak_memory"] == peak_memory(timeline, costs)
+    assert data["lower_bound"] <= data["span"]
+    assert data["gap"] == pytest.approx(data["span"] / data["lower_bound"] - 1)
+    assert zbpp.json("show plan.json --costs costs.json") == data
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan ZBV -p 2 -m 4 -o x.json",
+        "plan --mode zb-v --stages=2 --microbatches=4 --out=x.json",
+        "plan --stages 2 --microbatches 4 ZBV --out x.json",
+        "plan --pipeline-schedule-mode ZBV -p 9 -p 2 -m 4 --out x.json",
+        "plan ZBV -p 2 -m 4 --no-enable_optimizer-post_validation -o x.json",
+    ],
+)
+def test_modes_stand_bare_and_flags_have_several_spellings(zbpp, line):
+    zbpp(line)
+    assert read_schedule("x.json") == plan("ZBV", n_stages=2, n_microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "jobs"), [("zb-h1", 24), ("ZB2P", 24), ("v-half", 48)]
+)
+def test_long_searches_are_announced_with_the_number_of_jobs(zbpp, mode, jobs):
+    zbpp(f"plan {mode} -p 2 -m 4 --effort best:0.01 -o plan.json")
+    assert f"planning {jobs} jobs, 0.01 s of CPU time" in zbpp.err
+
+
+def test_the_lower_bound_is_within_the_memory_limit(zbpp):
+    names = ("memory_bound", "lower_bound")
+    free = zbpp.json("show 1F1B -p 4 -m 8")
+    more = zbpp.json("show 1F1B -p 4 -m 8 --memory_limit 7")
+    assert [free[name] for name in names] == [4, 27]
+    assert [more[name] for name in names] == [7, 24]
+
+
+def test_costs_name_links_loss_and_joint_stages(zbpp):
+    zbpp("plan ZBH1 -p 2 -m 3 --costs links.json -o plan.json")
+    text = Path("plan.json").read_text()
+    assert '"1BW0"' in text and '"1W0"' not in text
+    shown = zbpp.json("show plan.json --costs links.json")
+    costs = Costs(comm=(0.5,), loss=0.25, splits=(True, False))
+    assert shown["span"] == span(simulate(read_schedule("plan.json"), costs))
+    assert zbpp.json("show ZBH1 -p 2 -m 3")["span"] < shown["span"]
+
+
+def test_a_plan_is_shown_with_the_times_of_its_own_split(zbpp):
+    zbpp("plan ZBH1 -p 2 -m 4 --layers layers.json --split 2,6 -o plan.json")
+    assert read_schedule("plan.json").split == (2, 6)
+    asked = zbpp.json("show plan.json --layers layers.json")
+    even = zbpp.json("show plan.json --layers layers.json --split even")
+    assert asked["span"] == 4 * 3 * 8 > even["span"]
+
+
+def test_the_smallest_limit_is_told_in_bytes_and_works(zbpp):
+    line = "show ZBV -p 2 -m 4 --costs bytes.json --memory_limit"
+    zbpp(f"{line} 9GiB", code=2)
+    assert "on stage 0 (10.0 GiB of it fixed), over the limit 9.00 GiB" in zbpp.err
+    (limit,) = re.findall(r"smallest limit that works is (\S+) GiB", zbpp.err)
+    peaks = zbpp.json(f"{line} {limit}GiB")["peak_memory"]
+    assert max(peaks) <= float(limit) * 2**30
+    zbpp(f"{line} {float(limit) - 0.1}GiB", code=2)
+
+
+@pytest.mark.parametrize("mode", ["ZB", "ZBV"])
+def test_recomputing_shortens_plans_where_memory_is_short(zbpp, mode):
+    costs = "--costs again.json --memory_limit 1.1"
+    found = {}
+    for recompute in ("none", "auto"):
+        out = zbpp(
+            f"plan {mode} -p 3 -m 6 {costs} --recompute {recompute} -o plan.json"
+        )
+        found[recompute] = zbpp.json(f"show plan.json {costs}")
+    assert "recompute: chunks 0" in out
+    assert found["none"]["recompute"] is None
+    assert found["auto"]["recompute"] is not None
+    assert found["auto"]["span"] < found["none"]["span"]
+    assert max(found["auto"]["peak_memory"]) <= 1.1 + 1e-9
+
+
+def test_chunks_or_layers_to_recompute_are_named(zbpp):
+    for flags, expected in (
+        ("ZBV -p 3 --costs again.json --recompute all", (True,) * 6),
+        (
+            "ZBV -p 3 --costs again.json --recompute 0,3",
+            (True, False, False, True, False, False),
+        ),
+        (
+            "ZB -p 2 --layers layers.json --split even --recompute 0,5",
+            ((0,), (1,)),
+        ),
+        ("plan.json --recompute 1", (False, True)),
+    ):
+        zbpp(f"plan {flags} -m 6 -o plan.json".replace("plan.json -m 6", "plan.json"))
+        assert read_schedule("plan.json").recompute == expected, flags
+    zbpp("plan ZBV -p 3 -m 6 --costs again.json --recompute all -o plan.json")
+    span = zbpp.json("show plan.json --costs again.json")["span"]
+    assert span >= 6 * (2 * 1 + 1 + 1)
+    assert "recompute      chunks 0-5\n" in zbpp("show plan.json")
+
+
+# Steps in a row.
+
+
+def test_v_is_planned_only_where_it_is_asked_for(zbpp):
+    """Readers that know no V still read what is planned without the flag."""
+    texts = {}
+    for flag in ("", BARRIER, VALIDATED):
+        zbpp(f"plan ZBH1 -p 2 -m 3 {flag} -o plan.json --csv torch.csv")
+        texts[flag] = [Path(name).read_text() for name in ("plan.json", "torch.csv")]
+    assert texts[""] == texts[BARRIER] and texts[""][1] == texts[VALIDATED][1]
+    bare = plan("ZBH1", n_stages=2, n_microbatches=3)
+    assert read_schedule("plan.json") == post_validated(bare)
+    assert zbpp(f"show plan.json {BARRIER}") == zbpp("show ZBH1 -p 2 -m 3")
+
+
+def test_a_flag_chooses_one_of_the_protocols_that_are_drawn(zbpp):
+    line = "show ZBH2 -p 2 -m 3 --iterations 2"
+    drawn = zbpp(line).splitlines()
+    for flag, chosen in ((BARRIER, drawn[1:4]), (VALIDATED, drawn[4:7])):
+        assert zbpp(f"{line} {flag}").splitlines()[1:5] == [*chosen, ""]
+    zbpp(f"{line} -o x.json")
+    events = json.loads(Path("x.json").read_text())["traceEvents"]
+    names = [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
+    assert [names.count((run, "V")) for run in (0, 1)] == [0, 2 * 2]
+    assert [names.count((run, "O")) for run in (0, 1)] == [2 * 2, 2 * 2]
+
+
+def test_show_json_has_the_steady_step_times(zbpp):
+    data = zbpp.json("show ZBH2 -p 3 -m 6")
+    assert data["step_time_barrier"] == data["makespan"] == 20
+    assert data["step_time_post_validation"] == data["span"] == 18
+    assert data["rollback_time"] == 5
+    data = zbpp.json("show ZBH2 -p 3 -m 6 --costs costs.json")
+    other = zbpp.json(f"show ZBH2 -p 3 -m 6 --costs costs.json {VALIDATED}")
+    assert data["step_time_barrier"] > data["step_time"]  # the sum takes time too
+    del data["step_time"], other["step_time"]  # post-validated, O waits for nobody
+    assert data == other
+
+
+# Replicas.
+
+
+@pytest.mark.parametrize(
+    ("shard", "expected", "n_sums"),
+    [
+        ("none", {"shards": False}, 4),
+        ("optimizer", {"shards": True}, 4),
+        ("gradients", {"shards": True, "reduces": "every"}, 12),
+        ("parameters", {"shards": False, "reduces": "every"}, 12),
+    ],
+)
+def test_plans_for_replicas_have_collectives(zbpp, shard, expected, n_sums):
+    costs = "--costs gather.json"
+    zbpp(f"plan ZBV -p 2 -m 3 --data_parallel 2 --shard {shard} -o plan.json")
+    alone = plan("ZBV", n_stages=2, n_microbatches=3)
+    assert (
+        read_schedule("plan.json").orders == add_collectives(alone, **expected).orders
+    )
+    base = zbpp.json(f"show ZBV -p 2 -m 3 {costs}")
+    assert zbpp.json(f"show plan.json {costs}")["step_time"] > base["step_time"]
+    out = zbpp(f"show plan.json {costs}")
+    assert f" {n_sums} REDUCE_GRAD" in out
+    assert ("UNSHARD" in out) == expected["shards"]
+
+
+def test_plans_are_for_passes_that_gather(zbpp):
+    """What passes gather decides the order, not only its figures."""
+    gather = {"f": 2, "b": 2, "w": 2, "all_gather": [0, 2, 0, 2]}
+    Path("gather.json").write_text(json.dumps(gather))
+    Path("sums.json").write_text('{"f": [2, 4, 2, 4], "b": [2, 4, 2, 4], "w": 2}')
+    shard = "--costs gather.json --data_parallel 2 --shard parameters"
+    gathering = zbpp.json(f"show ZB -p 4 -m 8 {shard}")
+    summed = zbpp.json("show ZB -p 4 -m 8 --costs sums.json")
+    for figure in ("span", "bubble_rate", "lower_bound", "gap"):
+        assert gathering[figure] == summed[figure]
+    zbpp("plan ZB -p 4 -m 8 --costs gather.json -o plan.json")
+    blind = zbpp.json(f"show plan.json {shard}")
+    assert gathering["span"] < blind["span"], "the control: gathers change the order"
+
+
+def test_times_and_memory_of_replicas_follow_from_the_layers(zbpp):
+    """A stage of 4 layers with 10 bytes each: a ring of 2 at 5 a unit, alpha 1."""
+    layers = {
+        "n_layers": 8, "parameters": 10, "m_fixed": 40,
+        "replica_bandwidth": 5, "replica_delay": 1,
+    }  # fmt: skip
+    Path("l.json").write_text(json.dumps(layers))
+    line = "show ZBH1 -p 2 -m 3 --layers l.json"
+    base = zbpp.json(line)
+    for shard, saved in (("none", 0), ("optimizer", 4 * (40 - 20 - 30 / 2))):
+        found = zbpp.json(f"{line} --data_parallel 2 --shard {shard}")
+        added = found["step_time"] - base["step_time"]
+        assert added == pytest.approx(4 * 2 * (1 + 10 / 2 / 5))
+        assert base["peak_memory"][0] - found["peak_memory"][0] == saved
+
+
+def test_the_best_mesh_is_the_one_with_the_shortest_step(zbpp):
+    line = "mesh --devices 8 -m 16 --layers mesh.json"
+    best = zbpp(line).splitlines()[-1].removeprefix("auto: ")
+    data = zbpp.json(line)
+    steps = {one["n_stages"]: one["step"] for one in data["meshes"] if "step" in one}
+    n_stages = min(steps, key=steps.get)
+    assert best == data["best"] == f"pp {n_stages} x dp {8 // n_stages}"
+    assert set(steps) == {4, 8}
+    sharded = zbpp.json(f"{line} --shard gradients")["meshes"]
+    assert {one["n_stages"] for one in sharded if "step" in one} == {2, 4, 8}
+
+
+def test_chunks_of_a_costs_file_are_split_over_meshes(zbpp):
+    line = (
+        "mesh --devices 2 -m 4 --costs parts.json --replica_bandwidth 1e9 --mode 1F1B"
+    )
+    one, two = zbpp.json(f"{line} --parameters 4")["meshes"]
+    assert one["step"] == pytest.approx(2 * (6 + 4 + 4)) and one["split"] == [4]
+    assert two["split"] in ([2, 2], [3, 1])
+
+
+# Comparisons.
+
+
+def test_compare_has_the_figures_of_each_mode_and_of_each_costs_file(zbpp):
+    line = "compare -p 2 -m 3 --effort fast --costs costs.json,even.json"
+    data = zbpp.json(line)
+    assert zbpp(f"{line} --csv x.csv").count("peak memory") == 2
+    with open("x.csv", newline="", encoding="utf-8") as file:
+        rows = iter([*csv.DictReader(file)])
+    for one in data["comparisons"]:
+        costs = read_costs(one["costs"])
+        assert [found["mode"] for found in one["modes"]] == [*MODES]
+        base = next(row["step"] for row in one["modes"] if row["mode"] == "1F1B")
+        for found, row in zip(one["modes"], rows, strict=False):
+            mode = found["mode"]
+            schedule = plan(
+                mode, n_stages=2, n_microbatches=3, costs=costs, effort="fast"
+            )
+            timeline = simulate(schedule, costs)
+            assert found["bubble_rate"] == bubble_rate(timeline)
+            assert found["span"] == span(timeline) == float(row["span"])
+            assert float(row["peak_memory"]) == max(peak_memory(timeline, costs))
+            assert (row["costs"], row["mode"]) == (one["costs"], mode)
+            checked = post_validated(schedule) if mode == "ZBH1" else schedule
+            if mode in ("ZBH1", "1F1B"):
+                assert found["step"] == steady_step_time(checked, costs)
+            assert found["speed_up"] == base / found["step"]
+    behind = zbpp.json(f"compare ZBH1 -p 2 -m 3 --costs costs.json {BARRIER}")
+    ((row,),) = [one["modes"] for one in behind["comparisons"]]
+    assert row["step"] == row["step_time_barrier"] > row["step_time_post_validation"]
+
+
+def test_compare_takes_some_modes_and_their_chunks(zbpp):
+    data = zbpp.json("compare ZBV VPP 1F1B -p 2 -m 3 --chunks_per_stage 3")
+    (found,) = data["comparisons"]
+    chunks = {row["mode"]: len(row["placement"]) // 2 for row in found["modes"]}
+    assert chunks == {"ZBV": 2, "VPP": 3, "1F1B": 1}
+
+
+def test_a_mode_that_does_not_fit_has_a_reason_in_data_and_page(zbpp):
+    data = zbpp.json("compare FThenB 1F1B -p 2 -m 3 --memory_limit 2 -o x.html")
+    refused, _ = data["comparisons"][0]["modes"]
+    assert "needs memory" in refused["reason"] and "step" not in refused
+    assert refused["reason"].split(";")[0] in Path("x.html").read_text("utf-8")
+
+
+def test_a_page_has_the_command_that_repeats_it(zbpp):
+    line = (
+        "compare ZBV ZBH1 -p 2 -m 3 --costs costs.json --memory_limit 40.3 "
+        f"{BARRIER} --out 'a page.html'"
+    )
+    zbpp(line)
+    text = Path("a page.html").read_text("utf-8")
+    assert [panel["name"] for panel in page_data(text)["panels"]] == ["ZBV", "ZBH1"]
+    program, *words = shlex.split(zbpp.json(line)["command"])
+    assert (program, words[-1]) == ("zbpp", "--json")
+    zbpp(shlex.join(words[:-1]))
+    assert Path("a page.html").read_text("utf-8") == text
+
+
+def test_show_draws_several_schedules_on_a_page(zbpp):
+    zbpp("plan ZBH1 -p 2 -m 3 -o plan.json")
+    zbpp("show 1F1B,plan.json,ZBV -p 2 -m 3 -o x.html")
+    data = page_data(Path("x.html").read_text("utf-8"))
+    assert [panel["name"] for panel in data["panels"]] == ["1F1B", "ZBH1", "ZBV"]
+    for number, panel in enumerate(data["panels"]):
+        timeline = simulate(plan(panel["name"], n_stages=2, n_microbatches=3))
+        ends = [end for _, _, end, _ in boxes_in(data, number)]
+        assert max(ends) == pytest.approx(makespan(timeline))
+        assert panel["limit"] is None
+
+
+# Help.
+
+
+def test_the_help_of_a_command_fits_on_two_screens(zbpp, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = re.findall(r"^│(\w+) ", zbpp("--help"), re.MULTILINE)
+    assert {"plan", "show", "compare", "mesh", "train", "bench"} <= {*commands}
+    for command in commands:
+        lines = zbpp(f"{command} --help").splitlines()
+        assert len(lines) <= 100 and max(map(len, lines)) <= 80, command

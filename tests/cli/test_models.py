@@ -1,0 +1,146 @@
+"""Commands that take a model: its memory, its weight gradients, a trace of its run."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from zbpp.core import Pass, read_costs, read_layers
+from zbpp.planning import plan
+from zbpp.simulator import read_trace
+
+pytestmark = pytest.mark.needs("torch")
+
+MODELS = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+def batch():
+    return torch.ones(8, 64), torch.ones(8, 64)
+
+def block(i=0):
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+
+def triple():
+    return [block() for _ in range(6)], batch(), mse_loss
+
+def pair():
+    return [block(), block()], (batch()[0], None)
+
+def builder():
+    return ((lambda indices: [block(i) for i in indices]), 3), batch(), mse_loss
+
+def one_module():
+    return block(), batch(), mse_loss
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up = nn.Embedding(10, 8), nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.idle = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.frozen(self.up(self.embed(x))) @ self.embed.weight.t()
+
+def tied():
+    return Tied(), torch.zeros(3, 4, dtype=torch.long)
+"""
+
+
+@pytest.fixture(autouse=True)
+def models(zbpp, monkeypatch):
+    Path("my_models.py").write_text(MODELS)
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.slow
+def test_estimate_has_bytes_by_mode_and_stage_and_marks_what_is_over_the_limit(zbpp):
+    from schemas import mistakes
+
+    line = "estimate -p 2 -m 4 --model my_models:triple --optimizer sgd --modes"
+    data = zbpp.json(f"{line} FThenB zb-h1")
+    assert not mistakes("estimate", data)
+    assert mistakes("estimate", data | {"unit": "GiB"})
+    assert data["unit"] == "bytes" and list(data["modes"]) == ["FThenB", "ZBH1"]
+    n = 3 * (64 * 64 + 64) * 4
+    for mode, stages in data["modes"].items():
+        for stage in stages:
+            assert stage["parameters"] == stage["gradients"] == n
+            assert stage["rollback"] == (n if mode == "ZBH1" else 0)
+            assert stage["peak"] > 2 * n and stage["optimizer"] == 0
+    small, large = sorted(stage["peak"] for stage in data["modes"]["FThenB"])
+    assert small < large
+    for limit, n_over in ((small - 1, 2), (small, 1)):
+        out = zbpp(f"{line} FThenB --memory_limit {limit}")
+        assert len(re.findall(r"^│.* over ", out, re.MULTILINE)) == n_over, out
+
+
+@pytest.mark.slow
+def test_estimate_names_what_fits_and_its_files_feed_the_planner(zbpp):
+    line = (
+        "estimate -p 2 -m 4 --model my_models:triple --optimizer none "
+        "--modes 1F1B FThenB --costs_out c.json --layers_out l.json --memory_limit"
+    )
+    out = zbpp(f"{line} 75KiB")
+    assert "no mode fits 75.0 KiB a stage" in out and "1F1B none" in out
+    memory = read_costs("c.json")
+    assert isinstance(memory.m_b, tuple) and len(memory.m_b) == 2
+    assert memory.memory_limit == 75 * 1024
+    assert read_layers("l.json").n_layers == 6
+    zbpp("show 1F1B -p 2 -m 4 --costs c.json", code=2)  # over it
+    out = zbpp(f"{line} 1000KiB")
+    assert "1F1B, FThenB fit 1000 KiB" in out and "1F1B none" not in out
+
+
+@pytest.mark.slow
+def test_without_a_model_that_of_training_is_estimated(zbpp):
+    assert "ZBV" in zbpp("estimate -p 2 -m 4 --size tiny --modes ZBV")
+
+
+@pytest.mark.slow
+def test_a_mesh_is_chosen_by_the_bytes_and_operations_of_a_model(zbpp):
+    one, two = zbpp.json(
+        "mesh --model my_models:triple --devices 2 -m 4 --device_flops 1e6 "
+        "--replica_bandwidth 1e9 --mode ZBH1"
+    )["meshes"]
+    work = 3 * 6 * (2 * 8 * 64 * 64) / 1e6  # F, B and W of a micro-batch, in seconds
+    assert one["step"] - one["exposed"] == pytest.approx(2 * work)
+    assert two["step"] > 4 * work / 2
+    n = 6 * (64 * 64 + 64)
+    assert one["peak_memory"] >= 16 * n  # and what a rollback needs
+    assert 8 * n < two["peak_memory"] < one["peak_memory"]
+
+
+@pytest.mark.parametrize("name", ["triple", "pair", "builder", "one_module"])
+def test_doctor_takes_a_model_with_its_batch_and_loss(zbpp, name):
+    out = zbpp(f"doctor --model my_models:{name}")
+    assert "weight" in out and "│ W" in out
+
+
+def test_doctor_tells_which_weights_wait_and_why_the_rest_do_not(zbpp):
+    out = zbpp("doctor --model my_models:tied")
+    cells = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
+    assert {row[1]: row[3] for row in cells if len(row) > 2} == {
+        "embed.weight": "B: used 2 times",
+        "up.weight": "W",
+        "up.bias": "B: no product's weight",
+        **dict.fromkeys(("frozen.weight", "frozen.bias"), "frozen"),
+        **dict.fromkeys(("idle.weight", "idle.bias"), "unused"),
+    }
+    assert "42.1% of 152 parameters; B those of 80 (used 2 times)" in out
+
+
+@pytest.mark.slow
+def test_train_writes_a_trace_of_the_jobs_of_its_plan(zbpp):
+    small = f"--size tiny --seq 16 --data {__file__}"
+    zbpp(f"train --steps 2 --stages 2 --trace trace.json {small}")
+    (measured,) = read_trace("trace.json")
+    order = plan("ZBH1", n_stages=2, n_microbatches=8).orders
+    for row, jobs in zip(measured.rows, order, strict=True):
+        ran = [slot.job for slot in row if isinstance(slot.job, Pass)]
+        assert ran == [job for job in jobs if isinstance(job, Pass)]
