@@ -30,6 +30,7 @@ from zbpp.runtime.testing import small_buckets
 __all__ = [
     "Case",
     "Trace",
+    "costs_in_parts",
     "difference",
     "make",
     "merged",
@@ -268,7 +269,7 @@ def make(
     planned = {name: getattr(case, name) for name in ("recompute", "split")}
     if any(x is not None for x in planned.values()) or case.parts:
         if case.parts:
-            planned["costs"] = _costs_in_parts(N_LAYERS // n_stages)
+            planned["costs"] = costs_in_parts(N_LAYERS // n_stages)
         alike = {k: x for k, x in settings.items() if k != "clip_grad_norm"}
         schedule = zbpp.plan_model(model, mode, **planned, **alike)
     return zbpp.Pipeline(model, schedule, **settings)
@@ -313,7 +314,7 @@ def _unknown(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return build
 
 
-def _costs_in_parts(n_layers: int) -> zbpp.Costs:
+def costs_in_parts(n_layers: int) -> zbpp.Costs:
     """A stage of layers that compute, exchange, compute and exchange."""
     from zbpp.core import Lane, Parts
 
