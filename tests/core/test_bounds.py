@@ -1,25 +1,15 @@
 """Lower bounds: below every schedule we can make, and tight where a proof says so."""
 
-import json
-import random
 from dataclasses import replace
 from operator import add
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpp.core import Costs, Placement
+from zbpp.core import Costs, Placement, lower_bound, lower_bounds
 from zbpp.planning import MODES, plan
-from zbpp.schedules import plan_placement
-from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
-
-DATA = Path(__file__).parents[1] / "data"
-
-
-def rows(name):
-    return json.loads((DATA / name).read_text(encoding="utf-8"))["rows"]
+from zbpp.simulator import peak_memory, simulate, span
 
 
 @st.composite
@@ -29,6 +19,7 @@ def cases(draw):
         draw(st.sampled_from(sorted(MODES))),
         n_stages=draw(st.integers(1, 6)),
         n_microbatches=draw(st.integers(1, 12)),
+        effort="fast",
     )
     n_chunks = schedule.placement.n_chunks
     time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-9, 10.0))
@@ -73,75 +64,21 @@ def test_no_schedule_is_shorter_than_a_bound(case):
         assert bound <= longest * (1 + 1e-9), name
 
 
-def planned_case(rng):
-    """A wave planned for random times and limits, held to the memory that it takes."""
-    p, v, m = rng.randint(1, 6), rng.choice((1, 2, 2, 2, 3, 4)), rng.randint(1, 10)
-    n, style = p * v, rng.choice(("equal", "whole", "any"))
-
-    def times():
-        if style == "equal":
-            return rng.choice((0.0, 0.5, 1.0, 2.0))
-        whole = style == "whole"
-        return tuple(
-            float(rng.choice((0, 1, 1, 2, 3))) if whole else rng.uniform(0.1, 2.0)
-            for _ in range(n)
-        )
-
-    costs = Costs(times(), times(), times(), rng.choice((0.0, 0.0, 0.3, 1.0)))
-    held = tuple(rng.uniform(0.5, 1.5) for _ in range(n))
-    held = rng.choice((held, (1.0,) * n))
-    kept = tuple(one * rng.choice((0.0, 0.2, 0.5, 0.9, 1.0)) for one in held)
-    least = [sum(held[c] for c in chunks) for chunks in Placement.wave(p, v).chunks_of]
-    size = rng.choice((1.0, 1.2, 1.5, 2.0, 3.0, p))
-    limit = tuple(size * one for one in least)
-    costs = replace(costs, m_b=held, m_w=kept, memory_limit=limit)
-    schedule = plan_placement(
-        placement=Placement.wave(p, v),
-        n_microbatches=m,
-        costs=costs,
-        effort="fast",
-    )
-    peaks = peak_memory(simulate(schedule, costs), costs)
-    return schedule, replace(costs, memory_limit=tuple(peaks))
-
-
-def test_no_planned_wave_is_shorter_than_a_bound():
-    rng, n_cases, tight = random.Random(1), 200, 0
-    for _ in range(n_cases):
-        schedule, costs = planned_case(rng)
-        other = replace(costs, comm=rng.choice((0.0, 0.5)), w=rng.choice((0.0, 1.0)))
-        for times in (costs, other):  # the order is valid for any times
-            longest = span(simulate(schedule, times))
-            bounds = lower_bounds(schedule.placement, schedule.n_microbatches, times)
-            for name, bound in bounds.items():
-                assert bound <= longest * (1 + 1e-9), name
-            tight += times is costs and max(bounds.values()) >= longest * (1 - 1e-9)
-    assert tight > n_cases / 4  # so that a bound a little too high is noticed
-
-
-def optimum_bound(row):
-    c, chunks = row["costs"], 2 if row["kind"] == "v" else 1
-    return lower_bound(
-        Placement.wave(row["p"], chunks),
-        row["m"],
-        Costs(
-            chunks * c["F"],
-            chunks * c["B"],
-            chunks * c["W"],
-            c["comm"],
-            m_b=1.0,
-            m_w=c["wfrac"],
-            memory_limit=row["mem_limit"],
-        ),
-    )
-
-
-def test_no_proved_optimum_is_below_the_bound_and_most_are_met():
-    table = rows("optimum_public.json")
-    bounds = [(row["obj"], optimum_bound(row)) for row in table]
-    assert all(bound <= optimum * (1 + 1e-9) for optimum, bound in bounds)
-    met = sum(bound == pytest.approx(optimum) for optimum, bound in bounds)
-    assert met >= len(table) - 6
+def test_most_bounds_of_equal_times_are_met():
+    """So that a bound a little too high is noticed."""
+    met = 0
+    for p, m in ((2, 5), (3, 7)):
+        for limit in (1, 1.5, 2, p):
+            for mode in ("ZB", "ZBV"):
+                costs = Costs(memory_limit=limit)
+                schedule = plan(
+                    mode, n_stages=p, n_microbatches=m, costs=costs, effort="fast"
+                )
+                longest = span(simulate(schedule, costs))
+                bound = lower_bound(schedule.placement, m, costs)
+                assert bound <= longest * (1 + 1e-9)
+                met += bound >= longest * (1 - 1e-9)
+    assert met >= 11  # of 16
 
 
 @pytest.mark.parametrize(
@@ -153,21 +90,6 @@ def test_v_schedules_below_p_have_a_constant_idle_time(p, limit, idle, m):
     """The published V-Min and V-Half meet it in part, so they are optimal there."""
     bound = lower_bound(Placement.wave(p), m, Costs(memory_limit=limit))
     assert bound == pytest.approx(3 * m + idle)
-
-
-def test_published_v_schedules_are_proved_optimal():
-    proved = 0
-    for row in rows("peers_public.json"):
-        if "v" in row:
-            c, m = row["costs"], row["m"]
-            times = (float(c[name]) for name in ("F", "B", "W", "comm"))
-            costs = Costs(*times, m_w=c["wfrac"], memory_limit=row["limit"])
-            work = m * float(c["F"] + c["B"] + c["W"])
-            peer = work / (1 - row["v"]["bubble"])
-            bound = lower_bound(Placement.wave(row["p"]), m, costs)
-            assert bound <= peer * (1 + 2e-5)  # the bubble is rounded to five digits
-            proved += bound >= peer * (1 - 2e-5)
-    assert proved == 45  # of 65
 
 
 @given(cases())

@@ -14,7 +14,6 @@ from zbpp.core import (
     zero_bytes,
     zero_volume,
 )
-from zbpp.core.costs.collectives import ring_time, tree_time
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = CollectiveOperation
 LINK = Link(alpha=10.0, bandwidth=2.0)
@@ -42,27 +41,23 @@ def doubling_by_messages(n: int, n_bytes: float) -> float:
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 13])
-def test_a_ring_takes_the_time_of_its_messages(n: int) -> None:
-    time, held = ring_by_messages(n, 240.0)
+def test_long_messages_go_around_rings(n: int) -> None:
+    n_bytes = 1e9
+    time, held = ring_by_messages(n, n_bytes)
     assert held == [set(range(n))] * n
     for operation in (ALL_GATHER, REDUCE_SCATTER):
-        assert ring_time(operation, 240.0, n, LINK) == pytest.approx(time)
-    assert ring_time(ALL_REDUCE, 240.0, n, LINK) == pytest.approx(2 * time)
+        assert collective_time(operation, n_bytes, n, LINK) == pytest.approx(time)
+    assert collective_time(ALL_REDUCE, n_bytes, n, LINK) == pytest.approx(2 * time)
 
 
-@pytest.mark.parametrize("n", [2, 4, 16])
-def test_a_tree_takes_the_time_of_its_messages(n: int) -> None:
-    expected = doubling_by_messages(n, 240.0)
-    assert tree_time(ALL_GATHER, 240.0, n, LINK) == pytest.approx(expected)
+@pytest.mark.parametrize("n", [4, 16])
+def test_short_messages_go_along_trees(n: int) -> None:
+    expected = doubling_by_messages(n, 1.0)
+    assert collective_time(ALL_GATHER, 1.0, n, LINK) == pytest.approx(expected)
     steps = int(math.log2(n))
-    assert tree_time(ALL_REDUCE, 240.0, n, LINK) == 2 * steps * LINK.time(240.0)
-
-
-def test_short_messages_go_along_trees_and_long_ones_around_rings() -> None:
-    for n_bytes, way in ((1.0, tree_time), (1e9, ring_time)):
-        time = collective_time(ALL_REDUCE, n_bytes, 8, LINK)
-        assert time == way(ALL_REDUCE, n_bytes, 8, LINK)
-    assert tree_time(ALL_REDUCE, 1e9, 8, LINK) > ring_time(ALL_REDUCE, 1e9, 8, LINK)
+    time = collective_time(ALL_REDUCE, 1.0, n, LINK)
+    assert time == pytest.approx(2 * steps * LINK.time(1.0))
+    assert time < 2 * ring_by_messages(n, 1.0)[0]
     for operation in CollectiveOperation:  # one process waits for nobody
         assert collective_time(operation, 1e9, 1, LINK) == 0
 

@@ -1,29 +1,15 @@
-"""Files: what is written is read back, and what is wrong is named.
-
-Schedules and costs that hypothesis makes, a table of mistakes for each kind of file,
-and units of memory. Files that are changed at
-random: `test_mangled_files.py`; wrong orders: `test_mutants.py`.
-"""
+"""Files of costs and layers: what is written is read back, what is wrong is named."""
 
 import json
-import random
 
-import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpp.core import (
-    Check,
     Costs,
     LayerCosts,
-    Pass,
-    PassKind,
-    Placement,
     RequestError,
-    Schedule,
-    ScheduleError,
-    Step,
     parse_costs,
     parse_layers,
     parse_memory,
@@ -34,127 +20,8 @@ from zbpp.core import (
     schedule_text,
     write_costs,
     write_layers,
-    write_schedule,
 )
 from zbpp.planning import plan
-
-F, B, W, BW = PassKind
-
-
-# --- schedules ------------------------------------------------------------------------
-
-
-def random_schedule(seed: int) -> Schedule:
-    """Build a schedule that is valid by construction: a random order of its graph.
-
-    Any placement, B with W or BW pass by pass, with or without O and V.
-    """
-    rng = random.Random(seed)
-    n_stages, m = rng.randint(1, 4), rng.randint(1, 5)
-    stage_of = [*range(n_stages), *rng.choices(range(n_stages), k=rng.randint(0, 4))]
-    rng.shuffle(stage_of)
-    before = nx.DiGraph()
-    for i in range(m):
-        path = [Pass(F, chunk, i) for chunk in range(len(stage_of))]
-        for chunk in reversed(range(len(stage_of))):
-            path.append(Pass(rng.choice([B, BW]), chunk, i))
-            if path[-1].kind is B:
-                before.add_edge(path[-1], Pass(W, chunk, i))
-        nx.add_path(before, path)
-    orders: list[list] = [[] for _ in range(n_stages)]
-    for job in nx.lexicographical_topological_sort(before, lambda _: rng.random()):
-        orders[stage_of[job.chunk]].append(job)
-    if rng.random() < 0.5:
-        for stage, order in enumerate(orders):
-            order.append(Step(stage))
-    if rng.random() < 0.5:
-        for stage, order in enumerate(orders):
-            kinds = [getattr(job, "kind", None) for job in order]
-            n_warm_up = next(i for i, kind in enumerate(kinds) if kind in (B, BW))
-            order.insert(rng.randint(0, n_warm_up), Check(stage))
-    return Schedule(
-        f"random {seed}", Placement(tuple(stage_of)), m, tuple(map(tuple, orders))
-    )
-
-
-@given(seed=st.integers(0, 2**32))
-def test_any_valid_schedule_is_accepted_and_read_back_as_it_was(seed):
-    schedule = random_schedule(seed)
-    assert parse_schedule(schedule_text(schedule)) == schedule
-
-
-def test_random_schedules_are_of_all_sorts():
-    texts = [schedule_text(random_schedule(seed)) for seed in range(60)]
-    for part in ('"O"', '"V"', "BW0", "0B0", '"n_stages": 1', '"n_stages": 4'):
-        assert 0 < sum(part in text for text in texts) < len(texts), part
-
-
-def test_schedule_file_has_the_fixed_format(tmp_path):
-    rows = tuple((Pass(F, s, 0), Pass(BW, s, 0), Step(s)) for s in range(2))
-    schedule = Schedule("1F1B", Placement.single(2), 1, rows)
-    write_schedule(schedule, tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text()) == {
-        "format": "zbpp-schedule",
-        "version": 1,
-        "mode": "1F1B",
-        "n_stages": 2,
-        "n_microbatches": 1,
-        "placement": [0, 1],
-        "jobs": [["0F0", "0BW0", "O"], ["1F0", "1BW0", "O"]],
-    }
-    assert read_schedule(tmp_path / "plan.json") == schedule
-
-
-def test_a_schedule_is_read_with_a_memory_limit():
-    text = schedule_text(random_schedule(3))
-    costs = Costs(memory_limit=100.0)
-    assert parse_schedule(text, costs=costs).costs == costs
-    with pytest.raises(ScheduleError, match="over the limit"):
-        parse_schedule(text, costs=Costs(memory_limit=0.01))
-
-
-BASE = json.loads(schedule_text(plan("FThenB", n_stages=4, n_microbatches=5)))
-WRONG_KEYS = [
-    *(({key: value}, key) for key in BASE for value in (None, {})),
-    *(
-        ({key: value}, key)
-        for key in ("n_stages", "n_microbatches")
-        for value in (-1, 0, 2.0, "2", True, [2])
-    ),
-    ({"format": "plan"}, "format 'plan'"),
-    ({"version": 2}, "version 2"),
-    ({"n_stages": 5}, "n_stages is"),
-    ({"n_stages": 3}, "n_stages is"),
-    ({"n_microbatches": 6}, "row 0, column"),
-    ({"n_microbatches": 4}, "row 0, column"),
-    ({"placement": []}, "placement"),
-    ({"placement": [0, 1, 3, 4]}, "placement"),
-    ({"placement": [-1, 0, 1, 2]}, r"placement\[0\] is -1"),
-    ({"placement": ["0", 1, 2, 3]}, r"placement\[0\] is '0'"),
-    ({"placement": [0, 10**15]}, "placement"),
-    ({"placement": [0, 1, 2, 3, 3]}, "row 3, column"),
-    ({"placement": [1, 0, 2, 3]}, "row 0, column 0"),
-    ({"jobs": []}, "0 rows of jobs for 4 stages"),
-    ({"jobs": BASE["jobs"][:-1]}, "3 rows of jobs for 4 stages"),
-    ({"jobs": [*BASE["jobs"], []]}, "5 rows of jobs for 4 stages"),
-    ({"jobs": BASE["jobs"][::-1]}, "row 0, column 0"),
-    ({"jobs": ["0F0,0BW0"] * 4}, "jobs is not a list of rows"),
-    ({"stages": 4}, "unknown key 'stages'; the keys are format"),
-]
-
-
-@pytest.mark.parametrize(("change", "named"), WRONG_KEYS)
-def test_a_wrong_key_of_a_schedule_is_named(change, named):
-    with pytest.raises(RequestError, match=f"^my.json: (.|\n)*{named}"):
-        parse_schedule(json.dumps(BASE | change), source="my.json")
-    parse_schedule(json.dumps(BASE))
-
-
-@pytest.mark.parametrize("key", BASE)
-def test_a_missing_key_of_a_schedule_is_named(key):
-    text = json.dumps({k: v for k, v in BASE.items() if k != key})
-    with pytest.raises(RequestError, match=f"the key '{key}' is missing"):
-        parse_schedule(text)
 
 
 def test_broken_json_is_located():

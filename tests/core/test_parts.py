@@ -1,18 +1,19 @@
 """Parts of passes on two lanes: times, memory, files, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from moe import B, C, F, N, W, moe_costs
+from moe import C, N, W, moe_costs
 
 from zbpp.core import (
-    Clock,
     Costs,
     Lane,
     LayerCosts,
-    Link,
     Part,
     Parts,
     Pass,
@@ -29,12 +30,12 @@ from zbpp.core import (
     parse_layers,
     parse_schedule,
     recomputed,
+    replay,
     schedule_text,
     write_costs,
     write_layers,
 )
 from zbpp.planning import MODES, PlanRequest, make_plan, plan
-from zbpp.planning.replicas import Network, on_shared_layers, with_replicas
 from zbpp.schedules import (
     add_collectives,
     balance,
@@ -42,11 +43,12 @@ from zbpp.schedules import (
     plan_combined_1f1b,
     plan_dual_pipe_v,
     plan_one_f_one_b,
+    plan_placement,
     plan_vpp,
     post_validated,
     without_checks,
 )
-from zbpp.simulator import simulate, span
+from zbpp.simulator import simulate, span, steady_step_time
 
 LANES = Costs(parts=Parts(((C, 1), (N, 1), (C, 1)), ((N, 1), (C, 2)), ((C, 1),)))
 """F: computes, exchanges, computes; B: exchanges, computes; W computes."""
@@ -84,36 +86,6 @@ def test_parts_in_a_row_take_the_times_of_their_sums(mode):
     if schedule.n_stages < schedule.placement.n_chunks:  # the control
         overlapped = simulate(lay_out(schedule, costs), costs)
         assert span(overlapped) < span(simulate(schedule, sums))
-
-
-@pytest.mark.parametrize("layers", [1, 2, 4])
-@pytest.mark.parametrize("share", [0.2, 0.3, 0.4, 0.5, 0.6])
-def test_a_pair_takes_what_the_formula_says(share, layers):
-    costs = moe_costs(share, layers)
-    exchange = share / (1 - share)
-    work = max(0.0, exchange / 2 - 0.5) / layers
-    assert _pair_time(costs) == pytest.approx(max(2 * exchange, 3 + work))
-    in_turn = sum(costs.parts.time(kind) for kind in (F, B, W))
-    assert in_turn == pytest.approx(3 + 2 * exchange)
-
-
-def _pair_time(costs):
-    """Time of the parts of F1, B0 and W0, which begin together."""
-    times = costs.on(Placement.single(1))
-    before = Clock(times, n_microbatches=2)
-    for index, (lane, _time) in enumerate(times.parts_of(Pass(F, 0, 0))):
-        slot = before.run(Part(Pass(F, 0, 0), index, lane))
-    order = rows("0F0 (0F1;0BW0)OVERLAP_F_B 0BW1 O")
-    schedule = Schedule("pair", Placement.single(1), 2, order)
-    laid = lay_out(schedule, costs, w_first=True).parts[0]
-    pair = [p for p in laid if isinstance(p, Part) and p.of in PAIR]
-    clock = Clock(times, n_microbatches=2, free=[slot.end])
-    clock._written |= before._written
-    slots = [clock.run(part) for part in pair]
-    return max(s.end for s in slots) - slot.end
-
-
-PAIR = (Pass(F, 0, 1), Pass(B, 0, 0), Pass(W, 0, 0))
 
 
 def test_a_w_needs_its_part_of_b_alone_where_they_are_as_many():
@@ -253,15 +225,6 @@ def test_wrong_parts_of_layers_are_refused(tmp_path, change, message):
         parse_layers(json.dumps(data | change))
 
 
-def test_parts_of_layers_know_no_collectives_inside_of_passes():
-    layers = replace(LAYERS, all_gather=1.0, message=1.0, bandwidth=1.0)
-    with pytest.raises(RequestError, match="leave the key 'parts' out of the layers"):
-        with_replicas(layers, 2, "parameters")
-    with pytest.raises(RequestError, match="leave the key 'parts' out of the layers"):
-        on_shared_layers(layers, 2, Network(Link(0.0, 1.0)))
-    assert with_replicas(replace(layers, parts=None), 2, "parameters").f == (8, 11, 11)
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -310,10 +273,105 @@ def test_validations_are_laid_out_and_taken_out_again():
     assert simulate(checked, moe_costs(0.4)).n_microbatches == 4
 
 
+# --- plans ----------------------------------------------------------------------------
+
+SIZES = {"n_stages": 4, "n_microbatches": 8, "effort": "fast"}
+
+
 def test_orders_without_pairs_are_laid_out_too():
-    costs = moe_costs(0.4)
-    order = plan_one_f_one_b(n_stages=2, n_microbatches=4)
+    costs, order = moe_costs(0.4), plan_one_f_one_b(n_stages=2, n_microbatches=4)
     laid = lay_out(order, costs)
     assert span(simulate(laid, costs)) <= span(simulate(order, costs))
     assert {type(job) for row in laid.parts for job in row} == {Part, Step}
     assert PassKind.BW not in {p.kind for row in laid.parts for p in row[:-1]}
+
+
+def test_plans_are_shorter_than_dual_pipe_v_and_than_passes_in_a_row():
+    costs = moe_costs(0.4, memory_limit=4.0)
+    found = plan("ZBVPP", **SIZES, costs=costs)
+    assert found.parts is not None
+    dual = lay_out(plan_dual_pipe_v(n_stages=4, n_microbatches=8), costs)
+    longest = span(simulate(found, costs))
+    assert longest < span(simulate(dual, costs))
+    assert span(simulate(replace(found, parts=None), costs)) > 1.1 * longest
+    more = moe_costs(0.4, memory_limit=2.0)
+    auto = plan("auto", n_stages=2, n_microbatches=3, costs=more, effort="fast")
+    assert auto.placement.n_chunks == 8, "more chunks where layers exchange"
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("limit, goal", [(8.0, 1.34), (12.0, 1.17), (16.0, 1.13)])
+def test_eight_stages_reach_the_goals(limit, goal):
+    costs, placement = moe_costs(0.4, memory_limit=limit), Placement.wave(8, 4)
+    found = plan_placement(placement=placement, n_microbatches=16, costs=costs)
+    assert span(simulate(found, costs)) / 48 <= goal
+
+
+FIGURES = re.findall(
+    r"`(\w+)`, (\d+) stages, (\d+) micro-batches(?:, limit (\d+))? "
+    r"\| ([\d.]+) \| ([\d.]+) \|",
+    (Path(__file__).parents[2] / "docs/how_to/overlap.md").read_text("utf-8"),
+)
+"""Mode, stages, micro-batches, limit; spans as run and planned, of those in a row."""
+
+
+def test_the_docs_have_figures():
+    assert len(FIGURES) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", FIGURES, ids=" ".join)
+def test_the_planned_figures_of_the_docs(row):
+    mode, p, m, limit, _, as_planned = row
+    costs = moe_costs(0.4, **({"memory_limit": float(limit)} if limit else {}))
+    found = plan(mode, n_stages=int(p), n_microbatches=int(m), costs=costs)
+    in_a_row = replace(found, parts=None, costs=None)
+    planned, alone = (span(simulate(one, costs)) for one in (found, in_a_row))
+    assert f"{planned / alone:.2f}" == as_planned
+
+
+EXCHANGE = ((C, 1.0), (N, 1.0), (C, 1.0))
+NOTHING_LAST = (*EXCHANGE[:2], (C, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("f", "w"),
+    [
+        (NOTHING_LAST[:2], ((C, 1.0),)),
+        ((*EXCHANGE, (N, 0.0)), ((C, 1.0),)),
+        (EXCHANGE, ((C, 1.0), (C, 1.0))),
+        (EXCHANGE, ()),
+    ],
+)
+def test_costs_with_other_parts_are_refused_not_cut_short(f, w):
+    costs = Costs(parts=Parts(EXCHANGE, EXCHANGE, ((C, 1.0),)))
+    schedule = plan("ZB", n_stages=2, n_microbatches=2, costs=costs, effort="fast")
+    assert schedule.parts is not None
+    for call in (simulate, steady_step_time):
+        with pytest.raises(RequestError, match=r"but the costs have .*; plan again"):
+            call(schedule, Costs(parts=Parts(f, EXCHANGE, w)))
+
+
+@pytest.mark.parametrize("last", [EXCHANGE, NOTHING_LAST])
+def test_to_recompute_nothing_is_to_plan_for_the_same_parts(last):
+    costs = Costs(parts=Parts(last, EXCHANGE, ((C, 1.0),), layers=2))
+    sizes = {"n_stages": 2, "n_microbatches": 2, "effort": "fast"}
+    plain, none = (
+        make_plan(PlanRequest(schedule="ZBH1", costs=costs, recompute=x, **sizes))
+        for x in (None, "none")
+    )
+    assert (none.costs, none.span) == (plain.costs, plain.span)
+
+
+@pytest.mark.parametrize("n_jobs", list(product((0, 1, 2), repeat=2)))
+def test_a_replay_that_comes_to_no_end_is_refused(n_jobs):
+    schedule = plan("1F1B", n_stages=2, n_microbatches=2)
+    orders = [order[:n] for order, n in zip(schedule.orders, n_jobs, strict=True)]
+    times = Costs().on(schedule.placement)
+    if n_jobs[0] or not n_jobs[1]:
+        slots = replay(orders, times, n_microbatches=2)
+        assert tuple(map(len, slots)) == n_jobs
+    else:
+        with pytest.raises(RequestError, match=r"1F0 never starts: what it waits"):
+            replay(orders, times, n_microbatches=2)

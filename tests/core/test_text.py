@@ -1,22 +1,39 @@
-"""The text of jobs and orders, and drawings of timelines."""
+"""Kinds of jobs and their text, orders, and drawings of timelines."""
+
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpp.core import (
+    KINDS,
     Check,
+    Collective,
+    CollectiveKind,
+    Costs,
+    Pair,
     Pass,
     PassKind,
     Placement,
     RequestError,
+    Scope,
     Slot,
     Step,
     Timeline,
     draw,
     format_job,
     grid,
+    input_of,
+    kind_of,
+    members_of,
+    output_of,
     parse_job,
+    passes_in,
+    reader,
+    reads,
+    stage_of,
+    writes,
 )
 
 F, B, W, BW = PassKind
@@ -137,3 +154,45 @@ def test_a_picture_that_nobody_could_look_at_is_refused():
     with pytest.raises(RequestError, match=r"a picture of 1e.12 cells a stage; take"):
         draw(huge)
     assert draw(huge, unit=1e12) == "0 | F0"
+
+
+# --- kinds ----------------------------------------------------------------------------
+
+JOBS = [
+    *(Pass(kind, 1, 2) for kind in PassKind),
+    *(Collective(kind, 1) for kind in CollectiveKind),
+    Step(1),
+    Check(1),
+    Pair(Pass(PassKind.F, 1, 2), Pass(PassKind.BW, 1, 0)),
+]
+TWO = Placement.single(2)
+
+
+def test_there_is_a_row_for_every_kind_and_each_is_seen_here():
+    assert [job.kind for job in JOBS] == list(KINDS)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_job_has_a_text_a_time_a_memory_and_a_stage(job):
+    costs = Costs().on(TWO)
+    work = [kind for part in members_of(job) for kind in kind_of(part).work]
+    assert costs.of(job) == len(work), "a unit each of F, B and W"
+    assert costs.peak(job) >= max(0.0, costs.change(job))
+    assert stage_of(job, TWO) == 1
+    assert parse_job(str(job), stage=1) == job
+    assert re.sub(r"\(.*\)|\d", "", str(job)) == kind_of(job).text
+    scope = kind_of(job).scope
+    assert len(passes_in(job)) == {Scope.MICROBATCH: 1, Scope.PAIR: 2}.get(scope, 0)
+
+
+@pytest.mark.parametrize("placement", [TWO, Placement.wave(2)])
+def test_each_value_that_is_read_is_written_by_a_pass_that_sends_it_there(placement):
+    n = placement.n_chunks
+    passes = [Pass(kind, chunk, 0) for kind in PassKind for chunk in range(n)]
+    written = {value: job.chunk for job in passes for value in writes(job, n)}
+    for job in passes:
+        for value in reads(job, n):
+            assert written[value] == value.chunk and reader(value) == job.chunk
+        assert input_of(job, n) in (None, *reads(job, n))
+        assert output_of(job, n) in (None, *writes(job, n))
+    assert any(value not in written for value in reads(Pass(PassKind.F, n, 0), n + 1))

@@ -1,0 +1,488 @@
+"""Rules of a schedule: a table of mistakes, and an oracle for orders changed at random.
+
+The oracle shares no code with zbpp: it splits the cells by hand and asks networkx
+whether "must come before" has a cycle.
+"""
+
+import json
+import random
+import re
+from collections import Counter
+from itertools import permutations, product
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbpp.core import (
+    Check,
+    Costs,
+    Pass,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    ScheduleError,
+    Step,
+    parse_job,
+    parse_schedule,
+    read_schedule,
+    schedule_text,
+    write_schedule,
+)
+from zbpp.planning import plan
+
+F, B, W, BW = PassKind
+
+
+def orders_of(*rows: str) -> tuple:
+    return tuple(
+        tuple(parse_job(cell, stage=stage) for cell in row.split())
+        for stage, row in enumerate(rows)
+    )
+
+
+def build(*rows: str, stage_of=None, m: int = 1) -> Schedule:
+    placement = Placement(stage_of or tuple(range(len(rows))))
+    return Schedule("built", placement, m, orders_of(*rows))
+
+
+GOOD = ("0F0 0F1 0BW0 0BW1 O", "1F0 1B0 1F1 1W0 1BW1 O")
+SHARDED = (
+    "0UNSHARD 0F0 V 0B0 0RESHARD 0W0 0REDUCE_GRAD 0REDUCE_WAIT O",
+    "1UNSHARD 1F0 V 1BW0 1REDUCE_GRAD 1RESHARD 1REDUCE_WAIT O",
+)
+
+# Two lines a case: the rows ("." is the good one), then row, column and reason.
+OF_PASSES = """
+0F0 0F1 2F0 | .
+0 2 2F0: the chunks are 0 to 1
+0F0 0F1 0F2 0BW0 | .
+0 2 0F2: the micro-batches are 0 to 1
+. | 1F0 1B0 0F1
+1 2 0F1 stands on stage 1, but chunk 0 is on stage 0; move it there
+0F0 0F1 0F0 0BW0 0BW1 O | .
+0 2 0F0 repeats 0F0 of column 0; remove one
+. | 1F0 1B0 1F1 1BW0 1BW1
+1 3 1BW0 repeats 1B0 of column 1
+. | 1F0 1BW0 1F1 1B0 1BW1
+1 3 1B0 repeats 1BW0 of column 1
+. | 1F0 1BW0 1F1 1W0 1BW1
+1 3 1W0 repeats 1BW0 of column 1
+0BW0 0F0 0F1 0BW1 O | .
+0 0 0BW0 comes before 0F0; swap them
+. | 1F0 1W0 1B0 1F1 1BW1 O
+1 1 1W0 comes before 1B0; swap them
+0F0 0BW0 O | .
+0 3 0F1 is missing
+0F0 0F1 0BW0 O | .
+0 4 0B1 (with 0W1, or 0BW1) is missing
+. | 1F0 1B0 1F1 1BW1 O
+1 5 1W0 is missing
+0F0 0F1 0BW0 O 0BW1 | .
+0 4 0BW1 comes after O; the optimizer step must be the last job
+0F0 0F1 0BW0 0BW1 O O | .
+0 5 O repeats O of column 4
+. | 1F0 1B0 1F1 1W0 1BW1
+1 5 O is missing, though stage 0 has one
+0F0 0F1 0BW0 V 0BW1 | V 1F0 1BW0 1F1 1BW1
+0 3 V must come before the first backward pass
+V 0F0 0F1 0BW0 0BW1 | 1F0 1BW0 1F1 1BW1
+1 4 V is missing, though stage 0 has one
+0F0 0BW0 0F1 0BW1 | 1F0 1F1 1BW0 1BW1
+0 1 deadlock: stage 0 waits at 0BW0, stage 1 waits at 1F1; no stage can go on
+"""
+OF_COLLECTIVES = """
+. | 1F0 1UNSHARD V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O
+1 0 1F0 needs the parameters of chunk 1, which are sharded here; put 1UNSHARD
+. | 1UNSHARD 1F0 1RESHARD V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O
+1 4 1BW0 needs the parameters
+. | 1UNSHARD 1F0 1UNSHARD V 1BW0 O
+1 2 1UNSHARD: chunk 1 is gathered here
+. | 1UNSHARD 1F0 V 1BW0 1RESHARD 1RESHARD O
+1 5 1RESHARD: chunk 1 is sharded here
+. | 1UNSHARD 1F0 1REDUCE_GRAD V 1BW0 O
+1 2 1REDUCE_GRAD: no W or BW of chunk 1 comes before it
+. | 1UNSHARD 1F0 V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT 1REDUCE_GRAD 1REDUCE_WAIT O
+1 6 1REDUCE_GRAD: no W or BW
+. | 1UNSHARD 1F0 V 1B0 1W0 1REDUCE_GRAD 1REDUCE_GRAD 1REDUCE_WAIT O
+1 6 1REDUCE_GRAD comes before the REDUCE_WAIT of the one before
+. | 1UNSHARD 1F0 V 1BW0 1REDUCE_WAIT 1REDUCE_GRAD O
+1 4 1REDUCE_WAIT: no 1REDUCE_GRAD runs
+. | 1UNSHARD 1F0 V 1BW0 1REDUCE_GRAD O
+1 5 1REDUCE_WAIT is missing
+. | 1UNSHARD 1F0 V 1BW0 O
+1 5 1REDUCE_GRAD is missing, though chunk 0 has one
+. | 1F0 V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O
+1 6 1UNSHARD is missing, though chunk 0 has one
+. | 1UNSHARD 1F0 V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O 1RESHARD
+1 7 1RESHARD comes after O
+. | 1UNSHARD 1F0 V 0UNSHARD 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O
+1 3 0UNSHARD stands on stage 1, but chunk 0 is on stage 0; move it there
+. | 2UNSHARD 1F0 V 1BW0 O
+1 0 2UNSHARD: the chunks are 0 to 1
+"""
+
+
+def cases(text: str, good: tuple[str, str], m: int):
+    lines = text.strip().splitlines()
+    for rows, place in zip(lines[::2], lines[1::2], strict=True):
+        row, column, reason = place.split(maxsplit=2)
+        both = zip(rows.split(" | "), good, strict=True)
+        orders = [right if given == "." else given for given, right in both]
+        yield pytest.param(orders, m, int(row), int(column), reason, id=reason[:40])
+
+
+@pytest.mark.parametrize(
+    ("rows", "m", "row", "column", "reason"),
+    [*cases(OF_PASSES, GOOD, 2), *cases(OF_COLLECTIVES, SHARDED, 1)],
+)
+def test_a_mistake_is_named_and_marked(rows, m, row, column, reason):
+    with pytest.raises(ScheduleError) as error:
+        build(*rows, m=m)
+    first, *picture = str(error.value).splitlines()
+    assert first.startswith(f"row {row}, column {column} (counted from 0): {reason}")
+    marked, cells = picture[row + 1], rows[row].split()
+    at = marked.index("^")
+    assert marked.strip(" ^") == "here"
+    if column < len(cells):
+        assert picture[row][at:].split()[0] == cells[column]
+    else:
+        assert len(picture[row]) <= at
+
+
+def test_the_twins_of_the_wrong_ones_are_right():
+    assert build(*GOOD, m=2).n_stages == 2
+    assert build(*SHARDED).orders == orders_of(*SHARDED)
+
+
+def test_the_whole_message():
+    with pytest.raises(ScheduleError) as error:
+        build("0F0 0BW0 0F1 0BW1", "1F0 1BW0 1BW1 1F1", m=2)
+    assert str(error.value) == dedent("""\
+        row 1, column 2 (counted from 0): 1BW1 comes before 1F1; swap them
+        stage 0 | 0F0  0BW0 0F1  0BW1
+        stage 1 | 1F0  1BW0 1BW1 1F1
+                            ^^^^ here""")
+
+
+def test_counts_are_checked_first():
+    with pytest.raises(RequestError, match="n_microbatches is 0; it must be at least"):
+        build("", m=0)
+    with pytest.raises(RequestError, match="1 rows of jobs for 2 stages"):
+        build("0F0 0BW0", stage_of=(0, 1))
+
+
+def test_a_stage_of_two_chunks_may_deadlock_with_itself():
+    build("0F0 1F0 1BW0 0BW0", stage_of=(0, 0))
+    with pytest.raises(ScheduleError, match="deadlock: stage 0 waits at 1F0"):
+        build("1F0 0F0 1BW0 0BW0", stage_of=(0, 0))
+    with pytest.raises(ScheduleError, match="deadlock: stage 0 waits at 0BW0"):
+        build("0F0 1F0 0BW0 1BW0", stage_of=(0, 0))
+
+
+def test_gradients_are_summed_after_the_last_w():
+    row, sums = "0F0 0F1 0B0 0B1 0W1 {} 0W0 {} O", "0REDUCE_GRAD 0REDUCE_WAIT"
+    build(row.format("", sums), m=2)
+    build(row.format(sums, sums), m=2)
+    with pytest.raises(ScheduleError, match=r"0REDUCE_GRAD is missing after 0W0"):
+        build(row.format(sums, ""), m=2)
+
+
+@pytest.mark.parametrize("stage_of", [(), (1,), (0, 2), (-1, 0), (0, 10**12)])
+def test_a_stage_without_a_chunk_is_refused(stage_of):
+    with pytest.raises(RequestError, match="must hold at least one chunk") as error:
+        Placement(stage_of)
+    assert str(list(stage_of)) in str(error.value)
+    Placement((0, 1, 0))  # stages may hold different numbers
+
+
+def test_the_three_placements():
+    assert Placement.single(4).stage_of == (0, 1, 2, 3)
+    assert Placement.interleaved(3, 2).stage_of == (0, 1, 2, 0, 1, 2)
+    assert Placement.wave(3).stage_of == (0, 1, 2, 2, 1, 0)
+    assert Placement.wave(2, 3).stage_of == (0, 1, 1, 0, 0, 1)
+    assert Placement.wave(2, 3).chunks_of == ((0, 3, 4), (1, 2, 5))
+
+
+# --- orders changed at random ---------------------------------------------------------
+
+CELL = re.compile("(0|[1-9][0-9]*)(F|BW|B|W)(0|[1-9][0-9]*)")
+PAIR = re.compile(r"\((\d+F\d+);(\d+BW?\d+)\)OVERLAP_F_B")
+
+
+def is_valid(data: dict) -> bool:
+    """Judge the jobs of a file whose keys and types are right."""
+    import networkx as nx
+
+    stage_of, rows, m = data["placement"], data["jobs"], data["n_microbatches"]
+    if len(rows) != len(set(stage_of)) or not all(_tidy(row) for row in rows):
+        return False
+    if any(len({cell in row for row in rows}) > 1 for cell in ("O", "V")):
+        return False
+    before, home, node = nx.DiGraph(), {}, {}
+    for stage, row in enumerate(rows):
+        jobs = [_passes(cell) for cell in row if cell not in ("O", "V")]
+        if None in jobs:
+            return False
+        keys = [key for job in jobs for key in job]
+        if len(set(keys)) < len(keys):
+            return False
+        home.update(dict.fromkeys(keys, stage))
+        node.update({key: job for job in jobs for key in job})
+        nx.add_path(before, jobs)
+    wanted = list(product(range(len(stage_of)), range(m)))
+    if {(c, i) for c, _, i in home} != set(wanted):
+        return False
+    for c, i in wanted:
+        kinds = {kind for kind in ("F", "B", "W", "BW") if (c, kind, i) in home}
+        if kinds not in ({"F", "BW"}, {"F", "B", "W"}):
+            return False
+        if any(home[c, kind, i] != stage_of[c] for kind in kinds):
+            return False
+        back = "BW" if "BW" in kinds else "B"
+        before.add_edge(node[c, "F", i], node[c, back, i])
+        if back == "B":
+            before.add_edge(node[c, "B", i], node[c, "W", i])
+        if c > 0:
+            upper = "BW" if (c - 1, "BW", i) in home else "B"
+            before.add_edge(node[c - 1, "F", i], node[c, "F", i])
+            before.add_edge(node[c, back, i], node[c - 1, upper, i])
+    return nx.is_directed_acyclic_graph(before)
+
+
+def _passes(cell: str) -> tuple[tuple[int, str, int], ...] | None:
+    """Chunk, kind and micro-batch of each pass of a cell: two of a pair."""
+    pair = PAIR.fullmatch(cell)
+    jobs = [CELL.fullmatch(text) for text in (pair.groups() if pair else [cell])]
+    if None in jobs:
+        return None
+    return tuple((int(job[1]), job[2], int(job[3])) for job in jobs)
+
+
+def _tidy(row: list[str]) -> bool:
+    """O once and last; V once and before all but F."""
+    first_back = next((k for k, cell in enumerate(row) if re.search("B|W", cell)), 0)
+    return ("O" not in row[:-1]) and (
+        "V" not in row or (row.count("V") == 1 and row.index("V") < first_back)
+    )
+
+
+def spoilt(data: dict, rng: random.Random) -> dict:
+    """Drop, double, move or mistype a cell, or exchange two micro-batches."""
+    data = json.loads(json.dumps(data))
+    row = rng.choice([row for row in data["jobs"] if row])
+    column = rng.randrange(len(row))
+    match rng.choice(
+        ("drop", "double", "move", "swap", "later", "exchange", "mistype")
+    ):
+        case "drop":
+            del row[column]
+        case "double":
+            row.insert(rng.randint(0, len(row)), row[column])
+        case "move":
+            target = rng.choice(data["jobs"])
+            target.insert(rng.randint(0, len(target)), row.pop(column))
+        case "swap":
+            other = rng.randrange(len(row))
+            row[column], row[other] = row[other], row[column]
+        case "later":
+            row.insert(column + rng.randint(1, 8), row.pop(column))
+        case "exchange":  # one kind of one chunk, in two micro-batches
+            if found := CELL.fullmatch(row[column]):
+                chunk, kind, i = found.groups()
+                j = rng.randrange(data["n_microbatches"])
+                names = {f"{chunk}{kind}{i}": f"{chunk}{kind}{j}"}
+                names |= {new: old for old, new in names.items()}
+                row[:] = [names.get(cell, cell) for cell in row]
+        case "mistype":
+            cell = row[column]
+            wrong = [cell.lower(), f" {cell}", f"{cell}0", f"1{cell}", cell[1:]]
+            wrong += [cell.replace("F", "B"), cell.replace("B", "BW"), None, 7, [cell]]
+            row[column] = rng.choice(wrong)
+    return data
+
+
+SIZES = ((1, 2), (2, 1), (2, 3), (3, 2), (3, 6), (4, 5))
+BASES = [
+    json.loads(schedule_text(plan(mode, n_stages=p, n_microbatches=m, effort="fast")))
+    for mode in ("FThenB", "1F1B", "VPP", "ZBH1", "ZBV", "DualPipeV")
+    for p, m in SIZES
+]
+
+
+def verdict(data: dict) -> str:
+    """Compare the parser with the oracle; what it said."""
+    cells = [cell for row in data["jobs"] for cell in row]
+    valid = all(isinstance(cell, str) for cell in cells) and is_valid(data)
+    try:
+        parse_schedule(json.dumps(data))
+    except RequestError as error:
+        assert not valid, f"refused a valid file: {error}"
+        place = re.search(r"row (\d+), column (\d+) \(counted from 0\): ", str(error))
+        assert place and "here" in str(error), error
+        return "deadlock" if "deadlock" in str(error) else "refused"
+    assert valid, f"accepted {data}"
+    return "accepted"
+
+
+def test_every_wrong_order_is_refused_and_no_right_one():
+    rng = random.Random(5)
+    said = Counter(verdict(spoilt(base, rng)) for base in BASES for _ in range(20))
+    assert min(said["deadlock"], said["accepted"]) >= 20, said
+    assert said["refused"] >= 300, said
+
+
+def test_all_orders_of_two_stages():
+    """2 stages, 2 micro-batches: all 24 x 24 orders; two chunks on one: all 24."""
+    head = {"format": "zbpp-schedule", "version": 1, "mode": "all"}
+    single = {**head, "placement": [0, 1], "n_stages": 2, "n_microbatches": 2}
+    rows = [[f"{s}{job}" for job in ("F0", "F1", "BW0", "BW1")] for s in (0, 1)]
+    orders = product(*(map(list, permutations(row)) for row in rows))
+    said = Counter(verdict(single | {"jobs": list(both)}) for both in orders)
+    assert (said["accepted"], said["deadlock"]) == (26, 10)
+    fold = {**head, "placement": [0, 0], "n_stages": 1, "n_microbatches": 1}
+    both = permutations(["0F0", "0BW0", "1F0", "1BW0"])
+    said = Counter(verdict(fold | {"jobs": [list(row)]}) for row in both)
+    assert said["accepted"] == 1
+
+
+def test_the_oracle_accepts_the_bases_and_knows_each_rule():
+    assert all(is_valid(base) for base in BASES)
+    up, down = ["0F0", "0B0", "0W0", "O"], ["1F0", "1BW0", "O"]
+    tiny = {"placement": [0, 1], "n_microbatches": 1}
+    assert is_valid(tiny | {"jobs": [up, down]})
+    assert is_valid(tiny | {"jobs": [["V", *up], ["1F0", "V", "1BW0", "O"]]})
+    for wrong in (
+        [["0B0", "0F0", "0W0", "O"], down],
+        [["0F0", "0W0", "0B0", "O"], down],
+        [["0F0", "0B0", "O", "0W0"], down],
+        [["0F0", "0B0", "O"], down],
+        [up[:-1], down],
+        [["V", *up], down],
+        [["V", *up], ["1F0", "1BW0", "V", "O"]],
+        [up, ["1F0", "1BW0", "1W0", "O"]],
+        [up, ["1F0", "1F0", "1BW0", "O"]],
+        [up, down, []],
+        [down, up],
+    ):
+        assert not is_valid(tiny | {"jobs": wrong}), wrong
+
+
+# --- files ----------------------------------------------------------------------------
+
+
+def random_schedule(seed: int) -> Schedule:
+    """Build a schedule that is valid by construction: a random order of its graph.
+
+    Any placement, B with W or BW pass by pass, with or without O and V.
+    """
+    import networkx as nx
+
+    rng = random.Random(seed)
+    n_stages, m = rng.randint(1, 4), rng.randint(1, 5)
+    stage_of = [*range(n_stages), *rng.choices(range(n_stages), k=rng.randint(0, 4))]
+    rng.shuffle(stage_of)
+    before = nx.DiGraph()
+    for i in range(m):
+        path = [Pass(F, chunk, i) for chunk in range(len(stage_of))]
+        for chunk in reversed(range(len(stage_of))):
+            path.append(Pass(rng.choice([B, BW]), chunk, i))
+            if path[-1].kind is B:
+                before.add_edge(path[-1], Pass(W, chunk, i))
+        nx.add_path(before, path)
+    orders: list[list] = [[] for _ in range(n_stages)]
+    for job in nx.lexicographical_topological_sort(before, lambda _: rng.random()):
+        orders[stage_of[job.chunk]].append(job)
+    if rng.random() < 0.5:
+        for stage, order in enumerate(orders):
+            order.append(Step(stage))
+    if rng.random() < 0.5:
+        for stage, order in enumerate(orders):
+            kinds = [getattr(job, "kind", None) for job in order]
+            n_warm_up = next(i for i, kind in enumerate(kinds) if kind in (B, BW))
+            order.insert(rng.randint(0, n_warm_up), Check(stage))
+    return Schedule(
+        f"random {seed}", Placement(tuple(stage_of)), m, tuple(map(tuple, orders))
+    )
+
+
+@given(seed=st.integers(0, 2**32))
+def test_any_valid_schedule_is_accepted_and_read_back_as_it_was(seed):
+    schedule = random_schedule(seed)
+    assert parse_schedule(schedule_text(schedule)) == schedule
+
+
+def test_random_schedules_are_of_all_sorts():
+    texts = [schedule_text(random_schedule(seed)) for seed in range(60)]
+    for part in ('"O"', '"V"', "BW0", "0B0", '"n_stages": 1', '"n_stages": 4'):
+        assert 0 < sum(part in text for text in texts) < len(texts), part
+
+
+def test_schedule_file_has_the_fixed_format(tmp_path):
+    rows = tuple((Pass(F, s, 0), Pass(BW, s, 0), Step(s)) for s in range(2))
+    schedule = Schedule("1F1B", Placement.single(2), 1, rows)
+    write_schedule(schedule, tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text()) == {
+        "format": "zbpp-schedule",
+        "version": 1,
+        "mode": "1F1B",
+        "n_stages": 2,
+        "n_microbatches": 1,
+        "placement": [0, 1],
+        "jobs": [["0F0", "0BW0", "O"], ["1F0", "1BW0", "O"]],
+    }
+    assert read_schedule(tmp_path / "plan.json") == schedule
+
+
+def test_a_schedule_is_read_with_a_memory_limit():
+    text = schedule_text(random_schedule(3))
+    costs = Costs(memory_limit=100.0)
+    assert parse_schedule(text, costs=costs).costs == costs
+    with pytest.raises(ScheduleError, match="over the limit"):
+        parse_schedule(text, costs=Costs(memory_limit=0.01))
+
+
+BASE = json.loads(schedule_text(plan("FThenB", n_stages=4, n_microbatches=5)))
+WRONG_KEYS = [
+    *(({key: value}, key) for key in BASE for value in (None, {})),
+    *(
+        ({key: value}, key)
+        for key in ("n_stages", "n_microbatches")
+        for value in (-1, 0, 2.0, "2", True, [2])
+    ),
+    ({"format": "plan"}, "format 'plan'"),
+    ({"version": 2}, "version 2"),
+    ({"n_stages": 5}, "n_stages is"),
+    ({"n_stages": 3}, "n_stages is"),
+    ({"n_microbatches": 6}, "row 0, column"),
+    ({"n_microbatches": 4}, "row 0, column"),
+    ({"placement": []}, "placement"),
+    ({"placement": [0, 1, 3, 4]}, "placement"),
+    ({"placement": [-1, 0, 1, 2]}, r"placement\[0\] is -1"),
+    ({"placement": ["0", 1, 2, 3]}, r"placement\[0\] is '0'"),
+    ({"placement": [0, 10**15]}, "placement"),
+    ({"placement": [0, 1, 2, 3, 3]}, "row 3, column"),
+    ({"placement": [1, 0, 2, 3]}, "row 0, column 0"),
+    ({"jobs": []}, "0 rows of jobs for 4 stages"),
+    ({"jobs": BASE["jobs"][:-1]}, "3 rows of jobs for 4 stages"),
+    ({"jobs": [*BASE["jobs"], []]}, "5 rows of jobs for 4 stages"),
+    ({"jobs": BASE["jobs"][::-1]}, "row 0, column 0"),
+    ({"jobs": ["0F0,0BW0"] * 4}, "jobs is not a list of rows"),
+    ({"stages": 4}, "unknown key 'stages'; the keys are format"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), WRONG_KEYS)
+def test_a_wrong_key_of_a_schedule_is_named(change, named):
+    with pytest.raises(RequestError, match=f"^my.json: (.|\n)*{named}"):
+        parse_schedule(json.dumps(BASE | change), source="my.json")
+    parse_schedule(json.dumps(BASE))
+
+
+@pytest.mark.parametrize("key", BASE)
+def test_a_missing_key_of_a_schedule_is_named(key):
+    text = json.dumps({k: v for k, v in BASE.items() if k != key})
+    with pytest.raises(RequestError, match=f"the key '{key}' is missing"):
+        parse_schedule(text)
