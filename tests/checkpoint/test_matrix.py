@@ -1,6 +1,12 @@
-"""A run goes on under another schedule on other stages, with the bits of one run."""
+"""A run goes on in any other place: schedule, stages, mesh, process, plain model.
+
+    run A, steps 0-2 | save | run B, steps 3-5      has what one run of six steps has
+
+The state is read by a plain model, so each comparison also shows that one can load it.
+"""
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,132 +14,250 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from saved_runs import Plain, run, run_in_processes, run_plainly
-from small_model import N_LAYERS, assert_same
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from saved_runs import (
+    CLIP,
+    EXTRA,
+    N_LAYERS,
+    SAVED_AFTER,
+    STEPS,
+    M,
+    Numbers,
+    Place,
+    batch,
+    layers,
+    make,
+    schedule_of,
+    state_in,
+    train,
+    train_plainly,
+    two_groups,
+)
+from torch import Tensor, nn
 
+import zbpp
 from zbpp.checkpoint import load, newest, read_model
-from zbpp.core import LayerCosts
-from zbpp.pipeline import Pipeline
-
-SAVED = [("ZBV", 4), ("1F1B", 2), ("VPP", 2)]
-LOADED = [("ZBH1", 4), ("1F1B", 1), ("ZBV", 2), ("plain", 1)]
-QUICK = {("ZBV", "ZBH1"), ("VPP", "plain"), ("1F1B", "ZBV")}
 
 
-@pytest.fixture(scope="module")
-def undisturbed():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    outcome = run("ZBH1", 2)
-    torch.set_num_threads(before)
-    assert outcome[2] >= 2, "no step was rolled back, so the case is too easy"
-    assert len({norm > 0.9 for _, norm in outcome[0]}) == 2, "all or none are clipped"
-    return outcome
+def run(pool: Pool, place: Place, *args: Any) -> tuple[Numbers, int]:
+    if not place.apart:
+        return train(place, *args)
+    ranks = pool.run(train, place.n_ranks, place, *args)
+    assert len({repr(numbers) for numbers, _ in ranks}) == 1
+    return ranks[0]
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.fixture(scope="module")
-def saved_by(undisturbed, tmp_path_factory):
-    """Folder of the checkpoint of a run; each run is done once."""
+def whole(pool: Pool, tmp_path_factory: Any) -> Callable[..., tuple[Numbers, Path]]:
+    """An undisturbed run: its numbers, and where its end is; each is done once."""
 
     @functools.cache
-    def folder(mode: str, n_stages: int) -> Path:
-        made = tmp_path_factory.mktemp(mode)
-        assert run(mode, n_stages, save=str(made))[0] == undisturbed[0][:3]
-        return made
+    def run_once(place: Place, drops: bool, end: int) -> tuple[Numbers, Path]:
+        folder = tmp_path_factory.mktemp("whole")
+        numbers, rollbacks = run(pool, place, drops, str(folder), end)
+        clipped = {norm > CLIP for _, norm in numbers}
+        assert end < STEPS or (rollbacks > 1 and len(clipped) == 2), "too easy"
+        return numbers, folder
 
-    return folder
-
-
-def check(outcome, undisturbed) -> None:
-    assert outcome[0] == undisturbed[0][3:]
-    assert_same(outcome[1], undisturbed[1])
+    return run_once
 
 
-def cases():
-    for saved in SAVED:
-        for loaded in LOADED:
-            quick = (saved[0], loaded[0]) in QUICK
-            marks = [] if quick else [pytest.mark.slow]
-            yield pytest.param(saved, loaded, marks=marks)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), list(cases()))
-def test_in_one_process(saved, loaded, undisturbed, saved_by) -> None:
-    folder = saved_by(*saved)
-    if loaded[0] == "plain":
-        check(run_plainly(folder), undisturbed)
-    else:
-        check(run(*loaded, loaded=str(folder)), undisturbed)
+ONE = Place("1F1B", 1)
+MESH = Place("ZBV", 2, True, 2, "optimizer")
+ROWS = [
+    (Place("ZBV", 4), Place("ZBH1", 3)),
+    (Place("VPP", 2), "plain"),
+    (Place("1F1B", 2, split=(2, 6)), Place("ZBV", 2)),
+    (Place("ZBV", 2, True), Place("ZBH1", 3, True)),
+]
+SLOW_ROWS = [
+    (Place("ZBV", 4, True), "plain"),
+    (Place("VPP", 2, True), Place("ZBH1", 4, True)),
+    (ONE, Place("ZBV", 2, True, 2, "parameters")),
+    (MESH, MESH._replace(mode="ZBH1")),
+    (MESH, Place("ZBH1", 4, True)),
+    (MESH, Place("1F1B", 1, True, 4, "parameters")),
+    (MESH, ONE),
+    (MESH, "plain"),
+]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        (("ZBV", 2), ("ZBH1", 3)),
-        pytest.param(("ZBV", 4), ("1F1B", 2), marks=pytest.mark.slow),
-        pytest.param(("VPP", 2), ("ZBH1", 4), marks=pytest.mark.slow),
-    ],
+    [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_ROWS)],
+    ids=str,
 )
-def test_in_processes(saved, loaded, undisturbed, tmp_path, pool: Pool) -> None:
-    folder = str(tmp_path)
-    pool.run(run_in_processes, saved[1], saved[0], folder, None)
-    files = sorted(one.name for one in newest(tmp_path).iterdir())
-    assert files == ["manifest.json"] + [
-        f"stage-{stage}.safetensors" for stage in range(saved[1])
-    ]
-    ranks = pool.run(run_in_processes, loaded[1], loaded[0], None, folder)
-    assert all(numbers == undisturbed[0][3:] for numbers, _, _ in ranks)
-    assert_same({n: p for one in ranks for n, p in one[1].items()}, undisturbed[1])
-    check(run_plainly(tmp_path), undisturbed)
+def test_a_run_goes_on_elsewhere(
+    saved: Place,
+    loaded: Place | str,
+    pool: Pool,
+    whole: Callable[..., tuple[Numbers, Path]],
+    tmp_path: Path,
+) -> None:
+    """Replicas add gradients in an order of their own, which rounds in another way."""
+    is_plain = isinstance(loaded, str)
+    replicas = {saved.replicas, 1 if is_plain else loaded.replicas}
+    drops = replicas == {1} and not is_plain
+    reference = saved if replicas == {saved.replicas} != {1} else ONE
+    numbers, end = whole(reference, drops, STEPS)
+    run(pool, saved, drops, str(tmp_path / "half"), SAVED_AFTER)
+    if is_plain:
+        found = train_plainly(end, tmp_path / "half")
+    else:
+        args = (drops, str(tmp_path / "end"), STEPS, str(tmp_path / "half"))
+        found, _ = run(pool, loaded, *args)
+    if len(replicas) == 1 and not is_plain:
+        half = whole(reference, drops, SAVED_AFTER)[1]
+        assert_same(state_in(tmp_path / "half", drops), state_in(half, drops))
+        assert found == numbers[SAVED_AFTER:]
+        assert_same(state_in(tmp_path / "end", drops), state_in(end, drops))
+        return
+    torch.testing.assert_close(found, numbers[SAVED_AFTER:], rtol=1e-4, atol=1e-6)
+    if not is_plain:
+        expected = state_in(end, drops)
+        for name, value in state_in(tmp_path / "end", drops).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
 
 
-FORGET: dict[str, Callable[[Pipeline, list[Any]], object]] = {
+def test_a_state_in_memory_goes_on_too(
+    whole: Callable[..., tuple[Numbers, Path]], tmp_path: Path
+) -> None:
+    numbers, end = whole(ONE, True, STEPS)
+    pipeline, schedulers = make(Place("ZBH1", 2), True)
+    found: Numbers = []
+    for step in range(STEPS):
+        if step == 2:
+            pipeline.load_state_dict(pipeline.state_dict())
+        if step == SAVED_AFTER:
+            other, schedulers = make(Place("ZBV", 2), True)
+            other.load_state_dict(pipeline.state_dict())
+            pipeline.close()
+            pipeline = other
+        result = pipeline.step(*batch(step))
+        found.append((result.loss, result.grad_norm))
+        for one in schedulers:
+            one.step()
+    pipeline.save(tmp_path, extra=EXTRA, wait=True)
+    pipeline.close()
+    assert found == numbers
+    assert_same(state_in(tmp_path, True), state_in(end, True))
+
+
+FORGET: dict[str, Callable[[zbpp.Pipeline, list[Any]], object]] = {
     "moments": lambda pipeline, _: pipeline.optimizers[0].state.clear(),
     "betas": lambda pipeline, _: (
-        pipeline.optimizers[0].param_groups[0].update(betas=(0.9, 0.999))
+        pipeline.optimizers[0].param_groups[0].update(betas=(0.9, 0.9))
     ),
     "scheduler": lambda _, schedulers: setattr(schedulers[0], "last_epoch", 0),
-    "buffers": lambda pipeline, _: dict(pipeline.named_buffers())[
-        "layers.2.mean"
-    ].zero_(),
+    "buffers": lambda pipeline, _: dict(pipeline.named_buffers())["2.mean"].zero_(),
 }
 
 
 @pytest.mark.parametrize("what", FORGET)
-def test_what_is_not_restored_is_noticed(what, undisturbed, saved_by) -> None:
-    """The negative control of all others: each part of the state makes a difference."""
-    folder = str(saved_by("1F1B", 2))
-    with pytest.raises(AssertionError):
-        check(run("1F1B", 2, loaded=folder, after_load=FORGET[what]), undisturbed)
-
-
-def test_auto_may_choose_another_split_than_the_run_that_saved(
-    undisturbed, tmp_path
+def test_a_part_that_is_not_restored_is_noticed(
+    what: str, whole: Callable[..., tuple[Numbers, Path]], tmp_path: Path
 ) -> None:
-    """Layers move to other stages at a checkpoint."""
-    run("1F1B", 2, save=str(tmp_path), split=[2, 7])
-    times = (6.0, *(1.0,) * (N_LAYERS - 1))
-    costs = LayerCosts(N_LAYERS, f=times, b=times, w=times)
-    outcome = run("auto", 2, loaded=str(tmp_path), layer_costs=costs)
-    check(outcome, undisturbed)
+    """The negative control: each part of the state makes a difference."""
+    half = str(whole(ONE, True, SAVED_AFTER)[1])
+    train(ONE, True, str(tmp_path), STEPS, half, FORGET[what])
+    with pytest.raises(AssertionError):
+        assert_same(
+            state_in(tmp_path, True), state_in(whole(ONE, True, STEPS)[1], True)
+        )
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_storage_reader_of_torch_takes_the_folder(saved_by) -> None:
-    """Also where the tensors of four stages lie in four files."""
-    folder = newest(saved_by("ZBV", 4))
-    expected = {f"model/{name}": x for name, x in read_model(folder).items()}
-    found = {name: torch.empty_like(x) for name, x in expected.items()}
-    reader = HuggingFaceStorageReader(str(folder))
-    torch.distributed.checkpoint.load(found, storage_reader=reader, no_dist=True)
-    assert_same(found, expected)
+def test_trained_parameters_alone_go_on_from_the_same_base(tmp_path: Path) -> None:
+    def make_frozen(n_stages: int, rest: float = 1.0) -> zbpp.Pipeline:
+        model = layers(False)
+        for layer in model[1:-1:2]:
+            layer.linear.requires_grad_(False)
+        model[0].linear.bias.data *= rest
+        return zbpp.Pipeline(
+            model, "ZBH1", loss_fn=nn.functional.mse_loss, optimizer=two_groups,
+            n_stages=n_stages, n_microbatches=M,
+        )  # fmt: skip
+
+    def losses(pipeline: zbpp.Pipeline, n: int) -> list[float]:
+        return [pipeline.step(*batch(0)).loss for _ in range(n)]
+
+    with make_frozen(2) as pipeline:
+        first = losses(pipeline, 2)
+        pipeline.save(tmp_path, trainable_only=True, wait=True)
+        rest = losses(pipeline, 2)
+    names = {name for name, p in pipeline.named_parameters() if p.requires_grad}
+    assert read_model(tmp_path).keys() == names
+    with make_frozen(1, rest=5.0) as other:
+        other.load(tmp_path)
+        assert losses(other, 2) == rest != first
+    full, _ = make(ONE, False)
+    with pytest.raises(zbpp.RequestError, match=r"1\.linear\.weight is missing"):
+        full.load(tmp_path)
 
 
-def test_weights_for_inference(saved_by) -> None:
-    folder = saved_by("ZBV", 4)
-    model = Plain()
-    told = load(folder, model)
-    assert told == {"step": 3, "extra": {}, "run": {}}
-    assert_same(read_model(folder), model.state_dict())
+def test_weights_for_inference(
+    whole: Callable[..., tuple[Numbers, Path]],
+) -> None:
+    model = nn.ModuleDict({"net": layers(True)})
+    folder = whole(ONE, True, STEPS)[1]
+    found = load(folder, model, own_name=lambda name: name.removeprefix("net."))
+    assert found["step"] == STEPS
+    assert_same(model["net"].state_dict(), read_model(folder))
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_a_fused_optimizer_has_its_counters_where_it_computes(
+    fused: bool, device: str, whole: Callable[..., tuple[Numbers, Path]]
+) -> None:
+    """``meta`` stands for a GPU; others count on the host."""
+    model = layers(True).to("meta")
+    optimizer = two_groups(model.parameters())
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+    folder = whole(ONE, True, STEPS)[1]
+    scheduler = schedule_of(optimizer)
+    load(folder, model, optimizers=[optimizer], schedulers=[scheduler])
+    assert {x["step"].device.type for x in optimizer.state.values()} == {device}
+    assert {x["exp_avg"].device.type for x in optimizer.state.values()} == {"meta"}
+
+
+def read_by_torch(folder: str, into: dict[str, Tensor]) -> None:
+    from torch.distributed import checkpoint
+
+    reader = checkpoint.HuggingFaceStorageReader(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it runs without processes
+        checkpoint.load(into, storage_reader=reader, no_dist=True)
+
+
+def read_shards(folder: str) -> list[dict[str, Tensor]]:
+    """The whole of what torch's reader has put into plain tensors, and into shards."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = zbpp.mesh(stages=1, data_parallel=2)["dp"]
+    plain = {
+        f"model/{name}": torch.zeros_like(x)
+        for name, x in read_model(folder).items()
+        if x.ndim and "7.linear.weight" not in name
+    }
+    shards = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in plain.items()}
+    plain = {name: x.clone() for name, x in plain.items()}
+    for target in (plain, shards):
+        read_by_torch(folder, target)
+    return [plain, {name: x.full_tensor() for name, x in shards.items()}]
+
+
+@pytest.mark.dist
+def test_the_storage_reader_of_torch_reads_it(pool: Pool, tmp_path: Path) -> None:
+    train(Place("ZBV", 4), True, str(tmp_path), 1)
+    saved = read_model(tmp_path)
+    for found in pool.run(read_shards, 2, str(newest(tmp_path))):
+        for one in found:
+            assert len(one) > N_LAYERS
+            for key, value in one.items():
+                assert torch.equal(value, saved[key.removeprefix("model/")]), key

@@ -1,29 +1,35 @@
 """A state that does not fit is refused by name and number, and changes nothing."""
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from small_model import adamw, batch, make_pipeline
+from faulty_training import WIDTH, batch, make
 from torch import nn
 
+import zbpp
 from zbpp.checkpoint import CheckpointError
 from zbpp.core import RequestError
-from zbpp.pipeline import Pipeline
+
+State = dict[str, Any]
+WEIGHT, BIAS = "layers.3.linear.weight", "layers.3.linear.bias"
 
 
-def made(steps: int = 1, **more) -> Pipeline:
-    pipeline = make_pipeline("ZBH1", 2, **more)
-    for step in range(steps):
+def trained(n_steps: int, **more: Any) -> zbpp.Pipeline:
+    pipeline = make("ZBH1", 2, **more)
+    for step in range(n_steps):
         pipeline.step(*batch(step))
     return pipeline
 
 
-def frozen(pipeline: Pipeline):
+def copied(pipeline: zbpp.Pipeline) -> State:
     return copy.deepcopy(pipeline.state_dict())
 
 
-def same(left, right) -> bool:
+def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -35,162 +41,141 @@ def same(left, right) -> bool:
     return bool(left == right)
 
 
-def drop(state):
-    del state["model"]["layers.3.up.weight"]
-    return "layers.3.up.weight is missing"
+def entry(state: State, name: str = BIAS) -> dict[str, Any]:
+    """The optimizer's state of a parameter."""
+    return state["optimizer"][name][0]
 
 
-def add(state):
-    state["model"]["layers.9.weight"] = torch.zeros(2)
-    return "layers.9.weight is unknown here"
-
-
-def reshape(state):
-    state["model"]["layers.1.norm.bias"] = torch.zeros(17)
-    return r"layers.1.norm.bias has shape \(17,\), the model's \(16,\)"
-
-
-def cast(state):
-    state["model"]["layers.0.weight"] = state["model"]["layers.0.weight"].double()
-    return "layers.0.weight has dtype torch.float64, the model's torch.float32"
-
-
-def drop_moments(state):
-    del state["optimizer"]["layers.8.bias"]
-    return "the optimizer's state of layers.8.bias is missing"
-
-
-def add_moments(state):
-    state["optimizer"]["other"] = state["optimizer"]["layers.8.bias"]
-    return "the optimizer's state of other is unknown here"
-
-
-def reshape_moments(state):
-    one = state["optimizer"]["layers.8.weight"][0]["state"]
-    one["exp_avg"] = torch.zeros(11, 17)
-    return r"exp_avg of layers.8.weight has shape \(11, 17\), the parameter \(11, 16\)"
-
-
-def other_optimizer(state):
-    state["optimizer"]["layers.8.bias"][0]["kind"] = "SGD"
-    return "is that of SGD, and the optimizer is AdamW"
-
-
-def other_options(state):
-    state["optimizer"]["layers.8.bias"][0]["options"]["lr"] = 7.0
-    return "are in one parameter group, but were saved with different options"
-
-
-def drop_step(state):
-    del state["step"]
-    return r"the number of steps \(step\) is missing"
-
-
-def drop_run(state):
-    del state["run"]
-    return "the state of the run"
-
-
-def add_scaler(state):
-    state["run"]["scaler"] = {"scale": 2.0, "good_steps": 0}
-    return "saved with a loss scale, and this run is without"
-
-
-def add_scheduler(state):
-    state["schedulers"] = {"StepLR 0 of AdamW 0": {}}
-    return r"call pipeline.attach\(\*schedulers\) first"
-
-
-def drop_model(state):
-    del state["model"]
-    return "it has no 'model'"
-
-
-WAYS = [
-    drop,
-    add,
-    reshape,
-    cast,
-    drop_moments,
-    add_moments,
-    reshape_moments,
-    other_optimizer,
-    other_options,
-    drop_step,
-    drop_run,
-    add_scaler,
-    add_scheduler,
-    drop_model,
+CHANGES: list[tuple[str, Callable[[State], object]]] = [
+    (f"{WEIGHT} is missing", lambda s: s["model"].pop(WEIGHT)),
+    (
+        "layers.9.weight is unknown here",
+        lambda s: s["model"].update({"layers.9.weight": torch.zeros(2)}),
+    ),
+    (
+        rf"{BIAS} has shape \(9,\), the model's \({WIDTH},\)",
+        lambda s: s["model"].update({BIAS: torch.zeros(9)}),
+    ),
+    (
+        f"{BIAS} has dtype torch.float64, the model's torch.float32",
+        lambda s: s["model"].update({BIAS: s["model"][BIAS].double()}),
+    ),
+    (f"optimizer's state of {BIAS} is missing", lambda s: s["optimizer"].pop(BIAS)),
+    (
+        "the optimizer's state of other is unknown here",
+        lambda s: s["optimizer"].update(other=s["optimizer"][BIAS]),
+    ),
+    (
+        rf"exp_avg of {BIAS} has shape \(9,\), the parameter \({WIDTH},\)",
+        lambda s: entry(s)["state"].update(exp_avg=torch.zeros(9)),
+    ),
+    (
+        "is that of SGD, and the optimizer is AdamW",
+        lambda s: entry(s).update(kind="SGD"),
+    ),
+    (
+        "are in one parameter group, but were saved with different options",
+        lambda s: entry(s)["options"].update(lr=7.0),
+    ),
+    (r"the number of steps \(step\) is missing", lambda s: s.pop("step")),
+    ("the state of the run", lambda s: s.pop("run")),
+    (
+        "saved with a loss scale, and this run is without",
+        lambda s: s["run"].update(scaler={"scale": 2.0, "good_steps": 0}),
+    ),
+    (
+        r"call pipeline.attach\(\*schedulers\) first",
+        lambda s: s.update(schedulers={"StepLR 0 of AdamW 0": {}}),
+    ),
+    ("it has no 'model'", lambda s: s.pop("model")),
 ]
 
 
-def test_misfits_are_named_and_nothing_changes() -> None:
-    state = frozen(made(2))
-    pipeline = made(1)
-    before = frozen(pipeline)
-    for way in WAYS:
-        bad = copy.deepcopy(state)
-        words = way(bad)
-        with pytest.raises(RequestError, match=words):
-            pipeline.load_state_dict(bad)
-        assert same(before, frozen(pipeline)), way.__name__
+@pytest.fixture(scope="module")
+def state() -> State:
+    """After two steps."""
+    return copied(trained(2))
+
+
+@pytest.fixture(scope="module")
+def other() -> zbpp.Pipeline:
+    """After one."""
+    return trained(1)
+
+
+@pytest.mark.parametrize(("words", "change"), CHANGES)
+def test_a_misfit_is_named_and_nothing_changes(
+    words: str, change: Callable[[State], object], state: State, other: zbpp.Pipeline
+) -> None:
+    before, bad = copied(other), copy.deepcopy(state)
+    change(bad)
+    with pytest.raises(RequestError, match=words):
+        other.load_state_dict(bad)
+    assert same(before, copied(other))
+
+
+def test_a_state_that_fits_is_loaded(state: State) -> None:
+    """The control of the refusals; and the model alone leaves the rest."""
+    pipeline = trained(1)
+    before = copied(pipeline)
+    pipeline.load_state_dict(state, model_only=True)
+    after = copied(pipeline)
+    assert same(after["model"], state["model"])
+    assert same(after["optimizer"], before["optimizer"]) and after["step"] == 1
     pipeline.load_state_dict(state)
-    assert same(state, frozen(pipeline))
-
-
-def sgd(parameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+    assert same(state, copied(pipeline))
 
 
 def test_an_option_that_torch_writes_as_0_may_have_grown() -> None:
-    pipeline = made(2, optimizer=sgd)
-    for optimizer in pipeline.optimizers:
-        optimizer.param_groups[0]["weight_decay"] = 0.05
-    state, fresh = frozen(pipeline), made(1, optimizer=sgd)
+    optimizer = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    pipeline = trained(2, **optimizer)
+    for one in pipeline.optimizers:
+        one.param_groups[0]["weight_decay"] = 0.05
+    state, fresh = copied(pipeline), trained(1, **optimizer)
     fresh.load_state_dict(state)
-    decays = [x.param_groups[0]["weight_decay"] for x in fresh.optimizers]
-    assert decays == [0.05, 0.05]
-    for entries in state["optimizer"].values():
-        entries[0]["options"]["weight_decay"] = "much"
+    assert [x.param_groups[0]["weight_decay"] for x in fresh.optimizers] == [0.05] * 2
+    for (one,) in state["optimizer"].values():
+        one["options"]["weight_decay"] = "much"
     with pytest.raises(RequestError, match=r"weight_decay of .* is 'much', no number"):
         fresh.load_state_dict(state)
 
 
-def test_the_model_alone_leaves_the_rest() -> None:
-    state = frozen(made(2))
-    pipeline = made(1)
-    before = frozen(pipeline)
-    pipeline.load_state_dict(state, model_only=True)
-    after = frozen(pipeline)
-    assert same(after["model"], state["model"])
-    assert same(after["optimizer"], before["optimizer"]) and after["step"] == 1
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
-    pipeline = made(1)
-    pipeline.save(tmp_path, wait=True)
-    other = Pipeline(
-        nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11)),
-        loss_fn=nn.functional.cross_entropy,
-        optimizer=adamw,
-        schedule="1F1B",
-        n_microbatches=2,
-        n_stages=1,
-    )
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trained(1).save(tmp_path, wait=True)
+    other = zbpp.Pipeline(
+        nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)), "1F1B",
+        loss_fn=nn.functional.mse_loss, optimizer=torch.optim.SGD,
+        n_microbatches=2, n_stages=1,
+    )  # fmt: skip
     with pytest.raises(RequestError, match=r"0.weight is missing; .* and \d+ more"):
         other.load(tmp_path)
 
 
-def test_what_a_checkpoint_cannot_hold_is_said(tmp_path) -> None:
-    pipeline = made(1)
-    with pytest.raises(RequestError, match="extra/file is a PosixPath"):
-        pipeline.save(tmp_path, extra={"file": tmp_path})
-    with pytest.raises(CheckpointError, match=r"files hold no torch\.complex128"):
-        extra = {"numbers": torch.zeros(1, dtype=torch.complex128)}
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"file": Path("x")}, "extra/file is a PosixPath"),
+        ({"table": torch.eye(2).to_sparse()}, "extra/table is a tensor of layout spa"),
+        (
+            {"numbers": torch.zeros(1, dtype=torch.complex128)},
+            r"files hold no torch\.complex128",
+        ),
+    ],
+)
+def test_a_value_that_no_file_holds_is_refused(
+    extra: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    pipeline = trained(1)
+    with pytest.raises(RequestError, match=words):
         pipeline.save(tmp_path, extra=extra, wait=True)
-    with pytest.raises(RequestError, match="extra/table is a tensor of layout sparse"):
-        pipeline.save(tmp_path, extra={"table": torch.eye(2).to_sparse()})
+    pipeline.step(*batch(1))
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    pipeline = trained(1)
     with pytest.raises(CheckpointError, match="cannot write to"):
         pipeline.save(tmp_path / "file")
+    with pytest.raises(RequestError, match="keep is 0; it must be at least 1"):
+        pipeline.save(tmp_path, keep=0)
     pipeline.step(*batch(1))

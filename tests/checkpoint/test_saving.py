@@ -1,91 +1,231 @@
-"""A save in the background is there as a whole, or not at all."""
+"""A checkpoint is there as a whole, or not at all; the newest whole one is found."""
 
-import multiprocessing
 import os
+import pickle
 import random
 import resource
-import signal
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from pool import PRELOAD, Pool
-from saved_runs import (
-    make,
-    make_constant,
-    save_for_ever,
-    step_and_fill,
-)
-from small_model import batch
-from torch import nn
+from faulty_training import batch, make
+from pool import Pool
+from torch import Tensor, nn
 
 import zbpp
-from zbpp.checkpoint import CheckpointError, newest, read_model
+from zbpp.checkpoint import CheckpointError, last_step, locked, newest, read_model
 from zbpp.core import RequestError
+
+
+class Constant(nn.Module):
+    """A parameter that no step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * self.w[:1]
+
+
+def constant(n_steps: int = 0, value: float = 0.0) -> zbpp.Pipeline:
+    """A pipeline after some steps, with parameters of a value."""
+    pipeline = zbpp.Pipeline(
+        nn.Sequential(Constant()), "1F1B", loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD, n_stages=1, n_microbatches=1,
+    )  # fmt: skip
+    go_on(pipeline, n_steps, value)
+    return pipeline
+
+
+def go_on(pipeline: zbpp.Pipeline, n_steps: int, value: float) -> None:
+    for _ in range(n_steps):
+        pipeline.step(torch.ones(1), torch.ones(1))
+    for _, parameter in pipeline.named_parameters():
+        parameter.data.fill_(value)
+
+
+def value_in(folder: Path) -> float:
+    (saved,) = read_model(folder).values()
+    assert torch.equal(saved, saved[:1].expand(4))
+    return float(saved[0])
 
 
 def names(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
 
 
-def test_the_last_ones_stay_and_the_newest_counts(tmp_path) -> None:
-    pipeline, _ = make("ZBV", 2)
-    for step in range(5):
-        pipeline.step(*batch(step))
+# ---- Which ones stay.
+
+
+def test_the_last_ones_stay_and_the_newest_counts(tmp_path: Path) -> None:
+    pipeline = constant()
+    for n in range(1, 6):
+        go_on(pipeline, 1, n)
         pipeline.save(tmp_path, keep=2)
     pipeline.close()
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
-    folder = tmp_path / "step-00000005"
-    assert newest(tmp_path) == folder
-    file = folder / "stage-0.safetensors"
-    assert file.stat().st_mode & 0o777 == folder.stat().st_mode & 0o666
+    assert newest(tmp_path) == tmp_path / "step-00000005"
+    assert last_step(tmp_path) == 5 and value_in(tmp_path) == 5
+    for file in newest(tmp_path).iterdir():
+        assert file.stat().st_mode & 0o777 == file.parent.stat().st_mode & 0o666
+
+
+def test_the_one_just_saved_stays(tmp_path: Path) -> None:
+    """Also where a run went on from an early one, and later ones are still there."""
+    for n_steps in (3, 4, 2):
+        constant(n_steps).save(tmp_path, keep=2, wait=True)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def start(folder: str) -> tuple[Any, int]:
+    """One start of a job: it resumes if it can, takes a step and saves."""
+    pipeline = make("ZBH1", None)
+    extra = pipeline.load(folder, missing_ok=True)
+    pipeline.step(*batch(0))
+    pipeline.save(folder, extra={"place": pipeline.n_steps}, wait=True)
+    pipeline.close()
+    return extra, pipeline.n_steps
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_first_start_of_a_job_finds_no_checkpoint(
+    pool: Pool, tmp_path: Path, exists: bool
+) -> None:
+    folder = str(tmp_path if exists else tmp_path / "new")
+    assert pool.run(start, 2, folder) == [({}, 1)] * 2
+    assert pool.run(start, 2, folder) == [({"place": 1}, 2)] * 2
+
+
+def test_nothing_to_load_is_refused(tmp_path: Path) -> None:
+    pipeline = constant()
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        pipeline.load(tmp_path)
+    assert newest(tmp_path) is last_step(tmp_path) is None
+    assert pipeline.load(tmp_path, missing_ok=True) == {}
+    (tmp_path / "step-00000003").mkdir()
+    for missing_ok in (True, False):  # a damaged one is not a missing one
+        with pytest.raises(CheckpointError, match="is missing"):
+            pipeline.load(tmp_path, missing_ok=missing_ok)
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "run"
+    with locked(folder):
+        refused = pytest.raises(CheckpointError, match=r"another run .* another fol")
+        with refused, locked(folder):
+            pass
+        with locked(tmp_path):
+            pass
+    with locked(folder):
+        assert names(folder) == []
+    (tmp_path / "file").touch()
+    refused = pytest.raises(CheckpointError, match=r"cannot write to .*file")
+    with refused, locked(tmp_path / "file" / "run"):
+        pass
+
+
+# ---- Ends in the middle.
+
+_watching: list[Callable[[], None]] = []
+
+
+def _note(event: str, args: Any) -> None:
+    """Call the watcher before something happens to a file, but for what it does."""
+    if event in _EVENTS and _watching:
+        watcher = _watching.pop()
+        watcher()
+        _watching.append(watcher)
+
+
+_EVENTS = {
+    "open",
+    *(f"os.{x}" for x in ["mkdir", "rename", "remove", "rmdir", "chmod"]),
+}
+sys.addaudithook(_note)
+
+
+@contextmanager
+def copied_at_each_event(folder: Path, to: Path) -> Iterator[list[Path]]:
+    """What a kill at each point would leave of a folder."""
+    copies: list[Path] = []
+
+    def copy() -> None:
+        copies.append(to / f"{len(copies)}")
+        shutil.copytree(folder, copies[-1])
+
+    _watching.append(copy)
+    try:
+        yield copies
+    finally:
+        _watching.clear()
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+@pytest.mark.parametrize("again", [False, True], ids=["next", "again"])
+def test_a_kill_at_any_point_leaves_a_whole_checkpoint(
+    again: bool, keep: int | None, tmp_path: Path
+) -> None:
+    """``again``: a run that began anew saves the same step, and replaces it."""
+    folder = tmp_path / "run"
+    constant(2, 1.0).save(folder, wait=True)
+    pipeline = constant(2 if again else 3, 2.0)
+    with copied_at_each_event(folder, tmp_path / "left") as copies:
+        pipeline.save(folder, keep=keep, wait=True)
+    found = [value_in(copy) for copy in copies]
+    assert len(copies) >= 10, "too few points"
+    assert found == sorted(found) and {*found} == {1.0, 2.0}
+    assert value_in(folder) == 2.0
+    for copy in copies:  # a run goes on there, and clears the rest
+        pipeline.load(copy)
+        go_on(pipeline, 1, 3.0)
+        pipeline.save(copy, keep=1, wait=True)
+        assert len(names(copy)) == 1 and value_in(copy) == 3.0
 
 
 def test_the_state_of_its_moment_is_saved_while_steps_go_on(
-    tmp_path, monkeypatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing waits until the parameters have changed twice."""
-    pipeline, _ = make("1F1B", 1)
+    """Writing waits until the parameters have changed."""
     have_changed = threading.Event()
     save_file = safetensors.torch.save_file
 
-    def save_late(*arguments):
+    def save_late(*arguments: Any) -> None:
         have_changed.wait()
         save_file(*arguments)
 
     monkeypatch.setattr(safetensors.torch, "save_file", save_late)
-    pipeline.step(*batch(0))
-    then = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
+    pipeline = constant(1, 1.0)
     pipeline.save(tmp_path)
-    for step in range(1, 3):
-        pipeline.step(*batch(step))
+    go_on(pipeline, 2, 2.0)
     assert newest(tmp_path) is None
     have_changed.set()
     pipeline.close()
-    saved = read_model(tmp_path)
-    assert all(torch.equal(saved[name], then[name]) for name in then)
-    now = dict(pipeline.named_parameters())
-    assert not all(torch.equal(now[name], then[name]) for name in then)
+    assert value_in(tmp_path) == 1.0
 
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process can become longer than 16 kB."""
+    """No file of this process can become longer than 1 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_ends_no_run_and_leaves_the_one_before(tmp_path, caplog) -> None:
-    pipeline, _ = make("1F1B", 2)
+def test_a_full_disk_ends_no_run(tmp_path: Path, caplog: Any) -> None:
+    pipeline = make("1F1B", 2)
     pipeline.step(*batch(0))
     pipeline.save(tmp_path, wait=True)
     with full_disk():
@@ -104,9 +244,9 @@ def test_a_full_disk_ends_no_run_and_leaves_the_one_before(tmp_path, caplog) -> 
     pipeline.close()
 
 
-def fail_on_rank_1(folder: str) -> tuple[str, list[str]]:
-    """The others learn of it, and no half checkpoint stays."""
-    pipeline, _ = make("1F1B", None)
+def save_on_a_full_disk(folder: str) -> tuple[str, list[str]]:
+    """Rank 1 cannot write; the others learn of it, and no half checkpoint stays."""
+    pipeline = make("1F1B", None)
     pipeline.step(*batch(0))
     words = ""
     try:
@@ -121,111 +261,44 @@ def fail_on_rank_1(folder: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.dist
-def test_a_rank_that_cannot_write_is_named_on_all(pool: Pool, tmp_path) -> None:
-    for words, left in pool.run(fail_on_rank_1, 2, str(tmp_path)):
+def test_a_rank_that_cannot_write_is_named_on_all(pool: Pool, tmp_path: Path) -> None:
+    for words, left in pool.run(save_on_a_full_disk, 2, str(tmp_path)):
         assert words.startswith("the checkpoint was not saved: rank 1: ")
         assert left == []
 
 
 def save_apart(folder: str) -> str:
-    pipeline, _ = make("1F1B", None)
+    pipeline = make("1F1B", None)
     pipeline.step(*batch(0))
-    try:
+    with pytest.raises(RequestError) as refused:
         pipeline.save(f"{folder}/{pipeline.rank}")
-    except RequestError as error:
-        return str(error)
-    return ""
+    return str(refused.value)
 
 
 @pytest.mark.dist
-def test_folders_that_differ_are_refused(pool: Pool, tmp_path) -> None:
+def test_folders_that_differ_are_refused(pool: Pool, tmp_path: Path) -> None:
     for words in pool.run(save_apart, 2, str(tmp_path)):
         assert "rank(s) [1] save" in words
 
 
-def test_a_kill_while_one_is_replaced_leaves_it(tmp_path, monkeypatch) -> None:
-    """A step is saved again, by a run that began anew; its folder has no name then."""
-    renames = Path.rename
-
-    def dies(path: Path, to: Path) -> Path:
-        if path.name.startswith(".partial-"):
-            raise OSError("killed")
-        return renames(path, to)
-
-    def save(value: float) -> None:
-        pipeline = make_constant()
-        step_and_fill(pipeline, value)
-        pipeline.save(tmp_path, wait=True)
-
-    save(1.0)
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="killed"):
-        patch.setattr(Path, "rename", dies)
-        save(2.0)
-    assert not (tmp_path / "step-00000001").exists()
-    assert read_model(tmp_path) == {"0.w": torch.tensor([1.0])}
-    save(3.0)
-    assert names(tmp_path) == ["step-00000001"]
-    assert read_model(tmp_path) == {"0.w": torch.tensor([3.0])}
+# ---- What is saved.
 
 
-def test_the_one_just_saved_stays(tmp_path) -> None:
-    """Also where a run went on from an early one, and later ones are still there."""
-    for n_steps in (3, 4, 2):
-        pipeline = make_constant()
-        for _ in range(n_steps):
-            step_and_fill(pipeline, 1.0)
-        pipeline.save(tmp_path, keep=2, wait=True)
-    assert names(tmp_path) == ["step-00000002", "step-00000004"]
-
-
-def test_what_is_saved_under_a_name_may_change_its_kind(tmp_path) -> None:
+def test_extra_values_may_change_their_kind(tmp_path: Path) -> None:
     """Host memory is used again, if it is of the same shape and dtype."""
-    pipeline = make_constant()
+    pipeline = constant(1)
     for value in (torch.zeros(3), torch.ones(1), torch.ones(1, dtype=torch.int64)):
         pipeline.save(tmp_path, extra={"x": value}, wait=True)
         found = pipeline.load(tmp_path)["x"]
         assert found.dtype == value.dtype and torch.equal(found, value)
 
 
-@pytest.mark.slow
-def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    seed, partial = random.Random(0), 0
-    for number in range(20):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        process = context.Process(target=save_for_ever, args=(str(folder),))
-        process.start()
-        assert process.pid is not None
-        while not any(folder.glob("step-*")):
-            assert process.is_alive(), "it ended before it had saved"
-            time.sleep(0.01)
-        time.sleep(seed.uniform(0.0, 0.3))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        partial += any(folder.glob(".*"))
-        found = newest(folder)
-        assert found is not None
-        steps = [int(one.name[-8:]) for one in folder.glob("step-*")]
-        assert found.name == f"step-{max(steps):08}", "the newest is damaged"
-        (saved,) = read_model(folder).values()
-        assert torch.equal(saved, torch.full_like(saved, max(steps)))
-        pipeline = make_constant(2_000_000)
-        pipeline.load(folder)
-        step_and_fill(pipeline, 0.0)
-        pipeline.save(folder, keep=1, wait=True)
-        left = [f"step-{max(steps) + 1:08}"]
-        assert names(folder) == left, "what was left is not cleared"
-    assert partial >= 5, "no kill came in the middle"
-
-
 class Counter(nn.Linear):
-    """Keeps a number that is neither a parameter nor a buffer."""
+    """Has a number that is neither a parameter nor a buffer."""
 
     n_calls = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.n_calls += 1
         return super().forward(x)
 
@@ -241,12 +314,9 @@ def count_calls(folder: str) -> list[int]:
     for n_steps in (2, 0):
         layers = [Counter(4, 4), Counter(4, 4)]
         pipeline = zbpp.Pipeline(
-            layers,
-            loss_fn=nn.functional.mse_loss,
-            optimizer=torch.optim.SGD,
-            schedule="1F1B",
-            n_microbatches=2,
-        )
+            layers, "1F1B", loss_fn=nn.functional.mse_loss,
+            optimizer=torch.optim.SGD, n_microbatches=2,
+        )  # fmt: skip
         for _ in range(n_steps):
             pipeline.step(torch.ones(2, 4), torch.ones(2, 4))
         if n_steps:
@@ -259,6 +329,94 @@ def count_calls(folder: str) -> list[int]:
 
 
 @pytest.mark.dist
-def test_extra_states_of_all_stages_are_saved(pool: Pool, tmp_path) -> None:
+def test_extra_states_of_all_stages_are_saved(pool: Pool, tmp_path: Path) -> None:
     for counted, loaded in pool.run(count_calls, 2, str(tmp_path)):
         assert counted == loaded >= 4
+
+
+# ---- Damage.
+
+
+def flip(file: Path, rng: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+
+
+def cut_off(file: Path, rng: random.Random) -> None:
+    file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size)])
+
+
+def append(file: Path, rng: random.Random) -> None:
+    file.write_bytes(file.read_bytes() + rng.randbytes(8))
+
+
+def swap(file: Path, rng: random.Random) -> None:
+    """With the file of the step before."""
+    (other,) = file.parents[1].glob(f"step-00000001/{file.name}")
+    file.write_bytes(other.read_bytes())
+
+
+def make_pipe(file: Path, rng: random.Random) -> None:
+    """A reader would wait for ever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+def make_huge(file: Path, rng: random.Random) -> None:
+    os.truncate(file, 20 * 2**30)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (Path("bomb-has-gone-off").touch, ())
+
+
+def bomb(file: Path, rng: random.Random) -> None:
+    file.write_bytes(pickle.dumps(Bomb()))
+
+
+def save_twice(folder: str) -> None:
+    pipeline = make("1F1B", None)
+    for step in range(2):
+        pipeline.step(*batch(step))
+        pipeline.save(folder, wait=True)
+    pipeline.close()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(flip, cut_off, append, make_pipe, make_huge, bomb),
+        pytest.param(swap, id="swap"),
+        pytest.param(lambda file, rng: file.unlink(), id="remove"),
+    ],
+)
+def test_no_damaged_file_is_loaded(
+    way: Callable[[Path, random.Random], None],
+    pool: Pool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+) -> None:
+    """The checkpoint before is taken, with a word about the other one."""
+    monkeypatch.chdir(tmp_path)
+    pool.run(save_twice, 2, str(tmp_path / "saved"))
+    files = [one.name for one in (tmp_path / "saved" / "step-00000002").iterdir()]
+    assert len(files) >= 3
+    with make("ZBH1", 2) as pipeline:
+        for number, name in enumerate(files * (3 if way is flip else 1)):
+            folder = tmp_path / str(number)
+            shutil.copytree(tmp_path / "saved", folder)
+            way(folder / "step-00000002" / name, random.Random(number))
+            named = "step-00000002" if way is swap else name
+            with pytest.raises(CheckpointError, match=named):
+                pipeline.load(folder / "step-00000002")
+            assert pipeline.n_steps == 0
+            assert newest(folder) == folder / "step-00000001"
+        caplog.clear()
+        pipeline.load(folder)
+        assert pipeline.n_steps == 1
+        assert "passed over" in caplog.text and named in caplog.text
+    assert not (tmp_path / "bomb-has-gone-off").exists()

@@ -54,12 +54,12 @@ def make(mode: str, n_stages: int | None, **more: Any) -> zbpp.Pipeline:
         "step": zbpp.StepPolicy(post_validation=True),
         "execution": zbpp.Execution(timeout_s=60),
         "clip_grad_norm": 5.0,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
     } | more
     return zbpp.Pipeline(
         [Layer(i == 3) for i in range(4)],
         mode,
         loss_fn=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
         n_stages=n_stages,
         n_microbatches=4,
         **settings,

@@ -1,48 +1,65 @@
-"""Runs that save and load: dropout, clipping, a scheduler, rollbacks, buffers."""
+"""Runs that save and go on elsewhere: random numbers, buffers, ties, schedulers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from small_model import N_LAYERS, batch, build, loss_fn, make_pipeline
 from torch import Tensor, nn
 
+import zbpp
 from zbpp.checkpoint import load
-from zbpp.pipeline import Pipeline
 
-SEED, CLIP, STEPS, SAVED_AFTER = 7, 0.9, 6, 3
-RUNS = {"ZBV": 4, "1F1B": 2, "VPP": 2, "ZBH1": 4}
+N_LAYERS, WIDTH, M, CLIP, STEPS, SAVED_AFTER = 8, 8, 4, 5.0, 6, 3
+EXTRA = {"position": [3, 0.1], "name": "a"}
 
 
-class Counting(nn.Module):
-    """A block with buffers that every forward changes, one of them not saved."""
+class Place(NamedTuple):
+    """Where a part of a run trains; ``apart``: each stage is a process."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    mode: str
+    stages: int
+    apart: bool = False
+    replicas: int = 1
+    shard: str = "none"
+    split: tuple[int, ...] | None = None
+
+    @property
+    def n_ranks(self) -> int:
+        return self.stages * self.replicas if self.apart else 1
+
+
+class Layer(nn.Module):
+    """Draws random numbers, and changes buffers, one of which is not saved."""
+
+    def __init__(self, drops: bool) -> None:
         super().__init__()
-        self.inner = inner
-        self.register_buffer("mean", torch.zeros(16))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drops = drops
+        self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.ones(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        if self.training:
-            self.mean.lerp_(y.detach().mean((0, 1)), 0.1)
+        y = torch.tanh(self.linear(x))
+        if self.drops and self.training:
+            self.mean.lerp_(y.detach().mean(0), 0.1)
             self.seen = self.seen + 1
-        return y + 0.01 * self.mean
+            y = nn.functional.dropout(y, 0.2)
+        return x + y + 0.1 * self.mean
 
 
-def layers_of(layers: range) -> list[nn.Module]:
-    built = build(layers, dropout=0.3)
-    return [
-        Counting(one) if index in (2, 5) else one
-        for index, one in zip(layers, built, strict=True)
-    ]
+def layers(drops: bool) -> nn.Sequential:
+    """The first and the last layer share a weight."""
+    torch.manual_seed(0)
+    made = nn.Sequential(*(Layer(drops) for _ in range(N_LAYERS)))
+    made[-1].linear.weight = made[0].linear.weight
+    return made
 
 
-def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not; a stage may have none of one kind."""
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    """Matrices decay, vectors do not."""
+    parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() < 2], "lr": 2e-2},
@@ -50,145 +67,118 @@ def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20)
 
 
-def make(mode: str, n_stages: int | None, **more: Any) -> tuple[Pipeline, list[Any]]:
-    settings = {
-        "model": layers_of,
-        "seed": SEED,
-        "clip_grad_norm": CLIP,
-        "post_validation": True,
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The first steps are clipped, and the last ones not."""
+    x, y = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x, (y if step % 2 else 0.2 * y + x)
+
+
+def make(place: Place, drops: bool) -> tuple[zbpp.Pipeline, list[Any]]:
+    settings: dict[str, Any] = {
+        "loss_fn": nn.functional.mse_loss,
         "optimizer": two_groups,
-    } | more
-    pipeline = make_pipeline(mode, n_stages, **settings)
-    schedulers = [scheduler(one) for one in pipeline.optimizers]
+        "n_microbatches": M // place.replicas,
+    }
+    if not place.apart:
+        settings["n_stages"] = place.stages
+    elif place.replicas > 1:
+        mesh = zbpp.mesh(stages=place.stages, data_parallel=place.replicas)
+        settings["mesh"] = zbpp.DataParallel(mesh=mesh, shard=place.shard)
+    model, schedule = layers(drops), place.mode
+    if place.split is not None:
+        schedule = zbpp.plan_model(model, schedule, split=place.split, **settings)
+    pipeline = zbpp.Pipeline(
+        model,
+        schedule,
+        clip_grad_norm=CLIP,
+        numerics=zbpp.Numerics(seed=7),
+        step=zbpp.StepPolicy(post_validation=True),
+        **settings,
+    )
+    schedulers = [schedule_of(one) for one in pipeline.optimizers]
     pipeline.attach(*schedulers)
     return pipeline, schedulers
 
 
-Outcome = tuple[list[tuple[float, float]], dict[str, Tensor], int]
-"""Loss and norm by step, parameters and buffers, rollbacks."""
+Numbers = list[tuple[float, float | None]]
+"""Loss and norm of each step."""
 
 
-def run(
-    mode: str,
-    n_stages: int | None,
-    *,
-    save: str | None = None,
-    loaded: str | None = None,
-    after_load: Callable[[Pipeline, list[Any]], object] | None = None,
-    **more: Any,
-) -> Outcome:
-    """Six steps, or three and a save, or a load and three."""
-    pipeline, schedulers = make(mode, n_stages, **more)
-    if loaded is not None:
-        assert pipeline.load(loaded) == {"position": [SAVED_AFTER, 0.1]}
-    if after_load is not None:
-        after_load(pipeline, schedulers)
+def train(
+    place: Place,
+    drops: bool,
+    folder: str,
+    end: int,
+    source: str | None = None,
+    forget: Callable[[zbpp.Pipeline, list[Any]], object] | None = None,
+) -> tuple[Numbers, int]:
+    """Take over what ``source`` has, train and save; the numbers and rollbacks."""
+    pipeline, schedulers = make(place, drops)
+    if source is not None:
+        assert pipeline.load(source) == EXTRA
+    if forget is not None:
+        forget(pipeline, schedulers)
+    replica = 0
+    if place.replicas > 1:
+        replica = torch.distributed.get_rank() % place.replicas
     results = []
-    end = STEPS if save is None else SAVED_AFTER
     for step in range(pipeline.n_steps, end):
-        results.append(pipeline.step(*batch(step)))
+        x, y = (part.chunk(place.replicas)[replica] for part in batch(step))
+        results.append(pipeline.step(x, y))
         for one in schedulers:
             one.step()
-    if save is not None:
-        pipeline.save(save, extra={"position": [SAVED_AFTER, 0.1]}, wait=True)
-    state = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
-    state |= {n: b.clone() for n, b in pipeline.named_buffers()}
+    pipeline.save(folder, extra=EXTRA, wait=True)
     pipeline.close()
     numbers = [(one.loss, one.grad_norm) for one in results]
-    return numbers, state, sum(one.rollbacks for one in results)
+    return numbers, sum(one.rollbacks for one in results)
 
 
-def run_in_processes(mode: str, save: str | None, loaded: str | None) -> Outcome:
-    return run(mode, None, save=save, loaded=loaded)
+def take_over(folder: Path, drops: bool) -> tuple[nn.Sequential, Any, Any, int]:
+    """A plain training that goes on from a checkpoint."""
+    model = layers(drops)
+    optimizer = two_groups(model.parameters())
+    scheduler = schedule_of(optimizer)
+    found = load(folder, model, optimizers=[optimizer], schedulers=[scheduler])
+    assert found["extra"] == EXTRA
+    return model, optimizer, scheduler, found["step"]
 
 
-class Constant(nn.Module):
-    """A parameter that no step changes."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0 * self.w[:1]
+def state_in(folder: Path, drops: bool) -> dict[str, Tensor]:
+    """All that a plain training needs, by name."""
+    model, optimizer, scheduler, step = take_over(folder, drops)
+    return state_of(model, optimizer) | {
+        "rates": torch.tensor(scheduler.get_last_lr()),
+        "step": torch.tensor(step),
+    }
 
 
-def make_constant(size: int = 1) -> Pipeline:
-    return Pipeline(
-        nn.Sequential(Constant(size)),
-        loss_fn=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        schedule="1F1B",
-        n_stages=1,
-        n_microbatches=1,
-    )
+def state_of(model: nn.Sequential, optimizer: Any) -> dict[str, Tensor]:
+    state = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        state |= {f"{name} {key}": x for key, x in optimizer.state[p].items()}
+    return state
 
 
-def step_and_fill(pipeline: Pipeline, value: float) -> None:
-    pipeline.step(torch.ones(1), torch.ones(1))
-    for _, parameter in pipeline.named_parameters():
-        parameter.data.fill_(value)
-
-
-def save_for_ever(folder: str) -> None:
-    """A second save begins after the first, and is killed at any time."""
-    pipeline = make_constant(2_000_000)
-    for step in range(1, 100):
-        step_and_fill(pipeline, step)
-        pipeline.save(folder, keep=2)
-
-
-class Plain(nn.Module):
-    """The same model without zbpp."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers_of(range(N_LAYERS)))
-
-    def forward(self, x: Tensor, step: int, microbatch: int) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            number = hash((SEED, step, index, microbatch)) & 0x7FFF_FFFF_FFFF_FFFF
-            torch.default_generator.manual_seed(number)
-            x = layer(x)
-        return x
-
-
-def run_plainly(loaded: str | Path) -> Outcome:
-    """A loop of torch's own, from a checkpoint of a pipeline."""
-    model = Plain()
-    optimizer = two_groups(list(model.parameters()))
-    rates = scheduler(optimizer)
-    told = load(loaded, model, optimizers=[optimizer], schedulers=[rates])
-    results = []
-    for step in range(told["step"], STEPS):
-        cut = zip(*(x.tensor_split(6) for x in batch(step)), strict=True)
+def train_plainly(folder: Path, source: Path) -> Numbers:
+    """A loop of torch goes on; it saves nothing, but its state is compared."""
+    model, optimizer, scheduler, first = take_over(source, False)
+    numbers: Numbers = []
+    for step in range(first, STEPS):
         losses = []
-        for microbatch, (inputs, targets) in enumerate(cut):
-            loss = loss_fn(model(inputs, step, microbatch), targets)
-            (loss / 6).backward()
-            losses.append(loss.detach().double())
-        norm = float(torch.stack(list(_squares(model))).sum().sqrt())
-        factor = min(1.0, CLIP / (norm + 1e-6))
-        for p in model.parameters():
-            if factor < 1.0 and p.grad is not None:
-                p.grad.mul_(factor)
+        for x, y in zip(*(part.chunk(M) for part in batch(step)), strict=True):
+            loss = nn.functional.mse_loss(model(x), y)
+            (loss / M).backward()
+            losses.append(loss.item())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        rates.step()
-        results.append((float(torch.stack(losses).mean()), norm))
-    state = {n: p.detach() for n, p in model.named_parameters()}
-    return results, state | dict(model.named_buffers()), 0
-
-
-def _squares(model: Plain) -> Iterator[Tensor]:
-    for layer in model.layers:
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=torch.float64)
-            for p in layer.parameters()
-            if p.grad is not None
-        ]
-        yield torch.stack([norm.square() for norm in norms]).sum()
+        scheduler.step()
+        numbers.append((sum(losses) / M, float(norm)))
+    expected = state_in(folder, False)
+    for name, value in state_of(model, optimizer).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+    return numbers
