@@ -52,7 +52,7 @@ TESTS = {
     "models": "tests/models",
     "checkpoint": "tests/checkpoint tests/training/test_saving.py",
     "emulation": "tests/emulation",
-    "training": "tests/training",
+    "training": "tests/training tests/failures/test_launches.py",
     "cli": "tests/cli",
     "bench": "tests/bench",
 }
@@ -61,7 +61,7 @@ TESTS = {
 EXAMPLES = "tests/repo/test_doctests.py"
 """Of every room: it runs what docstrings show."""
 
-SLOW = {"parallel", "models", "bench", "comm", "cli"}
+SLOW = {"parallel", "models", "bench", "comm", "cli", "training"}
 """Rooms in which some mistakes show only in tests that are slow."""
 
 

@@ -1,203 +1,317 @@
-"""The same bits whatever the mode, the number of stages and the transport."""
+"""`zbpp train`: the same bits whatever the mode and the stages, and what it writes."""
 
-import functools
 import json
+import math
 import os
+import random
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from schemas import mistakes
-from torch import nn
-from training_here import train_here
+from training_here import run_train
 
-from zbpp.core import RequestError, write_schedule
-from zbpp.planning import plan
-from zbpp.training.data import load_corpus
-from zbpp.training.fingerprint import combine, fingerprints
-from zbpp.training.llama import build_layers, cross_entropy
-from zbpp.training.loop import load_text
-from zbpp.training.options import TrainOptions
-from zbpp.training.setup import model_of
+import zbpp
+from zbpp.core import Costs, write_costs, write_schedule
 
-TINY = TrainOptions(
-    stages=1,
-    microbatches=6,
-    microbatch_size=1,
-    seq=16,
-    size="tiny",
-    steps=4,
-    lr=1e-2,
-    clip_grad_norm=0.5,
-    data=Path(__file__),
-)
-"""Six layers: they do not divide by 4 chunks."""
+SENTENCE = "the quick brown fox jumps over the lazy dog and finds no other one"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The lines that a run has written into its metrics file."""
-
-    losses: tuple[float, ...]
-    norms: tuple[float, ...]
-    val_loss: float
-    params_sha256: str
-
-
-def read(metrics: Path) -> Outcome:
-    *steps, final = map(json.loads, metrics.read_text().splitlines())
-    assert not [text for line in (*steps, final) for text in mistakes("metrics", line)]
-    assert final["final"] is True
-    return Outcome(
-        losses=tuple(line["loss"] for line in steps),
-        norms=tuple(line["grad_norm"] for line in steps),
-        val_loss=final["val_loss"],
-        params_sha256=final["params_sha256"],
-    )
-
-
-def flags(**changed: object) -> list[str]:
-    """The tiny run's flags for a command line."""
-    chosen = vars(TINY) | changed
-    return [_flag(k, v) for k, v in chosen.items() if v is not None]
-
-
-def _flag(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no_{name}"
-    return f"--{name}={value}"
+@cache
+def text() -> str:
+    chosen = random.Random(0)
+    words = SENTENCE.split()
+    return " ".join(chosen.choice(words) for _ in range(2000))
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """Train in this process and tell how it went; the same run is done only once."""
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text(text())
+    return path
+
+
+TINY = {
+    "stages": 1, "microbatches": 6, "microbatch_size": 1, "seq": 16, "size": "tiny",
+    "steps": 4, "lr": 1e-2, "clip_grad_norm": 0.5,
+}  # fmt: skip
+"""Six layers: they do not divide by 4 chunks."""
+
+Rows = list[dict[str, Any]]
+Train = Callable[..., Rows]
+
+
+def words_of(**changed: object) -> list[str]:
+    """The tiny run's flags for a command line; None leaves one out."""
+    words = []
+    for name, value in (TINY | changed).items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        elif value is not None:
+            words.append(f"--{name}={value}")
+    return words
+
+
+def rows_of(metrics: Path) -> Rows:
+    from schemas import mistakes  # jsonschema is slow to load
+
+    rows: Rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert not [wrong for row in rows for wrong in mistakes("metrics", row)]
+    assert rows[-1]["final"] is True
+    return rows
+
+
+def same(rows: Rows) -> Rows:
+    """What is equal in all modes: all but the times and the rollbacks."""
+    other = {"tokens_per_s", "rollbacks", "prediction", "mode", "n_stages"}
+    return [{k: v for k, v in row.items() if k not in other} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, book: Path) -> Train:
+    """Train in this process; the same run is done only once."""
     metrics = tmp_path_factory.mktemp("train") / "metrics.jsonl"
 
-    @functools.cache
-    def run(**changed: object) -> Outcome:
-        train_here(TrainOptions(**(vars(TINY) | {"metrics": metrics} | changed)))
-        return read(metrics)
+    @cache
+    def run(**changed: object) -> Rows:
+        settings = {"metrics": metrics, "data": book} | changed
+        assert run_train(*words_of(**settings)) == 0
+        return rows_of(metrics)
 
     return run
 
 
-@functools.cache
-def plain_torch(clip_grad_norm: float) -> Outcome:
-    """The same training without any pipeline, as a user of torch writes it."""
-    torch.set_num_threads(1)
-    config = model_of(TINY)
-    model = nn.ModuleDict()
-    model["layers"] = nn.ModuleList(build_layers(config, range(config.n_layers)))
-    forward = nn.Sequential(*model["layers"])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=TINY.lr, betas=(0.9, 0.95), weight_decay=0.1
-    )
-    corpus = load_corpus(TINY.data, seq=TINY.seq)
-    losses, norms = [], []
-    for step in range(TINY.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = TINY.lr * min(1.0, (step + 1) / 10)
-        inputs, targets = map(
-            torch.from_numpy,
-            corpus.training_batch(seed=0, step=step, windows=6, seq=TINY.seq),
-        )
-        loss = 0.0
-        for x, y in zip(inputs.split(1), targets.split(1), strict=True):
-            part = cross_entropy(forward(x), y) / 6
-            part.backward()
-            loss += part.item()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-        norms.append(norm.item())
-    with torch.no_grad():
-        inputs, targets = corpus.validation_batch(windows=32, seq=TINY.seq)
-        val_loss = cross_entropy(
-            forward(torch.from_numpy(inputs)), torch.from_numpy(targets)
-        ).item()
-    digest = combine([fingerprints(model.named_parameters())])
-    return Outcome(tuple(losses), tuple(norms), val_loss, digest)
-
-
 @pytest.mark.parametrize(("mode", "stages"), [("ZBH1", 2), ("VPP", 2), ("ZBV", 3)])
-def test_modes_and_stages_do_not_change_a_bit(train, mode, stages):
-    outcome = train(pipeline_schedule_mode=mode, stages=stages)
-    assert outcome == train(pipeline_schedule_mode="1F1B", stages=1)
+def test_modes_and_stages_do_not_change_a_bit(
+    train: Train, mode: str, stages: int
+) -> None:
+    found = train(pipeline_schedule_mode=mode, stages=stages)
+    assert same(found) == same(train(pipeline_schedule_mode="1F1B", stages=1))
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"seed": 1}, {"microbatches": 3, "microbatch_size": 2}, {"lr": 1.001e-2}],
-    ids=["seed", "micro-batches", "lr"],
+    "changed", [{"seed": 1}, {"microbatches": 3, "microbatch_size": 2}, {"lr": 1.01e-2}]
 )
-def test_other_trainings_do_differ(train, changed):
-    assert train(**changed).params_sha256 != train().params_sha256
+def test_other_trainings_have_another_hash(train: Train, changed: Any) -> None:
+    assert train(**changed)[-1]["params_sha256"] != train()[-1]["params_sha256"]
 
 
-@pytest.mark.parametrize("clip_grad_norm", [1e9, 0.5], ids=["unclipped", "clipped"])
-def test_training_agrees_with_plain_torch(train, clip_grad_norm):
-    ours = train(clip_grad_norm=clip_grad_norm, stages=2)
-    plain = plain_torch(clip_grad_norm)
-    assert max(plain.norms) > 0.5, "the clipped case must clip"
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert ours.norms == pytest.approx(plain.norms, rel=1e-4)
-    assert ours.val_loss == pytest.approx(plain.val_loss, rel=1e-5)
+def test_the_first_figures_are_those_of_this_model_and_text(train: Train) -> None:
+    """Frozen: the model, its weights of a seed, the windows of text, the warm-up."""
+    *steps, final = train(steps=4)
+    losses, norms = ([row[name] for row in steps] for name in ("loss", "grad_norm"))
+    assert losses == pytest.approx([5.54997, 5.49588, 5.43019, 5.30155], rel=1e-4)
+    assert norms == pytest.approx([1.13392, 1.14119, 0.98413, 1.19843], rel=1e-3)
+    assert final["val_loss"] == pytest.approx(5.18717, rel=1e-4)
+    assert steps[0]["loss"] == pytest.approx(math.log(256), abs=0.1), "a guess"
+
+
+def test_the_loss_falls(train: Train) -> None:
+    *steps, final = train(steps=20)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    assert final["val_loss"] < steps[0]["loss"] - 1
+
+
+def test_a_schedule_file_is_trained_with(train: Train, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_schedule(zbpp.plan("ZBV", n_stages=2, n_microbatches=6), path)
+    sizes = {"stages": None, "microbatches": None}
+    found = train(pipeline_schedule_mode=str(path), **sizes)
+    assert same(found) == same(train())
 
 
 @pytest.mark.slow
-def test_bf16_trains_nearly_the_same(train):
+def test_bf16_trains_nearly_the_same(train: Train) -> None:
     exact, rounded = train(), train(dtype="bf16", stages=2)
-    assert rounded.losses == pytest.approx(exact.losses, rel=0.02)
-    assert rounded.losses != exact.losses
+    losses = [[row["loss"] for row in rows[:-1]] for rows in (exact, rounded)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1] != losses[0]
     again = train(dtype="bf16", stages=3, pipeline_schedule_mode="ZBV")
-    assert again == rounded
+    assert same(again) == same(rounded)
 
 
-def test_the_loss_falls(train):
-    outcome = train(steps=20)
-    assert 5.0 < outcome.losses[0] < 6.2
-    assert outcome.losses[-1] < 4.7
+def test_steps_that_are_rolled_back_are_counted_and_change_nothing(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clipped = {"stages": 2, "clip_grad_norm": 0.01}
+    speculative = train(enable_optimizer_post_validation=True, **clipped)
+    assert "rolled back: 4" in capsys.readouterr().out
+    behind = train(enable_optimizer_post_validation=False, **clipped)
+    assert [row["rollbacks"] for row in speculative] == [1, 1, 1, 1, 4]
+    assert [row["rollbacks"] for row in behind] == [0] * 5
+    assert same(speculative) == same(behind)
 
 
-def test_a_schedule_file_is_trained_with(train, tmp_path):
-    path = tmp_path / "plan.json"
-    write_schedule(plan("ZBV", n_stages=2, n_microbatches=6), path)
-    own = {"stages": None, "microbatches": None}
-    assert train(pipeline_schedule_mode=str(path), **own) == train()
+def test_a_step_that_is_not_finite_is_skipped_and_has_no_norm(train: Train) -> None:
+    first, second, *_ = train(lr=1e30, steps=3)
+    assert not first["skipped"] and first["grad_norm"] > 0
+    assert second["skipped"] and second["grad_norm"] is None
 
 
-def test_the_log_names_the_text_the_model_and_the_results(train, capsys):
-    outcome = train(stages=2)
+def test_the_log_names_the_text_the_model_and_the_results(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    assert run_train(*words_of(stages=2, data=book, steps=12, trace=trace)) == 0
     lines = capsys.readouterr().out.splitlines()
     data, model, split, *steps, prediction, val, digest = lines
-    assert data.startswith(f"data: {__file__}: 1 files, ")
+    assert data.startswith(f"data: {book}: 1 files, {len(text()):,} bytes ")
     assert model.startswith("model: ") and "6 layers; ZBH1, 2 stages" in model
     assert split.startswith("backward: W computes the gradients of ")
-    assert [line[:8] for line in steps] == ["step:  1", "step:  4"]
+    assert [line[:8] for line in steps] == ["step:  1", "step: 10", "step: 12"]
+    shape = (
+        r"step:  1  loss:  5\.\d{4}  grad_norm:  \d\.\d{4}  memory:  \d+\.\d\dGiB  "
+        r"tps: [\d,]+  bubble: \d+\.\d% \(simulated\)  rolled back: 0"
+    )
+    assert re.fullmatch(shape, steps[0])
     assert prediction.startswith("prediction (simulated with the costs of the last")
-    assert val.startswith(f"validation loss: {outcome.val_loss:.4f}")
-    assert digest == f"parameters sha256: {outcome.params_sha256}"
+    assert val.startswith("validation loss: ")
+    assert re.fullmatch("parameters sha256: [0-9a-f]{64}", digest)
+    names = {
+        event.get("name") for event in json.loads(trace.read_text())["traceEvents"]
+    }
+    assert names >= {"0F0", "1B5", "O"}, names
 
 
-def test_ranks_that_read_different_texts_are_refused():
-    """Else the loss would compare one text's inputs with another's targets."""
-
-    class TwoRanks:
-        needs_inputs, needs_targets = True, False
-
-        def gather(self, about: tuple[str, str]) -> list[tuple[str, str]]:
-            line, digest = about
-            return [about, (line.replace("sha256", "sha256 other"), digest)]
-
-    with pytest.raises(RequestError, match=r"rank 0: data: .*; rank 1: data: "):
-        load_text(TwoRanks(), TINY)
+def test_a_terminal_gets_a_progress_bar_and_whole_lines(
+    book: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run_train(*words_of(data=book, steps=2)) == 0
+    out = capsys.readouterr().out
+    assert "0/2" in out and "2/2" in out
+    assert "(simulated)  rolled back: 0" in out  # not wrapped at 40
 
 
-def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+def test_a_run_goes_on_in_other_stages_and_writes_each_line_once(
+    train: Train, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    saved = {"save_dir": tmp_path / "run", "data": book, "metrics": metrics}
+    first = words_of(steps=2, pipeline_schedule_mode="ZBV", stages=2, **saved)
+    assert run_train(*first) == 0
+    assert [row.get("step") for row in rows_of(metrics)] == [1, 2, None]
+    again = words_of(pipeline_schedule_mode="1F1B", stages=3, **saved)
+    assert run_train(*again) == 0
+    assert same(rows_of(metrics)) == same(train())
+    capsys.readouterr()
+    assert run_train(*words_of(**saved, seed=1)) == 2
+    assert "of another training: seed" in capsys.readouterr().err
+
+
+def folder_of(tmp_path: Path) -> Path:
+    """Forty files of one repeated character each; names decide what is held out."""
+    folder = tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    for i in range(40):
+        name = f"below/{i}.txt" if i % 2 else f"file_{i}.txt"
+        (folder / name).write_text(chr(40 + i) * 100)
+    (folder / ".hidden").write_text("not read")
+    (folder / "empty.txt").write_text("")
+    return folder
+
+
+def test_the_text_is_divided_by_the_names_of_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No byte is on both sides, and more files move none to the other one."""
+
+    def described(data: Path) -> tuple[int, int, int]:
+        assert run_train(*words_of(data=data, steps=1)) == 0
+        line = capsys.readouterr().out.splitlines()[0]
+        figures = re.search(
+            r": (\d+) files, ([\d,]+) bytes \(([\d,]+) held out\)", line
+        )
+        assert figures, line
+        files, n_bytes, held_out = (int(x.replace(",", "")) for x in figures.groups())
+        return files, n_bytes, held_out
+
+    folder = folder_of(tmp_path)
+    files, n_bytes, held_out = described(folder)
+    separators = 40 - 2
+    assert (files, n_bytes) == (40, 40 * 100 + separators)
+    n_held_out = (held_out + 1) // 101
+    assert held_out == 101 * n_held_out - 1 and 0 < n_held_out < 8
+    for i in range(40, 44):
+        (folder / f"file_{i}.txt").write_text("x" * 1000)
+    assert described(folder)[2] in {held_out + 1001 * n for n in range(5)}
+    (tmp_path / "book.txt").write_bytes(bytes(range(100)) * 10)
+    assert described(tmp_path / "book.txt") == (1, 1000, 50)
+
+
+def test_without_data_the_library_of_python_is_the_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_train(*words_of(steps=1)) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    found = re.search(r"Python standard library: (\d+) files, ([\d,]+) bytes", line)
+    assert found and int(found[1]) > 300
+    assert int(found[2].replace(",", "")) > 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("content", "changed", "words"),
+    [
+        (None, {}, "does not exist; give --data a text file"),
+        ("", {}, "holds no text; give --data a text file"),
+        ("x" * 200, {}, "leaves 10 bytes for validation; --seq 16 needs at least 17"),
+        ("x" * 999, {"stages": 9}, "6 layers"),
+        ("x" * 999, {"steps": 0}, "--steps is 0"),
+        ("x" * 999, {"clip_grad_norm": 0.0}, "--clip_grad_norm is 0"),
+        ("x" * 999, {"model": "my:model"}, "zbpp train takes hf:PATH"),
+        ("x" * 999, {"memory_limit": "1GiB"}, "largest memory of the costs is 1;"),
+        ("x" * 999, {"layers": "layers.json"}, "10 layers, but the model has 6"),
+        (
+            "x" * 999,
+            {"layers": "layers.json", "costs": "costs.json"},
+            "leave --costs out",
+        ),
+        (
+            "x" * 999,
+            {"pipeline_schedule_mode": "plan.json", "stages": 2},
+            "n_stages is 3, but 2 is asked for",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(
+    content: str | None,
+    changed: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("text.txt").write_text(content)
+    Path("layers.json").write_text(json.dumps({"n_layers": 10, "f": [1, *[2] * 8, 6]}))
+    write_costs(Costs(), "costs.json")
+    write_schedule(zbpp.plan("ZBV", n_stages=3, n_microbatches=6), "plan.json")
+    assert run_train(*words_of(data="text.txt", **changed)) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_auto_trains_as_every_mode_does_and_names_what_it_chose(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = {"pipeline_schedule_mode": "auto", "stages": 2, "microbatches": 6}
+    found = train(memory_limit="1GiB", **auto)
+    out = capsys.readouterr().out
+    assert re.search(r"auto: (ZB|interleaved|V)", out)
+    assert "; predicted step " in out and "simulated with given costs" in out
+    assert same(found) == same(train())
+    assert run_train(*words_of(memory_limit="1MiB", size="small", **auto)) == 2
+    assert "the smallest limit that works is" in capsys.readouterr().err
+
+
+def run_processes(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *command],
         capture_output=True,
@@ -207,44 +321,22 @@ def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+
+
+@pytest.mark.slow
 @pytest.mark.dist
-def test_two_processes_train_the_same(train, tmp_path):
+@pytest.mark.parametrize("start", [(), TORCHRUN], ids=["own", "torchrun"])
+def test_two_processes_train_the_same(
+    train: Train, book: Path, tmp_path: Path, start: tuple[str, ...]
+) -> None:
     metrics = tmp_path / "processes.jsonl"
-    result = run_command(["zbpp", "train", *flags(stages=2, metrics=metrics)])
+    words = words_of(stages=2, data=book, metrics=metrics)
+    result = run_processes(*start, "zbpp", "train", *words)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("step:  1") == 1, "only rank 0 may write"
-    assert read(metrics) == train()
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_torchrun_trains_the_same(train, tmp_path):
-    metrics = tmp_path / "torchrun.jsonl"
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    flag = flags(stages=2, metrics=metrics, pipeline_schedule_mode="ZBV")
-    result = run_command([*torchrun, "-m", "zbpp", "train", *flag])
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("step:  1") == 1
-    assert read(metrics) == train()
-
-
-@pytest.mark.slow
-def test_metrics_count_rollbacks_and_skips(tmp_path, capsys):
-    def rows(**changed):
-        metrics = tmp_path / "metrics.jsonl"
-        own = {"metrics": metrics, "stages": 2, "clip_grad_norm": 0.01}
-        train_here(TrainOptions(**(vars(TINY) | own | changed)))
-        return list(map(json.loads, metrics.read_text().splitlines()))
-
-    speculative = rows(enable_optimizer_post_validation=True)
-    behind = rows(enable_optimizer_post_validation=False)
-    usual = rows()
-    assert [row["rollbacks"] for row in speculative] == [1, 1, 1, 1, 4]
-    assert [row["rollbacks"] for row in behind] == [0, 0, 0, 0, 0]
-    assert [row["rollbacks"] for row in usual] == [0, 0, 0, 0, 0]
-    out = capsys.readouterr().out
-    assert out.count("rolled back: 4") == 1
-    assert not any(row["skipped"] for row in speculative)
-    for mine, *others in zip(speculative, behind, usual, strict=True):
-        for key in mine.keys() - {"tokens_per_s", "rollbacks", "prediction"}:
-            assert all(other[key] == mine[key] for other in others), key
+    assert same(rows_of(metrics)) == same(train())
+    if start:
+        result = run_processes(*start, "zbpp", "train", *words_of(stages=3, data=book))
+        assert result.returncode != 0
+        assert "--stages is 3, but torchrun has started 2" in result.stderr

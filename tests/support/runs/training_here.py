@@ -1,8 +1,25 @@
 """`zbpp train` with all stages in this process."""
 
+from collections.abc import Sequence
+from unittest import mock
+
+from zbpp.cli import main
+from zbpp.training import start
 from zbpp.training.loop import train
 from zbpp.training.options import TrainOptions
 from zbpp.training.setup import check, plan_of
+
+__all__ = ["run_train", "train_here"]
+
+
+def run_train(*words: str) -> int:
+    """Run the command, whatever the number of stages; its exit code."""
+
+    def start_here(options: TrainOptions, _: Sequence[str]) -> None:
+        train_here(options)
+
+    with mock.patch.object(start, "start", start_here):
+        return main(["train", *words])
 
 
 def train_here(options: TrainOptions) -> None:
