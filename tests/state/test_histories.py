@@ -1,0 +1,310 @@
+"""Whatever a script does, a post-validated pipeline shows the bits of a plain one.
+
+Each history runs twice, side by side: in a pipeline whose steps are speculative, on any
+number of stages, and in one of a single stage that waits for the norm of each step.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from histories import (
+    CHANGES,
+    CLIP,
+    INF,
+    N_LAYERS,
+    ONE_CHUNK,
+    OPTIMIZERS,
+    SCHEDULERS,
+    SPIKE,
+    TWO_CHUNKS,
+    Action,
+    Case,
+    Run,
+    Spoil,
+    difference,
+)
+from hypothesis import Phase, event, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from pool import Pool
+
+from zbpp.runtime.testing import small_buckets
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*no optimizer steps them:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning"),
+]
+
+
+def one_of(*values: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values)
+
+
+PLACES = st.one_of(
+    st.tuples(one_of(*ONE_CHUNK), one_of(2, 3, 4, 1)),
+    st.tuples(one_of(*TWO_CHUNKS), one_of(2, 3, 4, 1)),
+)
+"""Mode and number of stages."""
+
+RARELY = one_of(False, False, True)
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    """The first value of each choice is the plainest."""
+    mode, n_stages = draw(PLACES)
+    return Case(
+        mode=mode,
+        n_stages=n_stages,
+        n_microbatches=draw(st.integers(1, 3)),
+        n_calls=draw(one_of(1, 1, 2)),
+        dtype=draw(one_of(torch.float32, torch.float32, torch.bfloat16)),
+        optimizer=draw(one_of(*OPTIMIZERS)),
+        scheduler=draw(one_of(*SCHEDULERS)),
+        change=draw(one_of(*CHANGES)),
+        tied=draw(one_of((), (), (1, 4), (1, 3, 6))),
+        batch_norm=draw(RARELY),
+        dropout=draw(one_of(0.0, 0.3)),
+        loss_scale=draw(RARELY),
+        snapshots=draw(RARELY),
+        seed=draw(one_of(3, None)),
+    )
+
+
+SPOILS = st.builds(
+    Spoil,
+    factor=one_of(1e5, 1e5, float("inf"), float("-inf"), float("nan")),
+    microbatch=st.integers(0, 11),
+    layer=st.none() | st.integers(0, N_LAYERS - 1),
+    parameter=one_of("norm.weight", "linear.bias"),
+)
+LAYERS = st.integers(0, N_LAYERS - 1)
+
+
+class Histories(RuleBasedStateMachine):
+    """Two runs of one history."""
+
+    folder = Path()
+    n_rollbacks = n_steps = n_histories = 0
+
+    @initialize(case=cases())
+    def begin(self, case: Case) -> None:
+        folder = self.folder / str(Histories.n_histories)
+        Histories.n_histories += 1
+        self.case, self.n_compared = case, 0
+        self.ours = Run(case, folder / "ours")
+        self.theirs = Run(case.reference, folder / "theirs")
+        event(case.mode)
+
+    def both(self, action: str, *args: Any, **more: Any) -> None:
+        """Act in both, and compare what they show."""
+        ours = self.ours.do(action, *args, **more)
+        theirs = self.theirs.do(action, *args, **more)
+        found = difference(ours, theirs)
+        assert found is None, f"{action} {args}: {found}\n{self.case}"
+
+    @rule(
+        spoils=st.lists(SPOILS | st.none(), min_size=2, max_size=5),
+        parts=RARELY,
+        key=RARELY,
+    )
+    def steps(self, spoils: list[Spoil | None], parts: bool, key: bool) -> None:
+        for spoil in spoils:
+            self.both("step", spoil, parts=parts, key=key)
+
+    @rule()
+    def read(self) -> None:
+        self.both("read")
+        for ours, theirs in zip(
+            self.ours.results[self.n_compared :],
+            self.theirs.results[self.n_compared :],
+            strict=True,
+        ):
+            is_invalid = theirs.skipped or theirs.grad_norm > CLIP
+            is_validated = self.ours.pipeline.schedule.is_post_validated
+            assert ours.rollbacks == (is_invalid and is_validated)
+            assert theirs.rollbacks == 0
+            Histories.n_rollbacks += ours.rollbacks
+        self.n_compared = len(self.ours.results)
+
+    @rule(n_microbatches=st.integers(1, 5))
+    def evaluate(self, n_microbatches: int) -> None:
+        self.both("evaluate", n_microbatches)
+
+    @rule()
+    def predict(self) -> None:
+        self.both("predict")
+
+    @rule(view=one_of("state", "named", "modules", "optimizers"))
+    def look(self, view: str) -> None:
+        self.both("look", view)
+
+    @rule()
+    def synchronize(self) -> None:
+        self.ours.do("synchronize")
+
+    @precondition(lambda self: self.case.change != "bounded_weight")
+    @rule(place=PLACES, by=one_of("file", "memory"))
+    def move(self, place: tuple[str, int], by: str) -> None:
+        """To another schedule on other stages."""
+        self.read()
+        self.ours.do("move", *place, by)
+
+    @precondition(lambda self: self.case.change != "bounded_weight")
+    @rule(data=st.data())
+    def switch(self, data: st.DataObject) -> None:
+        modes = TWO_CHUNKS if self.ours.case.mode in TWO_CHUNKS else ONE_CHUNK
+        self.ours.do("switch", data.draw(one_of(*modes)))
+
+    @rule(layer=LAYERS, how=one_of("in place", "data", "other memory"))
+    def write(self, layer: int, how: str) -> None:
+        """A write that leaves no mark is not found in copies of tied weights."""
+        is_tied = layer in self.case.tied
+        self.both("write", layer, "in place" if is_tied else how)
+
+    @rule(layer=LAYERS)
+    def load_layer(self, layer: int) -> None:
+        self.both("load_layer", layer)
+
+    @rule(factor=one_of(0.5, 2.0))
+    def set_rate(self, factor: float) -> None:
+        self.both("set_rate", factor)
+
+    @precondition(lambda self: self.ours.results)
+    @rule()
+    def schedule_rates(self) -> None:
+        self.both("schedule_rates")
+
+    @rule(layer=LAYERS, name=one_of("linear.weight", "norm.weight", "linear.bias"))
+    def freeze(self, layer: int, name: str) -> None:
+        self.both("freeze", f"{layer}.{name}")
+
+    @rule(layer=LAYERS)
+    def look_within(self, layer: int) -> None:
+        self.ours.do("look_within", layer)
+        self.theirs.do("step")
+
+    @rule(
+        error=one_of(ValueError("no\nluck"), KeyboardInterrupt()),
+        layer=LAYERS,
+        where=one_of("F", "B"),
+    )
+    def interrupt(self, error: BaseException, layer: int, where: str) -> None:
+        """A pass raises, and a new pipeline goes on from a state that is right."""
+        self.read()
+        self.ours.do("interrupted", error, layer, where)
+        (text,) = self.ours.refusals()
+        kind = (
+            "ValueError: no" if isinstance(error, ValueError) else "KeyboardInterrupt"
+        )
+        n_steps = self.theirs.pipeline.n_steps
+        assert text.startswith(f"step {n_steps} failed ({kind}), and the pipeline has")
+        assert "\n" not in text
+        self.ours.do("restart", self.theirs.pipeline.state_dict())
+
+    def teardown(self) -> None:
+        if hasattr(self, "theirs"):
+            self.read()
+            self.look("state")
+            self.both("close")
+            Histories.n_steps += len(self.ours.results)
+
+
+def test_histories(tmp_path: Path) -> None:
+    """Without shrinking, which would train for many minutes."""
+    Histories.folder = tmp_path
+    phases = set(Phase) - {Phase.shrink, Phase.explain}
+    with small_buckets():
+        run_state_machine_as_test(
+            Histories, settings=settings(stateful_step_count=14, phases=phases)
+        )
+    assert Histories.n_rollbacks > Histories.n_steps / 5
+
+
+# Fixed histories: of every optimizer, and on every rank.
+
+VALID, CLIPPED, SKIPPED = ("step",), ("step", SPIKE), ("step", INF)
+WITH_ALL: tuple[Action, ...] = (
+    VALID, CLIPPED, ("freeze", "3.linear.weight"), SKIPPED, ("set_rate", 0.5), CLIPPED,
+    ("freeze", "3.linear.weight"), VALID, SKIPPED, ("schedule_rates",), CLIPPED, VALID,
+    ("look", "optimizers"), CLIPPED,
+)  # fmt: skip
+
+
+def play(case: Case, actions: tuple[Action, ...], folder: str = "") -> list[Any]:
+    """What a history shows, its results, and the state that it leaves."""
+    with small_buckets():
+        run = Run(case, folder)
+        shown = [run.do(*action) for action in actions]
+        shown += [run.read(), run.look("state")]
+        run.close()
+    return [*shown, [result.rollbacks for result in run.results]]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_is_rolled_back(optimizer: str) -> None:
+    case = Case(optimizer=optimizer, scheduler="steps", n_microbatches=1)
+    *ours, rollbacks = play(case, WITH_ALL)
+    *theirs, _ = play(case.reference, WITH_ALL)
+    assert difference(ours, theirs) is None
+    assert rollbacks == [0, 1, 1, 1, 0, 1, 1, 0, 1]
+
+
+IN_PROCESSES: dict[str, tuple[int, Case, tuple[Action, ...]]] = {
+    "all": (2, Case(mode="ZBV", scheduler="one cycle", loss_scale=True), WITH_ALL),
+    "switch and move": (
+        2,
+        Case(mode="ZBH2", optimizer="several", dropout=0.3, seed=None),
+        (
+            CLIPPED, VALID, ("switch", "1F1B"), SKIPPED, ("evaluate", 3), CLIPPED,
+            ("move", "ZBH1", None, "file"), VALID, CLIPPED, ("predict",), SKIPPED,
+            ("look", "modules"), CLIPPED, ("write", 3, "data"), CLIPPED,
+        ),
+    ),
+    "tied": (
+        2,
+        Case(tied=(1, 3, 6), n_calls=2, n_microbatches=2, change="pythons_numbers"),
+        (
+            VALID, CLIPPED, ("write", 3, "in place"), CLIPPED, SKIPPED,
+            ("move", "ZBH2", None, "memory"), CLIPPED, VALID, ("load_layer", 2),
+            SKIPPED,
+        ),
+    ),
+    "rank 0 looks": (
+        3,
+        Case(mode="ZBV", optimizer="AdamW {'fused': True}", dtype=torch.bfloat16),
+        (VALID, ("peek",), CLIPPED, CLIPPED, ("peek",), SKIPPED, SKIPPED, ("peek",),
+         CLIPPED),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_ranks_show_the_same(name: str, pool: Pool, tmp_path: Path) -> None:
+    n, case, actions = IN_PROCESSES[name]
+    case = replace(case, n_stages=None)
+    ranks = pool.run(play, n, case, actions, str(tmp_path))
+    *expected, _ = play(
+        replace(case, n_stages=1).reference, actions, tmp_path / "whole"
+    )
+    joined: dict[str, Any] = {}
+    for *shown, rollbacks in ranks:
+        assert rollbacks == ranks[0][-1] and sum(rollbacks) > 2
+        for number, (ours, theirs) in enumerate(zip(shown, expected, strict=True)):
+            what = actions[number] if number < len(actions) else "the end"
+            if ours is None:
+                continue
+            here = {k: theirs[k] for k in ours} if isinstance(ours, dict) else theirs
+            assert difference(ours, here) is None, what
+        joined |= shown[-1]
+    assert joined.keys() == expected[-1].keys()

@@ -1,0 +1,413 @@
+"""When steps are speculative, what follows from skipped ones, and steps in parts."""
+
+import copy
+import logging
+import math
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from histories import INF, SPIKE, Case, Counting, Run, Spoil, bits
+from pool import Pool
+from torch import Tensor, nn
+
+import zbpp
+from zbpp import diagnostics
+from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
+from zbpp.runtime import LossScaler, NonFiniteError
+from zbpp.simulator import bubble_rate
+
+VALID = None
+
+
+def steps(case: Case, spoils: list[Spoil | None]) -> Run:
+    run = Run(case)
+    for spoil in spoils:
+        run.step(spoil)
+    return run
+
+
+def refusal(call: Callable[..., Any], *args: Any, **more: Any) -> str:
+    with pytest.raises(zbpp.RequestError) as refused:
+        call(*args, **more)
+    return str(refused.value)
+
+
+def make(schedule: Any = "ZBH1", n_stages: int | None = 2, **more: Any) -> Any:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+        "loss_fn": nn.functional.mse_loss,
+        "n_microbatches": 2,
+    }
+    model = more.pop("model", None) or [nn.Linear(8, 8) for _ in range(4)]
+    return zbpp.Pipeline(model, schedule, n_stages=n_stages, **(settings | more))
+
+
+def batch(n: int = 8) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, n, 8, generator=torch.Generator().manual_seed(0))
+    return x, y
+
+
+# Speculation.
+
+
+@pytest.mark.parametrize(
+    ("mode", "n_stages", "asked", "speculates"),
+    [
+        ("FThenB", 2, None, False),
+        ("1F1B", 2, None, False),
+        ("VPP", 2, None, False),
+        ("ZBH1", 2, None, True),
+        ("ZBV", 2, None, True),
+        ("ZBH1", 1, None, False),
+        ("1F1B", 2, True, True),
+        ("ZBV", 2, False, False),
+    ],
+)
+def test_modes_with_a_split_backward_are_post_validated(
+    mode: str, n_stages: int, asked: bool | None, speculates: bool
+) -> None:
+    pipeline = make(mode, n_stages, step=zbpp.StepPolicy(post_validation=asked))
+    assert pipeline.schedule.is_post_validated is speculates
+    assert not make(mode, n_stages, optimizer=None).schedule.is_post_validated
+
+
+def test_ten_valid_steps_in_a_row_make_the_next_ones_speculative() -> None:
+    """The clipped steps 9 and 20 are not speculative, and step 31 is."""
+    spoils = [VALID] * 9 + [SPIKE] + [VALID] * 9 + [SPIKE] + [VALID] * 10 + [SPIKE] * 2
+    run = steps(Case(post_validation=None, n_microbatches=1), spoils)
+    rolled_back = [i for i, x in enumerate(run.results) if x.rollbacks]
+    assert rolled_back == [30]
+
+
+def test_a_schedule_with_an_early_v_runs_as_it_is() -> None:
+    orders = tuple(
+        (
+            Check(stage),
+            *(Pass(PassKind.F, stage, i) for i in range(2)),
+            *(Pass(PassKind.BW, stage, i) for i in range(2)),
+            Step(stage),
+        )
+        for stage in range(2)
+    )
+    schedule = Schedule("early V", Placement.single(2), 2, orders)
+    pipeline = make(schedule, None)
+    assert pipeline.schedule == schedule
+    assert pipeline.step(*batch()).rollbacks == 0
+
+
+def test_the_timeline_of_a_replay_shows_the_forwards_twice() -> None:
+    run = steps(Case(n_stages=3, n_microbatches=4), [SPIKE, VALID])
+    timeline = diagnostics.timeline(run.pipeline)
+    rows = [[str(slot.job) for slot in row] for row in timeline.rows]
+    assert " ".join(rows[0][:7]) == "0F0 0F1 0F2 V 0F0 0F1 0F2"
+    assert " ".join(rows[2][:4]) == "2F0 V 2F0 2B0"
+    assert 0 <= bubble_rate(timeline) < 1
+
+
+def test_jobs_run_in_the_order_of_the_schedule_after_a_switch() -> None:
+    run = Run(Case(mode="ZBV", n_microbatches=4))
+    for mode in ("VMin", "VHalf"):
+        run.step()
+        run.switch(mode)
+        run.step()
+        rows = diagnostics.timeline(run.pipeline).rows
+        orders = tuple(tuple(slot.job for slot in row) for row in rows)
+        assert orders == run.pipeline.schedule.orders
+        assert run.pipeline.schedule.name == mode
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_of_steps_see_the_valid_step_once(kind: str) -> None:
+    """An average of the weights, for instance, cannot be rolled back."""
+    seen: dict[bool, list[bytes]] = {}
+    for speculative in (True, False):
+        run = Run(Case(n_stages=3, post_validation=speculative))
+        seen[speculative] = []
+
+        def note(optimizer: Any, *_: Any, of: list[bytes] = seen[speculative]) -> None:
+            of.append(bits(optimizer.param_groups[0]["params"][0]))
+
+        for optimizer in run.pipeline.optimizers:
+            getattr(optimizer, f"register_step_{kind}_hook")(note)
+        for spoil in (VALID, SPIKE, INF, VALID):
+            run.step(spoil)
+        run.close()
+    assert seen[True] == seen[False] and len(seen[True]) == 3 * 3
+
+
+def test_an_optimizer_that_needs_a_snapshot_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pipeline = make(
+        model=[nn.Linear(8, 40_000), nn.Linear(40_000, 8)],
+        optimizer=partial(Counting, lr=0.1),
+        step=zbpp.StepPolicy(post_validation=True),
+    )
+    with caplog.at_level(logging.WARNING, logger="zbpp"):
+        for _ in range(3):
+            pipeline.step(*batch())
+        pipeline.close()
+    assert caplog.text.count("Counting can only be rolled back by a copy") == 1
+
+
+# Writes between a speculative step and its validation.
+
+
+def clamp(run: Run) -> None:
+    with torch.no_grad():
+        run.layers[2].linear.weight.clamp_(-0.1, 0.1)
+
+
+def other_memory(run: Run) -> None:
+    weight = run.layers[2].linear.weight
+    weight.data = weight.data.clone()
+
+
+def zero_moments(run: Run) -> None:
+    for optimizer in run.pipeline.optimizers:
+        state = optimizer.state.get(run.layers[2].linear.weight)
+        if state is not None:
+            state["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("write", "then", "name"),
+    [
+        (clamp, "step", "layers.2.linear.weight changed after"),
+        (other_memory, "synchronize", "layers.2.linear.weight changed after"),
+        (zero_moments, "look", "layers.2.linear.weight (exp_avg in AdamW) changed"),
+    ],
+)
+def test_a_write_before_the_validation_is_named(
+    write: Callable[[Run], None], then: str, name: str
+) -> None:
+    run = steps(Case(), [VALID, VALID])
+    write(run)
+    text = refusal(getattr(run, then))
+    assert name in text and "call pipeline.synchronize() before you write" in text
+    run = steps(Case(), [VALID, VALID])
+    run.synchronize()
+    write(run)
+    run.step()
+    run.close()
+
+
+# Hooks on modules, through which a state_dict is that of a validated step.
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_only_a_state_dict_of_the_model_itself_validates_the_step(
+    duplicate: Callable[[nn.Module], nn.Module],
+) -> None:
+    """A look at a weight, and a state_dict of a copy, do not: it is not clipped yet."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    policy = zbpp.StepPolicy(post_validation=True)
+    pipeline = make(model=model, step=policy, clip_grad_norm=1e-3)
+    copied = duplicate(model)
+    pipeline.step(*batch())
+    copied.state_dict()
+    before = model[0].weight.detach().clone()
+    after = model.state_dict()["0.weight"]
+    assert not torch.equal(before, after)
+    assert torch.allclose(after, copied.state_dict()["0.weight"], atol=1e-3)
+
+
+def test_a_closed_pipeline_leaves_no_hooks_behind() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    before = [vars(module).keys() for module in model.modules()]
+    for _ in range(2):
+        with make(model=model) as pipeline:
+            pipeline.step(*batch())
+    assert [vars(module).keys() for module in model.modules()] == before
+    assert not any(module._state_dict_pre_hooks for module in model.modules())
+
+
+# The loss scale.
+
+
+def test_the_scale_moves_as_torchs_does() -> None:
+    theirs = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**10, growth_interval=3, enabled=True
+    )
+    ours = LossScaler(2.0**10, growth_interval=3)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for finite in (True, True, False, True, True, True, True, False, False, True):
+        weight.grad = torch.ones(1) if finite else torch.full((1,), math.inf)
+        theirs.scale(torch.ones(1))
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(finite)
+        assert ours.scale == theirs.get_scale()
+    again = LossScaler()
+    again.load_state_dict(ours.state_dict())
+    assert again.state_dict() == ours.state_dict()
+    assert "growth_interval is -1" in refusal(LossScaler, growth_interval=-1)
+
+
+def test_a_scaled_loss_gives_the_same_gradients() -> None:
+    """Powers of 2 leave every bit."""
+    plain = steps(Case(), [VALID] * 4)
+    scaled = steps(Case(loss_scale=True), [VALID] * 4)
+    assert plain.read() == scaled.read()
+    run = scaled.pipeline.state_dict()["run"]
+    assert run["scaler"] == {"scale": 2.0**10, "good_steps": 0}
+
+
+def test_a_skip_that_searches_for_a_scale_is_no_fault() -> None:
+    """The scales 256 to 2 may shrink; at 1 the second skip in a row is a fault."""
+    case = Case(loss_scale=True, max_consecutive_skips=2)
+    run = steps(case, [INF] * 9)
+    run.synchronize()
+    assert run.pipeline.loss_scaler.scale == 0.5
+    with pytest.raises(NonFiniteError, match=r"^2 step\(s\)"):
+        run.step(INF)
+        run.synchronize()
+
+
+# The diagnosis of many skips.
+
+
+def diagnose(case: Case, spoil: Spoil) -> tuple[str, int]:
+    """The message, and after how many steps it came."""
+    run = Run(case)
+    for step in range(20):
+        try:
+            run.step(spoil if step >= 2 else VALID)
+        except NonFiniteError as error:
+            return str(error), step
+    raise AssertionError("the run went on")
+
+
+@pytest.mark.parametrize(
+    ("mode", "early", "n_skips"),
+    [("ZBH1", True, 3), ("ZBV", True, 1), ("ZBV", False, 3), ("1F1B", False, 1)],
+)
+def test_many_skips_end_with_the_layer_of_the_first(
+    mode: str, early: bool, n_skips: int
+) -> None:
+    for layer, parameter, microbatch in (
+        (5, "norm.weight", 2),
+        (0, "linear.bias", 0),
+        (7, "norm.weight", 1),
+    ):
+        spoil = Spoil(math.nan, microbatch, layer, parameter)
+        case = Case(
+            mode=mode,
+            n_stages=4,
+            post_validation=early,
+            max_consecutive_skips=n_skips,
+        )
+        message, step = diagnose(case, spoil)
+        assert message.startswith(f"{n_skips} step(s) in a row were skipped")
+        assert f"came up in layers.{layer}:" in message
+        assert f"in step {1 + n_skips} (from 0)" in message
+        assert step == 1 + n_skips + early
+
+
+@pytest.mark.dist
+def test_all_ranks_end_with_the_same_diagnosis(pool: Pool) -> None:
+    case = Case(mode="ZBV", n_stages=None, max_consecutive_skips=3)
+    answers = pool.run(diagnose, 3, case, INF)
+    assert len(set(answers)) == 1
+    message, _ = answers[0]
+    assert "came up in layers.5:" in message
+
+
+# Random numbers.
+
+
+class Seeds(nn.Module):
+    """Notes the seeds of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(torch.initial_seed())
+        return self.linear(x)
+
+
+def test_the_seeds_of_layers_never_change() -> None:
+    """By seed, step, layer and micro-batch: the last 63 bits of the numbers below."""
+    for seed, step, expected in (
+        (0, 0, {(0, 0): 15220518902653198062}),
+        (3, 1, {(2, 5): 15531604019205315563}),
+        (-1, 0, {(7, 31): 11297183286996436349}),
+    ):
+        layers = [Seeds() for _ in range(8)]
+        numerics = zbpp.Numerics(seed=seed, first_step=step)
+        pipeline = make("1F1B", 2, model=layers, n_microbatches=32, numerics=numerics)
+        pipeline.step(*batch(32))
+        for (layer, microbatch), number in expected.items():
+            assert layers[layer].seen[microbatch] == number & (2**63 - 1)
+
+
+# Steps in parts, and other schedules: what is refused.
+
+
+def test_what_does_not_fit_the_calls_of_a_step_is_refused() -> None:
+    inputs, targets = batch(12)
+    pipeline = make()
+    assert "comes after forward_backward" in refusal(pipeline.optim_step)
+    pipeline.forward_backward(inputs[:8], targets[:8], n_calls=2)
+    text = refusal(pipeline.forward_backward, inputs[8:], targets[8:], n_calls=2)
+    assert "weighs 4, and that of the first one 8" in text
+    assert "there was 1" in refusal(pipeline.optim_step)
+    text = refusal(pipeline.forward_backward, inputs[:8], targets[:8], n_calls=3)
+    assert "n_calls is 3, and 2 in the first call" in text
+    pipeline.forward_backward(inputs[:8], targets[:8], n_calls=2)
+    for call in (pipeline.evaluate, pipeline.profile):
+        assert "call it first" in refusal(call, inputs, targets)
+    for call in (pipeline.step, partial(pipeline.forward_backward, n_calls=2)):
+        assert "call optim_step()" in refusal(call, inputs[:8], targets[:8])
+    pipeline.synchronize()  # harms nothing
+    once = make().step(inputs[:8], targets[:8])
+    assert pipeline.optim_step().loss == once.loss
+    without = make(optimizer=None)
+    text = refusal(without.forward_backward, inputs, targets, n_calls=1)
+    assert "optimizer is None" in text
+
+
+def test_a_call_may_have_another_loss() -> None:
+    def doubled(outputs: Tensor, targets: Tensor) -> Tensor:
+        return 2 * nn.functional.mse_loss(outputs, targets)
+
+    pipeline = make()
+    pipeline.forward_backward(*batch(), n_calls=1, loss_fn=doubled)
+    result = pipeline.optim_step()
+    assert result.loss == pytest.approx(2 * make().step(*batch()).loss)
+    assert pipeline.step(*batch()).loss < result.loss / 2
+
+
+def test_a_schedule_for_other_layers_is_refused() -> None:
+    pipeline = make()
+    for mode, m, what in (
+        ("ZBV", 2, "the placement"),
+        ("ZBH1", 4, "the micro-batches 4"),
+    ):
+        schedule = zbpp.plan(mode, n_stages=2, n_microbatches=m)
+        text = refusal(pipeline.switch, schedule)
+        assert f"the schedule to switch to has {what}" in text
+    pipeline.step(*batch())
+
+
+def different_schedules() -> str:
+    pipeline = make(n_stages=None)
+    mode = "ZB" if pipeline.rank else "1F1B"
+    return refusal(pipeline.switch, zbpp.plan(mode, n_stages=2, n_microbatches=2))
+
+
+@pytest.mark.dist
+def test_ranks_must_switch_to_the_same_schedule(pool: Pool) -> None:
+    texts = pool.run(different_schedules, 2)
+    assert all("different schedules" in text for text in texts)
