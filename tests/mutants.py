@@ -37,14 +37,14 @@ TESTS = {
     "tests/bits/test_processes.py",
     "parallel": "tests/bits/test_meshes.py tests/runtime/parallel",
     "driver": "tests/bits/test_batches.py tests/failures tests/runtime/driver "
-    "tests/comm tests/runtime/test_step_parts.py tests/bits/test_one_process.py",
+    "tests/comm tests/state tests/bits/test_one_process.py",
     "backward": "tests/runtime/backward",
     "compiled": "tests/runtime/compiled",
     "support": "tests/failures/test_starts.py tests/bits/test_meshes.py "
     "tests/runtime/support",
-    "optim": "tests/runtime/optim",
-    "ties": "tests/runtime/ties",
-    "executor": "tests/bits tests/runtime/test_replay.py",
+    "optim": "tests/state tests/runtime/optim",
+    "ties": "tests/state/test_ties.py tests/state tests/bits",
+    "executor": "tests/bits tests/state",
     "pipeline": "tests/test_user_mistakes.py tests/bits/test_refusals.py "
     "tests/checkpoint",
     "memory": "tests/memory tests/cli/test_models.py",

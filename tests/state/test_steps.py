@@ -6,18 +6,29 @@ import math
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from histories import INF, SPIKE, Case, Counting, Run, Spoil, bits
+from histories import (
+    INF,
+    SPIKE,
+    Case,
+    Counting,
+    Run,
+    Spoil,
+    bytes_of,
+    difference,
+    refusal,
+)
 from pool import Pool
 from torch import Tensor, nn
 
 import zbpp
 from zbpp import diagnostics
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
-from zbpp.runtime import LossScaler, NonFiniteError
+from zbpp.runtime import LossScaler, NonFiniteError, PeerError
 from zbpp.simulator import bubble_rate
 
 VALID = None
@@ -28,12 +39,6 @@ def steps(case: Case, spoils: list[Spoil | None]) -> Run:
     for spoil in spoils:
         run.step(spoil)
     return run
-
-
-def refusal(call: Callable[..., Any], *args: Any, **more: Any) -> str:
-    with pytest.raises(zbpp.RequestError) as refused:
-        call(*args, **more)
-    return str(refused.value)
 
 
 def make(schedule: Any = "ZBH1", n_stages: int | None = 2, **more: Any) -> Any:
@@ -130,7 +135,7 @@ def test_hooks_of_steps_see_the_valid_step_once(kind: str) -> None:
         seen[speculative] = []
 
         def note(optimizer: Any, *_: Any, of: list[bytes] = seen[speculative]) -> None:
-            of.append(bits(optimizer.param_groups[0]["params"][0]))
+            of.append(bytes_of(optimizer.param_groups[0]["params"][0]))
 
         for optimizer in run.pipeline.optimizers:
             getattr(optimizer, f"register_step_{kind}_hook")(note)
@@ -312,13 +317,63 @@ def test_many_skips_end_with_the_layer_of_the_first(
         assert step == 1 + n_skips + early
 
 
+# After an error or Ctrl-C within a step.
+
+
+def test_the_refusal_names_the_last_checkpoint(tmp_path: Path) -> None:
+    run = Run(Case(batch_norm=True), tmp_path)
+    for spoil in (VALID, SPIKE):
+        run.step(spoil)
+    run.pipeline.save(tmp_path, wait=True)
+    expected = run.look()
+    run.interrupted(KeyboardInterrupt(), layer=0, where="B")
+    (text,) = run.refusals()
+    assert text.endswith(
+        f"build a new Pipeline (load the last checkpoint, from {tmp_path})"
+    )
+    layers = list(run.layers.values())
+    layers[0].state_dict()  # the modules are the caller's again
+    layers[0].error_in_backward = None
+    again = Run(run.case, tmp_path)
+    for pipeline in (again.pipeline, make(model=layers, optimizer=torch.optim.AdamW)):
+        pipeline.load(tmp_path, model_only=pipeline is not again.pipeline)
+    assert difference(again.look(), expected) is None
+    assert difference(again.look("modules"), run.look("modules")) is None
+    again.step(VALID)
+    again.close()
+
+
+def test_without_a_checkpoint_the_refusal_says_so() -> None:
+    run = steps(Case(), [VALID])
+    run.interrupted(ValueError("no luck"), layer=4, where="F")
+    (text,) = run.refusals()
+    assert text.startswith("step 1 failed (ValueError: no luck)")
+    assert "no checkpoint was saved or loaded" in text
+
+
+def interrupt_rank_0(mode: str, folder: str) -> list[str]:
+    run = Run(Case(mode=mode, n_stages=None), folder)
+    for _ in range(2):
+        run.step(VALID)
+    run.pipeline.save(folder, wait=True)
+    if run.pipeline.rank == 0:
+        run.layers[0].error_in_backward = ValueError("rank 0 has had enough")
+    try:
+        for _ in range(2):
+            run.step(VALID)
+    except (ValueError, PeerError) as error:
+        return [str(error), *run.refusals()]
+    return ["nothing was raised"]
+
+
 @pytest.mark.dist
-def test_all_ranks_end_with_the_same_diagnosis(pool: Pool) -> None:
-    case = Case(mode="ZBV", n_stages=None, max_consecutive_skips=3)
-    answers = pool.run(diagnose, 3, case, INF)
-    assert len(set(answers)) == 1
-    message, _ = answers[0]
-    assert "came up in layers.5:" in message
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1"])
+def test_all_processes_refuse(mode: str, pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(interrupt_rank_0, 2, mode, str(tmp_path))
+    assert first[0] == "rank 0 has had enough"
+    assert "rank 0 failed first" in second[0]
+    for texts in (first, second):
+        assert len(texts) == 2 and str(tmp_path) in texts[1]
 
 
 # Random numbers.

@@ -637,6 +637,13 @@ class Run:
         return [[part.clone() for part in y.chunk(n)] for y in (inputs, targets)]
 
 
+def refusal(call: Callable[..., Any], *args: Any, **more: Any) -> str:
+    """Call something that must refuse the request; return its words."""
+    with pytest.raises(zbpp.RequestError) as refused:
+        call(*args, **more)
+    return str(refused.value)
+
+
 def generators() -> tuple[Any, ...]:
     """The states of the generators that a script may use."""
     states = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
@@ -655,12 +662,12 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for index, inner in enumerate(value):
             yield from flat(inner, f"{path}/{index}")
     elif isinstance(value, Tensor):
-        yield path, (value.dtype, tuple(value.shape), bits(value))
+        yield path, (value.dtype, tuple(value.shape), bytes_of(value))
     else:
         yield path, repr(value)
 
 
-def bits(x: Tensor) -> bytes:
+def bytes_of(x: Tensor) -> bytes:
     return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

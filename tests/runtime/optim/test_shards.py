@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import bytes_of
+from histories import bytes_of
 from pool import Pool
 from torch import Tensor, nn
 
