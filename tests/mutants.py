@@ -31,7 +31,7 @@ TESTS = {
     "core": "tests/core tests/simulator/test_times.py tests/plans",
     "simulator": "tests/simulator",
     "schedules": "tests/plans",
-    "planning": "tests/plans tests/planning tests/cli tests/test_modes.py",
+    "planning": "tests/plans tests/planning tests/cli",
     "tuning": "tests/tuning",
     "comm": "tests/comm tests/failures tests/runtime/driver "
     "tests/bits/test_processes.py",

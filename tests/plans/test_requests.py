@@ -1,22 +1,25 @@
-"""From the value of a flag to a schedule."""
+"""From what a user writes to a plan: modes, sizes, limits, files; and refusals."""
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-import zbpp.planning.search
+import zbpp
+from zbpp import simulator
 from zbpp.core import (
     Costs,
+    LayerCosts,
     LimitError,
+    Parts,
     Placement,
     RequestError,
     passes_in,
     peaks,
     write_schedule,
 )
-from zbpp.planning import MODES, PlanRequest, canonical, plan
-from zbpp.planning.make import fitting_modes
-from zbpp.planning.pipelines import choose_validation
+from zbpp.planning import MODES, PlanRequest, canonical, make_plan, plan
 from zbpp.simulator import simulate, span
 
 SPELLINGS = {
@@ -122,37 +125,26 @@ def test_a_limit_below_one_microbatch_fits_no_mode():
         plan("ZBH1", n_stages=4, n_microbatches=8, memory_limit=0.9)
 
 
-def test_what_would_fit_is_told_without_plans_of_the_full_size(monkeypatch):
-    sizes: list[int] = []
-    for mode in MODES.values():
-        if mode.order is not None:
-
-            def order(order=mode.order, **request):
-                sizes.append(request["n_microbatches"])
-                return order(**request)
-
-            monkeypatch.setitem(MODES, mode.name, replace(mode, order=order))
-    monkeypatch.setattr(zbpp.planning.search, "plan_placement", None)
-    told = []
-    for m in (40, 2000):
-        with pytest.raises(RequestError) as error:
-            plan("VPP", n_stages=4, n_microbatches=m, memory_limit=4)
-        told.append(str(error.value).partition("; ")[2])
-    assert told[0] == told[1] and "1F1B, ZBH1" in told[0]
-    sizes.remove(2000)  # the request itself
-    assert max(sizes) <= 40 and len(sizes) > 3
-
-
 @pytest.mark.parametrize("n_microbatches", [1, 2, 3, 4, 5, 40])
 @pytest.mark.parametrize("peak_o", [0.0, 3.0, 3.5])
 def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o):
-    memory = Costs(m_fixed=0.25, peak_o=peak_o, memory_limit=3.5, m_b=(1.0, 0.5))
-    request = PlanRequest(
-        schedule="FThenB", n_stages=2, n_microbatches=n_microbatches, costs=memory
-    )
-    schedule = plan("FThenB", n_stages=2, n_microbatches=n_microbatches)
-    held = max(peaks(schedule.orders, request.chunk_costs.on(schedule.placement)))
-    assert ("FThenB" in fitting_modes(request)) == (held <= 3.5)
+    """ZBH1 does not: the inside of its B is large."""
+    costs = Costs(m_b=(1.0, 0.5), m_fixed=0.25, peak_b=99.0, peak_bw=0.0, peak_o=peak_o)
+    sizes = {"n_stages": 2, "n_microbatches": n_microbatches}
+    schedule = plan("FThenB", **sizes)
+    held = max(peaks(schedule.orders, costs.on(schedule.placement)))
+    with pytest.raises(LimitError) as error:
+        plan("ZBH1", **sizes, costs=replace(costs, memory_limit=3.5))
+    assert ("FThenB" in str(error.value)) == (held <= 3.5)
+
+
+def test_what_would_fit_is_the_same_for_many_micro_batches():
+    said = []
+    for m in (40, 2000):
+        with pytest.raises(RequestError) as error:
+            plan("VPP", n_stages=4, n_microbatches=m, memory_limit=4)
+        said.append(str(error.value).partition("; ")[2])
+    assert said[0] == said[1] and "1F1B, ZBH1" in said[0]
 
 
 def test_lists_of_one_entry_a_stage_do_not_decide_the_number_of_chunks():
@@ -240,15 +232,6 @@ def test_no_mode_splits_a_backward_that_cannot_be_split(mode):
     assert kinds == {"F", "BW"}
 
 
-def test_a_split_backward_is_validated_where_there_are_stages_to_wait_for():
-    asked = {("1F1B", 2): False, ("ZBH1", 1): False, ("ZBH1", 2): True}
-    for (mode, n_stages), wanted in asked.items():
-        schedule = plan(mode, n_stages=n_stages, n_microbatches=3)
-        assert choose_validation(schedule, None).is_post_validated is wanted
-        assert choose_validation(schedule, True).is_post_validated
-        assert not choose_validation(schedule, None, steps=False).is_post_validated
-
-
 def test_a_file_that_splits_what_cannot_be_split_is_refused(tmp_path):
     path = str(tmp_path / "mine.json")
     write_schedule(plan("ZBH1", n_stages=2, n_microbatches=3), path)
@@ -309,3 +292,159 @@ def test_a_limit_may_be_a_number_or_a_text_and_is_put_into_the_costs():
         plan("ZB", **sizes, costs=costs, memory_limit="1MiB")
     with pytest.raises(RequestError, match="largest memory of the costs is 1;"):
         plan("ZB", **sizes, memory_limit="2GiB")
+
+
+# --- numbers, tables, words -----------------------------------------------------------
+
+SIZES = {"n_stages": 4, "n_microbatches": 8}
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV", "auto"])
+def test_numbers_lists_and_arrays_plan_as_tuples_do(mode):
+    times, limits = (1.0, 1.5, 1.0, 2.0), (4.0, 4.5, 5.0, 6.0)
+    plain = zbpp.plan(mode, costs=zbpp.Costs(f=times, memory_limit=limits), **SIZES)
+    numpy_sizes = {name: np.int64(size) for name, size in SIZES.items()}
+    for costs, sizes in (
+        (zbpp.Costs(f=list(times), memory_limit=list(limits)), SIZES),
+        (zbpp.Costs(f=np.array(times), memory_limit=np.array(limits)), numpy_sizes),
+        (zbpp.Costs(f=np.array(times, dtype=np.float32), memory_limit=limits), SIZES),
+        (zbpp.Costs(f=[np.float32(x) for x in times], memory_limit=limits), SIZES),
+    ):
+        assert costs == zbpp.Costs(f=times, memory_limit=limits)
+        assert zbpp.plan(mode, costs=costs, **sizes) == plain
+    mean = zbpp.Costs(f=np.mean(times))
+    assert zbpp.plan(mode, costs=mean, **SIZES).orders == (
+        zbpp.plan(mode, costs=zbpp.Costs(f=1.375), **SIZES).orders
+    )
+
+
+def test_costs_are_a_table_a_dict_or_a_file_of_chunks_or_layers(tmp_path):
+    data = {"f": [1, 1, 1, 2], "memory_limit": 3}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(data))
+    plans = [
+        zbpp.plan("ZB", costs=costs, **SIZES)
+        for costs in (zbpp.Costs(**data), data, path, str(path))
+    ]
+    assert all(plan == plans[0] for plan in plans)
+    layers = {"n_layers": 8, "f": np.arange(1.0, 9.0), "m_b": "1GiB", "m_w": "1GiB"}
+    table = LayerCosts(**layers)
+    assert table.m_b == 2**30 and table.f == tuple(range(1, 9))
+    path.write_text(json.dumps(layers | {"f": table.f}))
+    splits = {zbpp.plan("1F1B", costs=x, **SIZES).split for x in (table, layers, path)}
+    assert len(splits) == 1 and sum(splits.pop()) == 8
+
+
+@pytest.mark.parametrize("limit", [3, np.float64(3.0), "3", [3] * 4, np.full(4, 3.0)])
+def test_one_name_for_the_limit(limit):
+    by_costs = zbpp.plan("ZB", costs=zbpp.Costs(memory_limit=limit), **SIZES)
+    by_name = zbpp.plan("ZB", memory_limit=limit, **SIZES)
+    assert by_name.orders == by_costs.orders
+    assert by_name.orders != zbpp.plan("ZB", **SIZES).orders  # the limit counts
+
+
+def test_a_limit_replaces_that_of_layers():
+    layers = LayerCosts(n_layers=8, memory_limit=100.0)
+    free, low = (
+        zbpp.make_plan(
+            PlanRequest(schedule="ZB", costs=layers, memory_limit=x, **SIZES)
+        )
+        for x in (None, 6.0)
+    )
+    assert low.peak <= 6.0 < free.peak
+
+
+def test_lanes_of_parts_may_be_words():
+    f, b = [("compute", 1), ("network", 1)], [["compute", np.int64(1)]]
+    words = zbpp.Costs(parts=[Parts(f, b, [("compute", 1)])] * 4)
+    plan = zbpp.make_plan(PlanRequest(schedule="ZBV", n_stages=2, n_microbatches=4,
+                                      costs=words, effort="fast"))  # fmt: skip
+    assert words.f == (2, 2, 2, 2) and plan.schedule.parts is not None
+
+
+def costs(**columns):
+    return lambda: zbpp.Costs(**columns)
+
+
+def planned(**more):
+    return lambda: zbpp.plan(
+        **{"mode": "ZBH1", "n_stages": 2, "n_microbatches": 2, **more}
+    )
+
+
+def recomputed(what):
+    layers = LayerCosts(n_layers=2, m_r=0.1)
+    sizes = {"n_stages": 2, "n_microbatches": 2, "effort": "fast"}
+    request = {"schedule": "ZBH1", "costs": layers, "recompute": what}
+    return lambda: make_plan(PlanRequest(**request, **sizes))
+
+
+SCHEDULE = zbpp.plan("1F1B", n_stages=2, n_microbatches=2)
+ACCEPTED_WORDS = "choose auto, all or none, or give numbers"
+REFUSED = {
+    "a word as time": (costs(f="fast"), "f is 'fast', not a number"),
+    "a truth as time": (costs(f=True), "f is True, not a number"),
+    "a table": (costs(f=np.ones((2, 2))), r"f\[0\] is \[1.0, 1.0\], not a number"),
+    "an empty list": (costs(f=[]), r"f is \[\], not a number"),
+    "not a number": (costs(f=np.array([1, np.nan])), "f is nan; it must be finite"),
+    "a list of losses": (costs(loss=[1, 2]), "loss is a list; it must be one number"),
+    "a unit's typo": (costs(m_b="1 gigs"), "m_b: '1 gigs' is no amount of memory"),
+    "splits": (costs(splits=[1, 0]), "splits is .*, not a list of true or false"),
+    "bytes beside M_B": (
+        planned(memory_limit="6GiB"),
+        "the largest memory of the costs is 1;",
+    ),
+    "a float": (planned(n_stages=2.0), "n_stages is 2.0; give a whole number"),
+    "half of one": (planned(n_microbatches=2.5), "n_microbatches is 2.5; give a whole"),
+    "chunks": (planned(chunks_per_stage="2"), "chunks_per_stage is '2'; give a whole"),
+    "no mode": (planned(mode=None), "schedule is None; give a mode such as 'ZBH1'"),
+    "costs": (planned(costs=3), "costs is an int; give zbpp.Costs, a dict"),
+    "a mode to make": (lambda: zbpp.make_plan("ZBV"), "make_plan takes a PlanRequest"),
+    "a mode to simulate": (
+        lambda: simulator.simulate("ZBH1"),
+        "simulate takes a Schedule or a Plan, not a str",
+    ),
+    "a schedule's rate": (
+        lambda: simulator.bubble_rate(SCHEDULE),
+        r"bubble_rate takes a Timeline, not a Schedule; zbpp.simulator.simulate\(",
+    ),
+    "a schedule's picture": (
+        lambda: simulator.plot(SCHEDULE, "x.png"),
+        "plot takes a Timeline, not a Schedule",
+    ),
+    "a schedule's trace": (
+        lambda: simulator.write_trace([SCHEDULE], "x.json"),
+        "write_trace takes a Timeline, not a Schedule",
+    ),
+    "Megatron's word": (recomputed("full"), ACCEPTED_WORDS),
+    "a part of a word": (recomputed("al"), ACCEPTED_WORDS),
+    "a truth to recompute": (recomputed(True), ACCEPTED_WORDS),
+    "one to recompute": (recomputed(1), ACCEPTED_WORDS),
+    "half to recompute": (recomputed([0.5]), "recompute is 0.5; give a whole number"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_ambiguous_is_refused_in_a_line(what):
+    call, message = REFUSED[what]
+    with pytest.raises(zbpp.RequestError, match=message) as refusal:
+        call()
+    assert "\n" not in str(refusal.value)
+
+
+def test_words_and_arrays_that_recompute():
+    for what, recompute in (("all", {0, 1}), (np.array([1]), {1}), ("1", {1})):
+        assert recomputed(what)().recompute == recompute
+
+
+def test_functions_of_schedules_take_plans_with_their_costs():
+    request = PlanRequest(schedule="ZBH1", costs=zbpp.Costs(f=2.0, comm=0.5), **SIZES)
+    plan = zbpp.make_plan(request)
+    assert simulator.span(simulator.simulate(plan)) == plan.span
+    assert simulator.simulate(plan) == simulator.simulate(plan.schedule, plan.costs)
+    unit = simulator.simulate(plan, zbpp.Costs())
+    assert unit == simulator.simulate(plan.schedule) != simulator.simulate(plan)
+    path = simulator.critical_path(plan, with_steps=False)
+    assert path.length == simulator.makespan(simulator.simulate(plan))
+    steady = simulator.steady_step_time(plan)
+    assert steady == simulator.steady_step_time(plan.schedule, costs=plan.costs)

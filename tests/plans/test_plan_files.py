@@ -1,0 +1,266 @@
+"""A plan is a value with a file: API, commands and pipelines read it alike."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from small_model import batch, make_pipeline
+
+import zbpp
+from zbpp.cli import main
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    LimitError,
+    RequestError,
+    schedule_text,
+    write_layers,
+)
+from zbpp.planning import Plan, PlanRequest, make_plan, read_plan
+from zbpp.simulator import bubble_rate, idle, overhead, simulate
+
+COSTS = Costs(f=1.0, b=1.25, w=0.5, comm=0.1, optimizer=0.25)
+LAYERS = LayerCosts(
+    n_layers=9, f=1.0, b=1.0, w=0.5, m_b=1.0, m_w=0.5, m_r=0.125, memory_limit=9.0
+)
+SIZES = {"n_stages": 3, "n_microbatches": 6, "effort": "fast"}
+WORDS = ("-p", "4", "-m", "12", "--effort", "fast")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    costs = {"f": 2.0, "b": 3.0, "w": 1.0, "comm": 0.25, "memory_limit": 5}
+    (tmp_path / "c.json").write_text(json.dumps(costs))
+
+
+@pytest.fixture
+def says(capsys):
+    def lines(*words):
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    return lines
+
+
+def planned(mode: str, **more: object) -> Plan:
+    return make_plan(PlanRequest(schedule=mode, **SIZES, **more))
+
+
+PLANS = {
+    "auto": {"costs": COSTS, "memory_limit": 3.0},
+    "auto by mode": {"costs": LAYERS, "by_mode": True},
+    "1F1B": {},
+    "ZBV": {"costs": replace(COSTS, all_gather=0.25, gathers=True)},
+    "ZBH1": {"costs": LAYERS, "recompute": "auto"},
+    "ZB": {"costs": replace(COSTS, m_r=0.1), "recompute": (0, 2)},
+}
+
+
+@pytest.mark.parametrize("mode", PLANS)
+def test_a_plan_is_what_its_file_says(mode):
+    plan = planned(mode.removesuffix(" by mode"), **PLANS[mode])
+    plan.save("plan.json")
+    again = read_plan("plan.json")
+    assert again == plan
+    with open("plan.json") as file:
+        figures = json.load(file)["figures"]
+    for name, figure in figures.items():
+        assert figure == pytest.approx(getattr(plan, name)), name
+    if mode == "auto by mode":
+        assert again.line.startswith(f"auto: {plan.mode}, layers ")
+        lost = {one.mode: str(one) for one in again.rejected}
+        assert lost["1F1B"].startswith("1F1B +") and lost["1F1B"] in again.line
+
+
+def test_a_plan_or_its_file_is_a_schedule_with_its_own_costs():
+    plan = planned("ZBV", **PLANS["ZBV"])
+    plan.save("plan.json")
+    for source in (plan, "plan.json"):
+        again = make_plan(PlanRequest(schedule=source))
+        assert (again.schedule, again.costs) == (plan.schedule, plan.costs)
+        other = make_plan(PlanRequest(schedule=source, costs=Costs()))
+        assert (other.schedule, other.costs) == (plan.schedule, Costs())
+    assert zbpp.plan("plan.json") == plan.schedule
+    with pytest.raises(LimitError, match="ZBV with 3 stages"):
+        make_plan(PlanRequest(schedule=plan, memory_limit=1.0))
+    with pytest.raises(RequestError, match="n_stages is 3, but 4 is asked for"):
+        make_plan(PlanRequest(schedule="plan.json", n_stages=4))
+    with open("schedule.json", "w") as file:
+        file.write(schedule_text(plan.schedule))
+    again = read_plan("schedule.json")
+    assert again.schedule.orders == plan.schedule.orders and not again.has_costs
+    with pytest.raises(RequestError, match="ZBV: cannot be read"):
+        read_plan("ZBV")
+
+
+def test_a_file_that_is_no_plan_is_refused():
+    planned("auto", **PLANS["auto"]).save("plan.json")
+    with open("plan.json") as file:
+        data = json.load(file)
+    wrong = [
+        {key: value}
+        for key in set(data) - {"format"}
+        for value in (None, 7, "x", [[]])
+        if (key, value) not in (("mode", "x"), ("line", "x"))
+    ]
+    for change in (*wrong, {"more": 1}):
+        with open("plan.json", "w") as file:
+            json.dump(data | change, file)
+        with pytest.raises(RequestError, match=r"plan\.json: "):
+            read_plan("plan.json")
+
+
+# --- commands -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ZBH1", "auto"])
+def test_plan_and_show_agree_about_costs(mode, says):
+    said = says("plan", mode, *WORDS, "--costs", "c.json", "-o", "plan.json")
+    rate = re.search(r"bubble rate ([\d.]+%)", said)[1]
+    shown = says("show", "plan.json")
+    assert re.search(r"bubble rate +([\d.]+%)", shown)[1] == rate
+    plan = read_plan("plan.json")
+    assert f"{bubble_rate(simulate(plan)):.2%}" == rate
+    # the control: unit costs give another rate
+    assert f"{bubble_rate(simulate(plan.schedule)):.2%}" != rate
+    assert main(["show", "plan.json", "--memory_limit", "1"]) == 2
+
+
+def test_show_names_the_costs_that_it_uses(says):
+    says("plan", "ZBH1", *WORDS, "-o", "plain.json")
+    says("plan", "ZBH1", *WORDS, "--costs", "c.json", "-o", "plan.json")
+    unit = "none are given: F, B and W take 1, messages nothing"
+    write_layers(LayerCosts(n_layers=8), "l.json")
+    for words, named in (
+        (("plain.json",), unit),
+        (("ZBH1", *WORDS), unit),
+        (("plan.json",), "those in plan.json"),
+        (("plain.json", "--costs", "c.json"), "c.json"),
+        (("ZBH1", *WORDS, "--layers", "l.json"), "l.json"),
+    ):
+        shown = says("show", *words)
+        assert re.search(r"^costs +(.*)$", shown, re.M)[1] == named
+
+
+def test_own_schedules_are_rows_beside_modes(says):
+    for name, schedule in (
+        ("own.json", zbpp.plan("FThenB", n_stages=4, n_microbatches=12)),
+        ("other.json", zbpp.plan("1F1B", n_stages=2, n_microbatches=2)),
+    ):
+        with open(name, "w") as file:
+            file.write(schedule_text(schedule))
+    modes = "1F1B,own.json,ZBH1,other.json"
+    words = ("compare", *WORDS, "--modes", modes, "--json")
+    found = json.loads(says(*words))["comparisons"][0]["modes"]
+    rows = {row["mode"]: row for row in found}
+    assert list(rows) == modes.split(",")
+    own = simulate(zbpp.plan("own.json"))
+    assert rows["own.json"]["bubble_rate"] == bubble_rate(own)
+    assert rows["other.json"]["reason"].startswith("other.json: n_stages is 2, but 4")
+
+
+def test_auto_names_its_winner_everywhere(says):
+    said = says("plan", "auto", *WORDS, "-o", "plan.json")
+    plan = read_plan("plan.json")
+    assert plan.mode == "ZBV" and plan.schedule.name == "auto: ZBV"
+    assert said.startswith("plan.json: auto: ZBV, 4 stages")
+    assert plan.line.startswith("auto: ZBV; predicted step 36, memory 4; ZB ")
+    assert says("show", "plan.json").startswith("auto: ZBV: 4 stages")
+    table = says("compare", *WORDS, "--modes", "1F1B,auto")
+    assert "auto: ZBV" in table.splitlines()
+
+
+@pytest.mark.parametrize("f", [1 / 3, 0.1, 0.7])
+def test_no_bubble_is_zero_and_not_below(f):
+    costs = Costs(f, f, f)
+    for mode in ("ZBV", "ZBH2", "auto"):
+        sizes = {"n_stages": 4, "n_microbatches": 12, "effort": "fast"}
+        timeline = simulate(zbpp.plan(mode, costs=costs, **sizes), costs)
+        assert bubble_rate(timeline) >= 0 and overhead(timeline) >= 0
+        assert min(idle(timeline)) >= -1e-9
+
+
+@pytest.mark.parametrize("name", ["bandwidth", "delay"])
+def test_equal_links_stretch_and_others_are_named(name):
+    def of(value):
+        costs = LayerCosts(n_layers=8, message=2.0, **{name: value})
+        return zbpp.plan("1F1B", n_stages=4, n_microbatches=8, costs=costs)
+
+    for links in ((0.5,), [0.5, 0.5], (0.5,) * 3):
+        assert of(links) == of(0.5)
+    with pytest.raises(RequestError, match=f"{name} has 2 entries for 4 stages"):
+        of((0.5, 0.25))
+
+
+WRONG = {
+    "plan ZVB -p 2 -m 2 -o x.json": "did you mean ZBV?",
+    "plan ZBX -p 2 -m 2 -o x.json": "did you mean ZB or ZBV?",
+    "plan ZBV -p 2 -m 2 -o x.json --costs l.json": "this is a layers file, not a costs",
+    "plan ZBV -p 2 -m 2 -o x.json --costs p.json": "this is a schedule file, not a",
+    "show c.json": "c.json: this is a costs file, not a schedule or plan file; give it",
+    "show l.json": "this is a layers file, not a schedule or plan file; give it as --l",
+    "--verison": "unknown flag '--verison'; did you mean --version?",
+}
+
+
+def test_a_line_says_what_is_wrong_and_what_to_type(says, capsys):
+    says("plan", "ZBH1", "-p", "2", "-m", "2", "-o", "p.json")
+    write_layers(LayerCosts(n_layers=8), "l.json")
+    for words, message in WRONG.items():
+        capsys.readouterr()
+        assert main(words.split()) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, words
+
+
+# --- pipelines ------------------------------------------------------------------------
+
+
+def test_a_pipeline_runs_a_plan_and_keeps_what_it_was_made_for():
+    plan = planned("ZBH1", costs=LAYERS, recompute=(0, 4))
+    plan.save("plan.json")
+    losses = []
+    for source in (plan, "plan.json", plan.schedule):
+        with make_pipeline(source, 3) as pipeline:
+            losses.append(pipeline.step(*batch(0)).loss)
+            assert tuple(map(len, pipeline.split)) == plan.split
+            known = None if source is plan.schedule else plan.costs
+            assert pipeline.plan.known_costs == known
+    assert len(set(losses)) == 1
+
+
+def test_a_limit_beside_a_plan_has_its_unit(says, capsys):
+    in_bytes = replace(COSTS, m_b=2.0**30, m_w=2.0**29)
+    planned("ZBH1", costs=in_bytes).save("plan.json")
+    shown = says("show", "plan.json", "--memory_limit", "4GiB")
+    assert "within memory 4.00 GiB" in shown
+    with make_pipeline("plan.json", 3, memory_limit="4GiB") as pipeline:
+        assert pipeline.plan.costs.memory_limit == 2.0**32
+    assert main(["show", "plan.json", "--memory_limit", "2GiB"]) == 2
+    assert "over the limit 2.00 GiB" in capsys.readouterr().err
+
+
+def test_a_split_backward_is_validated_where_there_are_stages_to_wait_for():
+    asked = {("1F1B", 2): False, ("ZBH1", 1): False, ("ZBH1", 2): True}
+    for (mode, n_stages), expected in asked.items():
+        with make_pipeline(mode, n_stages) as pipeline:
+            assert pipeline.schedule.is_post_validated is expected
+
+
+def test_a_pipeline_switches_to_a_schedule_or_a_plan_but_not_to_a_mode():
+    with make_pipeline("ZBH1", 3) as running:
+        sizes = {"n_stages": 3, "n_microbatches": running.schedule.n_microbatches}
+        running.switch(zbpp.plan("1F1B", **sizes))
+        running.switch(make_plan(PlanRequest(schedule="FThenB", **sizes)))
+        assert running.schedule.name == "FThenB"
+        with pytest.raises(RequestError, match=r"not 'ZBV'; zbpp.plan\(mode, n_st"):
+            running.switch("ZBV")
+
+
+@pytest.mark.parametrize("mesh", [2, "pp", zbpp.DataParallel(mesh="pp")])
+def test_a_mesh_that_is_none_is_refused_in_a_line(mesh):
+    with pytest.raises(RequestError, match=r"mesh is .*; give zbpp.mesh\(stages="):
+        make_pipeline("ZBH1", 2, mesh=mesh)
