@@ -4,9 +4,11 @@ Every two levels of two factors meet in a row. A row must equal a plain loop ove
 micro-batches, or one stage alone, of the same numbers (`cases.NUMBERS`) in each bit.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from arrays import (
     INTERLEAVED,
     SINGLE,
@@ -17,7 +19,7 @@ from arrays import (
     fits,
     label,
 )
-from cases import Case, difference, plain, reference, run
+from cases import Case, difference, make, plain, reference, run
 
 from zbpp.core import Placement, Schedule, parse_job
 
@@ -108,6 +110,22 @@ CASES = [
 def test_features_change_no_bit(case: Case) -> None:
     found, expected = run(case), reference(case)
     assert difference(found, expected, is_exact=case.is_exact) is None
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
+def test_autocast_may_begin_around_a_step_or_a_loop(mode: str) -> None:
+    """torch casts each weight once in a context; steps and rollbacks change weights."""
+    case = Case(mode=mode, model="vectors", clip=0.1, post_validation=True)
+    expected = reference(replace(case, autocast=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert difference(run(case), expected) is None
+    results = []
+    with make(case) as pipeline:
+        for step in range(case.steps):
+            with torch.autocast("cpu", torch.bfloat16):
+                results.append(pipeline.step(*case.batch(step)))
+    assert [result.loss for result in results] == expected.losses
+    assert [result.grad_norm for result in results] == expected.norms
 
 
 @pytest.mark.parametrize(

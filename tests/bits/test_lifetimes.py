@@ -1,0 +1,161 @@
+"""How long a pipeline keeps what its passes have made, and the times of its jobs.
+
+A tensor that a layer saves for its backward is looked for by a weak reference.
+"""
+
+import gc
+import time
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, make
+from pool import Pool
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import zbpp
+from zbpp import diagnostics
+
+M = 4
+VECTORS = Case(model="vectors")
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: "Layer") -> Tensor:
+        saved = torch.zeros(3)
+        ctx.save_for_backward(saved)
+        ctx.layer = layer
+        layer.saved.append(weakref.ref(saved))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.alive.append(ctx.layer.n_saved())
+        return dy.clone(), None
+
+
+class Layer(nn.Module):
+    """Counts the forwards whose tensors are there when each of its backwards runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.saved: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+        self.outputs: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Saves.apply(self.linear(x), self)
+        self.outputs.append(weakref.ref(result))
+        return result
+
+    def n_saved(self) -> int:
+        return sum(ref() is not None for ref in self.saved)
+
+
+def layers_of(mode: str, recompute: Any = None, **more: Any) -> list[Layer]:
+    """Layers after two steps of two stages."""
+    layers = [Layer() for _ in range(4)]
+    settings = {"n_stages": 2, "n_microbatches": M, "loss_fn": mse_loss}
+    plan = zbpp.plan_model(layers, mode, recompute=recompute, **settings)
+    with zbpp.Pipeline(layers, plan, optimizer=None, **(settings | more)) as pipeline:
+        for step in range(2):
+            pipeline.step(*VECTORS.batch(step))
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("mode", "recompute", "expected"),
+    [
+        ("FThenB", None, [4, 4, 4, 4]),
+        ("1F1B", None, [2, 2, 1, 1]),
+        ("1F1B", "all", [0, 0, 0, 0]),
+        ("FThenB", (1, 2), [4, 0, 0, 4]),
+    ],
+)
+def test_saved_tensors_live_from_f_to_b_but_in_recomputed_layers(
+    mode: str, recompute: Any, expected: list[int]
+) -> None:
+    layers = layers_of(mode, recompute)
+    assert [max(layer.alive) for layer in layers] == expected
+    assert not any(layer.n_saved() for layer in layers), "nothing outlives a step"
+
+
+def test_outputs_are_let_go_once_they_are_handed_on() -> None:
+    for mode in ("1F1B", "ZBV"):
+        for layer in layers_of(mode):
+            assert len(layer.outputs) == 2 * M
+            assert not any(ref() is not None for ref in layer.outputs)
+
+
+def count_tensors(mode: str) -> list[int]:
+    """Outputs of layers that are alive after an evaluation and after a prediction."""
+    layers = [nn.Linear(8, 12), *(nn.Linear(12, 12) for _ in range(3))]
+    pipeline = zbpp.Pipeline(
+        layers, mode, loss_fn=mse_loss, optimizer=None,
+        n_microbatches=M, execution=zbpp.Execution(timeout_s=60.0),
+    )  # fmt: skip
+    x, y = torch.ones(8, 8), torch.ones(8, 12)
+    counts = []
+    for call in (partial(pipeline.evaluate, x, y), partial(pipeline.predict, x)):
+        call()
+        gc.collect()
+        counts.append(
+            sum(isinstance(x, Tensor) and x.shape == (2, 12) for x in gc.get_objects())
+        )
+    pipeline.close()
+    return counts
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", ["1F1B", "VPP"])
+def test_no_message_outlives_its_call(pool: Pool, mode: str) -> None:
+    n_targets = M  # the last stage keeps them until the next call
+    assert pool.run(count_tensors, 2, mode) == [[0, 0], [n_targets, 0]]
+
+
+# ---- Times of jobs.
+
+
+def test_a_timeline_has_the_jobs_of_the_last_steps() -> None:
+    pipeline = make(VECTORS)
+    pipeline.step(*VECTORS.batch(0))
+    start_s = time.perf_counter()
+    pipeline.step(*VECTORS.batch(1))
+    found = diagnostics.timeline(pipeline)
+    for row, order in zip(found.rows, pipeline.schedule.orders, strict=True):
+        assert [str(slot.job) for slot in row] == [str(job) for job in order]
+        assert min(slot.start for slot in row) > start_s
+    pipeline.evaluate(*VECTORS.batch(2))
+    assert diagnostics.timeline(pipeline) == found, "an evaluation leaves none"
+
+
+def test_a_profile_names_the_jobs() -> None:
+    """The control: what runs outside of jobs is in no range of theirs."""
+    pipeline = make(VECTORS)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    jobs = {str(job) for order in pipeline.schedule.orders for job in order}
+    with torch.profiler.profile(activities=cpu) as profile:
+        pipeline.step(*VECTORS.batch(0))
+    assert jobs - {"V"} <= {event.name for event in profile.events()}
+    with torch.profiler.profile(activities=cpu) as profile:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert not jobs & {event.name for event in profile.events()}
+
+
+def ranks_of_timeline() -> list[int]:
+    with make(VECTORS) as pipeline:
+        pipeline.step(*VECTORS.batch(0))
+        return [len(row) for row in diagnostics.timeline(pipeline).rows]
+
+
+@pytest.mark.dist
+def test_a_timeline_has_all_stages_on_each_rank(pool: Pool) -> None:
+    assert not dist.is_initialized()
+    expected = ranks_of_timeline()
+    assert pool.run(ranks_of_timeline, 2) == [expected] * 2
