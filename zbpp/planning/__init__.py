@@ -18,6 +18,7 @@ Which of two plans is better stands in `zbpp.schedules.planner.figures`.
 
 from zbpp.planning.answer import Plan, Rejected
 from zbpp.planning.make import make_plan, plan, read_plan
+from zbpp.planning.meshes import best_mesh, plan_meshes
 from zbpp.planning.modes import (
     BASELINE,
     MODE_WORDS,
@@ -28,6 +29,7 @@ from zbpp.planning.modes import (
     is_auto,
     is_file,
 )
+from zbpp.planning.replicas import Network
 from zbpp.planning.request import PlanRequest
 
 __all__ = [
@@ -36,13 +38,16 @@ __all__ = [
     "MODE_WORDS",
     "USUAL_MODES",
     "Mode",
+    "Network",
     "Plan",
     "PlanRequest",
     "Rejected",
+    "best_mesh",
     "canonical",
     "is_auto",
     "is_file",
     "make_plan",
     "plan",
+    "plan_meshes",
     "read_plan",
 ]

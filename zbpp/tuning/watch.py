@@ -11,6 +11,7 @@ same placement and split: the bits of a run stay what they were.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -180,10 +181,19 @@ class Watcher:
         watch: when, and what for.
         costs: of the present plan, with the memory that plans keep.
         has_costs: their times were given; else the first window is planned for.
+        measure: the costs of a pipeline's last steps, so many.
     """
 
-    def __init__(self, watch: Watch, costs: Costs, *, has_costs: bool) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        costs: Costs,
+        *,
+        has_costs: bool,
+        measure: Callable[[Any, int], Costs] = measured_costs,
+    ) -> None:
         self._watch = watch
+        self._measure = measure
         self._costs = costs
         self._has_costs = has_costs
         self._n_steps = 0
@@ -196,7 +206,8 @@ class Watcher:
         schedule = pipeline.schedule
         if schedule.runs(PassKind.BW):  # B and W cannot be told apart
             return
-        measured = measured_costs(pipeline, self._watch.window).with_memory(self._costs)
+        measured = self._measure(pipeline, self._watch.window)
+        measured = measured.with_memory(self._costs)
         text: str | None = None
         if pipeline.rank == 0:
             replanned = self._look(schedule, measured)

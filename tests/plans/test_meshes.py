@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from zbpp.core import CollectiveOperation, LayerCosts, Link, RequestError
-from zbpp.planning.meshes import best_mesh, plan_meshes
-from zbpp.planning.replicas import Network, on_replicas, replicas_network
+from zbpp.core import CollectiveOperation, Lane, LayerCosts, Link, Parts, RequestError
+from zbpp.planning import Network, best_mesh, plan_meshes
 
 LAYERS = LayerCosts(
     n_layers=8,
@@ -95,8 +94,6 @@ def test_layers_are_shared_where_links_are_fast_inside_a_node() -> None:
         network = Network(Link(0.0, 1.0), node=4, node_link=Link(0.0, inside))
         found = meshes(layers, network, n_devices=8, tensor_parallel=(1, 4))
         chosen[inside] = best_mesh(list(found.values())).tensor_parallel
-        assert replicas_network(network, 2).node == 2
-        assert replicas_network(network, 8).node == 1
     assert chosen == {1.0: 1, 1e9: 4}
 
 
@@ -110,8 +107,6 @@ def test_layers_are_shared_where_links_are_fast_inside_a_node() -> None:
     ],
 )
 def test_memory_that_replicas_keep(shard, held) -> None:
-    layers = on_replicas(LAYERS, 4, FAST, shard)
-    assert layers.of("m_fixed") == (held,) * 8
     # a chunk's gradients are whole for a while, and a layer's parameters
     (one, *_) = meshes(shard=shard).values()
     whole = 8 * 4 * 3 / 4 if shard in ("gradients", "parameters") else 0
@@ -137,6 +132,16 @@ def test_meshes_that_cannot_be() -> None:
         "pp 2 x dp 8": "4 micro-batches cannot be dealt to 8 replicas",
         "pp 16 x dp 1": "8 layers are too few for 16 stages",
     }
+
+
+def test_parts_of_layers_know_no_collectives_inside_of_passes():
+    part = (Lane.COMPUTE, 1.0)
+    layers = LayerCosts(8, parts=Parts((part,), (part,), (part,)), message=1.0)
+    layers = replace(layers, bandwidth=1.0, parameters=4.0)
+    found = meshes(layers, Network(Link(0.1, 1.0)), shard="parameters")
+    assert any("'parts'" in one.reason for one in found.values() if one.reason)
+    with pytest.raises(RequestError, match="leave the key 'parts' out of the layers"):
+        meshes(layers, Network(Link(0.1, 1.0)), tensor_parallel=(2,))
 
 
 @pytest.mark.parametrize(

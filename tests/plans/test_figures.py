@@ -2,15 +2,10 @@
 
 import pytest
 
-pytest.importorskip("matplotlib")
-
-from matplotlib import rc_context
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-
 import zbpp
 from zbpp.simulator import plot, simulate, step_time
+
+pytestmark = pytest.mark.needs("matplotlib")
 
 
 def timeline_of(mode, p=4, m=8):
@@ -18,18 +13,24 @@ def timeline_of(mode, p=4, m=8):
 
 
 def axes_of(*size, rows=2):
+    from matplotlib.figure import Figure
+
     figure = Figure(size or None, layout="constrained")
     return list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
 
 
 def colours_of(axes):
     """Of the boxes or bands, by kind and place of the chunk."""
+    from matplotlib.colors import to_hex
+
     return {
         shape.get_gid(): to_hex(shape.get_facecolor()[0]) for shape in axes.collections
     }
 
 
 def title_of(axes, loc):
+    from matplotlib.text import Text
+
     return next(t for t in axes.findobj(Text) if t.get_text() == axes.get_title(loc))
 
 
@@ -86,6 +87,8 @@ def test_colours_are_chosen_by_kind():
     assert after["B 0"] == before["B 0"] and after["B 1"] == before["B 1"]
     lighter = [int(after["F 1"][i : i + 2], 16) for i in (1, 3, 5)]
     assert all(x > y for x, y in zip(lighter, (0xD6, 0x27, 0x28), strict=True))
+    from matplotlib.colors import to_hex
+
     marks = [to_hex(p.get_facecolor()) for p in coloured.get_legend().get_patches()]
     assert marks[:4] == [after["F 0"], after["B 0"], after["W 0"], after["idle"]]
     with pytest.raises(zbpp.RequestError, match=r"colors has 'f'; the kinds are F, B,"):
@@ -93,6 +96,8 @@ def test_colours_are_chosen_by_kind():
 
 
 def test_titles_and_legend_fit_a_column_of_a_paper():
+    from matplotlib import rc_context
+
     with rc_context({"font.size": 8}):
         upper, lower = axes_of(3.3, 3.0)
         plot([timeline_of("1F1B"), timeline_of("ZBH1")], [upper, lower])

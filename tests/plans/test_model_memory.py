@@ -41,9 +41,13 @@ def planned_and_estimated(layers, mode, n_stages=2, **more):
     return peaks, [stage.peak for stage in found.modes[mode]]
 
 
-@pytest.mark.parametrize("mode", ["1F1B", "ZBH1"])
 @pytest.mark.parametrize(
-    ("shared", "n_stages"), [((0, 7), 2), ((0, 7), 4), ((0, 3, 7), 4)]
+    ("mode", "shared", "n_stages"),
+    [
+        ("ZBH1", (0, 7), 2),
+        pytest.param("1F1B", (0, 3, 7), 4, marks=pytest.mark.slow),
+        pytest.param("ZBH1", (0, 3, 7), 4, marks=pytest.mark.slow),
+    ],
 )
 def test_every_stage_with_a_shared_weight_holds_it(mode, shared, n_stages):
     planned, estimated = planned_and_estimated(tied_model(shared), mode, n_stages)
@@ -91,6 +95,7 @@ def test_ties_are_in_the_file(tmp_path):
     assert parse_layers(path.read_text()) == costs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", ["schedule", "plan"])
 def test_a_file_that_is_written_again_is_read_again(write, tmp_path):
     path, sizes = tmp_path / "plan.json", {"n_stages": 2, "n_microbatches": 8}
