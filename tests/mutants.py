@@ -28,7 +28,7 @@ LATE_S = 900.0  # a mutant that hangs ends here, and counts as caught
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py\S*)", re.MULTILINE)
 
 TESTS = {
-    "core": "tests/core tests/simulator/test_times.py tests/plans",
+    "core": "tests/core tests/files tests/simulator/test_times.py tests/plans",
     "simulator": "tests/simulator",
     "schedules": "tests/plans",
     "planning": "tests/plans tests/planning tests/cli",
@@ -50,7 +50,7 @@ TESTS = {
     "memory": "tests/memory tests/cli/test_models.py",
     "profiling": "tests/profiling",
     "models": "tests/models",
-    "checkpoint": "tests/checkpoint tests/training/test_saving.py",
+    "checkpoint": "tests/checkpoint tests/files",
     "emulation": "tests/emulation",
     "training": "tests/training tests/failures/test_launches.py",
     "cli": "tests/cli",
