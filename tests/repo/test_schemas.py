@@ -1,7 +1,7 @@
 """The schemas fit what the commands write, and refuse what they would not read.
 
 What needs a run is checked where it runs: tests/bench/test_bench.py (results),
-tests/training/test_log.py (metrics), tests/cli/test_models.py (estimates).
+tests/training/test_train.py (metrics), tests/cli/test_models.py (estimates).
 """
 
 import json
