@@ -8,7 +8,7 @@ import zbpp
 from zbpp import RequestError
 from zbpp.models import layered_of
 
-pytest.importorskip("transformers")
+pytestmark = [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
 
 SOME = [
     "gpt2",
