@@ -52,7 +52,7 @@ TESTS = {
     "models": "tests/models",
     "checkpoint": "tests/checkpoint tests/files",
     "emulation": "tests/emulation",
-    "training": "tests/training tests/failures/test_launches.py",
+    "training": "tests/training tests/failures/test_faults.py",
     "cli": "tests/cli",
     "bench": "tests/bench",
 }
