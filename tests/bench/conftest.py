@@ -1,5 +1,0 @@
-"""The tests of benches need torch."""
-
-import pytest
-
-pytest.importorskip("torch")
