@@ -1,145 +1,268 @@
-"""A profile finds what layers, links and optimizers take, on one process and on more.
+"""A profile finds what layers take, and a plan or a prediction made of it comes true.
 
-Layers that sleep give lower bounds, which hold on a busy machine too.
+Most tests have a clock that goes on only where layers say so (`ticking`): all times
+are then exact. Between processes layers sleep, which gives lower bounds.
 """
 
 import json
+import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from flat import flat_pipeline
-from torch import nn
+from commands import TINY_LLAMA, run
+from pool import Pool
+from ticking import CLOCK, LOSS, WIDTH, Ticking, layers, loss_fn, plainly, takes
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-from zbpp.core import Costs, PassKind, Placement, RequestError, Slot
-from zbpp.emulation.layers import EmulatedLayer
-from zbpp.emulation.run import emulated_batch, emulated_pipeline
-from zbpp.pipeline import Pipeline
-from zbpp.planning import plan
+import zbpp
+from zbpp import diagnostics
+from zbpp.cli import main
+from zbpp.core import (
+    Costs,
+    Lane,
+    PassKind,
+    Placement,
+    RequestError,
+    read_costs,
+    read_layers,
+    write_costs,
+    write_layers,
+)
+from zbpp.emulation import EmulatedLayer, emulated_batch, emulated_pipeline
 from zbpp.profiling import Profile
-from zbpp.profiling.links import Link, fit, link_list
-from zbpp.profiling.rehearsal import rehearsed_steps
-from zbpp.profiling.step_times import measure_step_times
-from zbpp.runtime.comm.ping import Ping
-from zbpp.simulator import simulate
 
-COSTS = Costs(
-    f=(4.0, 6.0), b=(8.0, 3.0), w=(2.0, 5.0), comm=3.0, optimizer=(5.0, 9.0),
-    reduction=4.0,
-)  # fmt: skip
+C, N = Lane.COMPUTE, Lane.NETWORK
+F, B = PassKind.F, PassKind.B
 
 
-def emulated(mode: str) -> dict[str, Any]:
-    schedule = plan(mode, n_stages=2, n_microbatches=2)
-    pipeline = emulated_pipeline(schedule, COSTS, post_validation=False)
-    batch = emulated_batch(pipeline)
-    profile = pipeline.profile(batch, batch, rounds=5)
-    pipeline.step(batch, batch)
-    pipeline.close()
-    return profile.as_dict() | {"costs": profile.costs()}
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", CLOCK)
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Any) -> None:
-    first, second = pool.run(emulated, 2, "ZBH1")
-    assert first == second, "every rank has the whole profile"
-    costs = first["costs"]
-    for name in ("f", "b", "w"):
-        for found, given in zip(
-            getattr(costs, name), getattr(COSTS, name), strict=True
-        ):
-            assert found >= given
-    assert costs.f[0] + 1 < costs.b[0], "F and B are told apart"
-    for found, given in zip(costs.optimizer, COSTS.optimizer, strict=True):
-        assert found >= given
-    assert costs.reduction >= 4.0
-    assert costs.on(Placement.single(2)).hops[0] > 0
-    ((link,)) = first["links"]
-    assert link["delay"] >= 2.999
-    assert link["stages"] == [0, 1] and link["bandwidth"] > 0
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
-def rehearsed(shape: tuple[int, int]) -> tuple[Profile, list[float], bool]:
-    """A profile with a batch of its own, then a step; the parameters before it."""
-    torch.manual_seed(1)
-    pipeline = flat_pipeline(
-        [nn.Linear(8, 8) for _ in range(4)],
-        loss_fn=nn.functional.mse_loss, optimizer=torch.optim.Adam,
-        schedule="ZBV", n_microbatches=2, device="cpu",
-    )  # fmt: skip
-    before = [p.detach().clone() for _, p in pipeline.named_parameters()]
-    x = torch.randn(shape)
-    profile = pipeline.profile(x, x, rounds=1)
-    after = [p for _, p in pipeline.named_parameters()]
-    same = all(map(torch.equal, before, after))
-    torch.manual_seed(2)
-    x = torch.randn(8, 8)
-    losses = [pipeline.step(x, x).loss for _ in range(2)]
-    pipeline.close()
-    return profile, losses, same
+def pipeline_of(
+    model: list[nn.Module], mode: str = "ZBV", n_stages: int = 2, **more: Any
+) -> zbpp.Pipeline:
+    settings: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": sgd, **more}
+    return zbpp.Pipeline(
+        model, mode, n_stages=n_stages, n_microbatches=2, device="cpu", **settings
+    )
 
 
-@pytest.mark.dist
-def test_a_rehearsal_leaves_no_trace_and_fixes_no_shape(pool: Any) -> None:
-    first, _ = pool.run(rehearsed, 2, (24, 8))
-    other, _ = pool.run(rehearsed, 2, (8, 8))
-    assert first[2] and first[1] == other[1], "the same step after either profile"
-    profile = first[0]
-    assert min(profile.layers.pass_f, profile.layers.pass_b) > 0
+def profiled(model: list[nn.Module], mode: str = "ZBV", **more: Any) -> Profile:
+    x = torch.randn(4, WIDTH)
+    with pipeline_of(model, mode, **more) as pipeline:
+        return pipeline.profile(x, x, rounds=5, memory=False)
+
+
+def close(parts: Any) -> Any:
+    """Parts up to rounding, which may leave something of a loss that is taken off."""
+    return [(lane, pytest.approx(time)) for lane, time in parts if time > 1e-9]
+
+
+QUIET = [(C, 8)], [(C, 10)]
+FORWARD = [(C, 3), (N, 2), (C, 5), (N, 1)]
+BACKWARD = [(N, 2), (C, 6), (N, 3), (C, 4)]
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+def test_layers_have_their_times_and_the_parts_between_their_marks() -> None:
+    profile = profiled(layers())
+    assert profile.layers.of("f") == pytest.approx((8, 11, 11, 11))
+    assert profile.layers.of("b") == pytest.approx((10, 15, 15, 15))
+    assert profile.layers.loss == pytest.approx(LOSS)
+    parts = profile.layers.parts
+    assert isinstance(parts, tuple) and len(parts) == 4
+    assert (close(parts[0].f), close(parts[0].b)) == QUIET
+    for talking in parts[1:]:
+        assert close(talking.f) == FORWARD, "without the loss, which the last one has"
+        assert close(talking.b) == BACKWARD
+    assert [[lane for lane, _ in each.w] for each in parts] == [[C]] * 4
+
+
+def test_chunks_of_any_split_follow_from_their_layers() -> None:
+    profile = profiled(layers(), "ZBH1")
     costs = profile.costs()
-    for name in ("f", "b", "w"):
-        pairs = zip(getattr(costs, name), profile.chunks, strict=True)
-        for chunk, (found, one) in enumerate(pairs):
-            more = costs.loss if (name, chunk) == ("f", 3) else 0.0
-            assert found + more == pytest.approx(one.times[name.upper()].mean)
+    assert isinstance(costs.parts, tuple)
+    first, last = costs.parts
+    assert close(first.f) == [(C, 8 + 3), (N, 2), (C, 5), (N, 1)]
+    assert close(first.b) == [(N, 2), (C, 6), (N, 3), (C, 4 + 10)]
+    assert close(last.b) == BACKWARD * 2
+    for kind in (F, B):
+        sums = [each.time(kind) for each in costs.on(Placement.single(2)).parts]
+        means = [each.times[str(kind)].mean for each in profile.chunks]
+        assert sums == pytest.approx(means)
+    other = profile.costs(Placement.single(2), [1, 3])
+    assert other.f == pytest.approx((8, 33))
+    with pytest.raises(RequestError, match="split"):
+        profile.costs(Placement.single(2), [1, 1])
 
 
-@pytest.mark.parametrize("mode", ["ZBH1", "1F1B"])
-def test_a_rehearsal_tells_passes_gaps_and_waits(mode: str) -> None:
-    schedule = plan(mode, n_stages=2, n_microbatches=4)
-    rows = {  # jobs end earlier by the host's gap
-        stage: [[Slot(s.job, s.start / 1e3, (s.end - 0.5) / 1e3) for s in row]]
-        for stage, row in enumerate(simulate(schedule, COSTS).rows)
-    }
-    assert rehearsed_steps({0: rows[0]}, schedule) is None
-    steps = rehearsed_steps(rows, schedule)
-    assert steps is not None
-    links = {(0, 1): Link(1.0, 100.0, 0.0)}
-    seen, apart = (
-        measure_step_times(steps, links, message_bytes=0, one_clock=one_clock)
-        for one_clock in (True, False)
-    )
-    assert seen.gaps == pytest.approx((0.5, 0.5))
-    assert seen.mean(PassKind.F, 1) == pytest.approx(6.0 - 0.5)
-    assert seen.waits == {(0, 1): pytest.approx(COSTS.comm)}
-    assert apart.waits == {}, "the control: two clocks"
+def test_layers_that_mark_nothing_have_no_parts(tmp_path: Path) -> None:
+    """The control: the same times, in files without parts."""
+    marked, plain = profiled(layers()), profiled(layers(plainly))
+    assert plain.layers.parts is None
+    assert "layer 1 communicates in F 3.000 of 11.000 ms, in B 5.000 of" in marked.table
+    assert "communicates" not in plain.table
+    assert plain.layers.f == pytest.approx(marked.layers.f)
+    assert plain.layers.b == pytest.approx(marked.layers.b)
+    costs, of_layers = tmp_path / "costs.json", tmp_path / "layers.json"
+    write_costs(plain.costs(), costs)
+    write_layers(plain.layers, of_layers)
+    for file in (costs, of_layers):
+        assert "parts" not in json.loads(file.read_text())
 
 
-def layers() -> list[nn.Module]:
-    return [
-        nn.Sequential(nn.Linear(64, 64 * width), nn.Linear(64 * width, 64))
-        for width in (1, 64, 1, 1)
-    ]
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_plan_for_an_example_has_parts_if_they_may_overlap(overlap: bool) -> None:
+    plan = zbpp.plan_model(
+        layers(), "DualPipeV", n_stages=2, n_microbatches=4, loss_fn=loss_fn,
+        example=(torch.randn(4, WIDTH), torch.randn(4, WIDTH)), device="cpu",
+        execution=zbpp.Execution(overlap=overlap),
+    )  # fmt: skip
+    assert (plan.schedule.parts is not None) == overlap
+    assert plan.costs.f[1] == pytest.approx(11)
 
 
-def profiled(*, memory: bool = True, **more: Any) -> Profile:
-    settings: dict[str, Any] = {"schedule": "ZBV", "n_stages": 2, "n_microbatches": 2}
-    pipeline = flat_pipeline(
-        layers(),
-        loss_fn=nn.functional.mse_loss,
-        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
-        **{**settings, **more},
-    )
-    x = torch.randn(128, 64)
-    return pipeline.profile(x, x, rounds=5, memory=memory)
+class Checkpointed(Ticking):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
 
 
-@pytest.fixture(scope="module")
-def profile() -> Profile:
-    return profiled()
+def test_what_a_recomputed_forward_communicates_counts_as_computing() -> None:
+    model = [nn.Linear(WIDTH, WIDTH), Checkpointed(zbpp.overlap_point)]
+    parts = profiled(model, "ZBH1").layers.parts_of(1)
+    assert close(parts.f) == FORWARD
+    assert parts.on_lane(B, N) == pytest.approx(2 + 3)
+    up_to_experts = 3 + 2  # no operand comes later
+    assert parts.on_lane(B, C) == pytest.approx(6 + 4 + up_to_experts)
+
+
+class SlowerBehindAnother(Ticking):
+    """Takes 4 ms more if its input has a graph: in a chunk, and not alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK.ms += 4 if x.grad_fn is not None else 0
+        return super().forward(x)
+
+
+def test_what_a_chunk_adds_to_its_layers_is_computed() -> None:
+    first, _ = layers()[:2]
+    model = [first, SlowerBehindAnother(zbpp.overlap_point), *layers()[2:]]
+    parts = profiled(model, "ZBH1").layers.parts_of(1)
+    assert parts.on_lane(F, N) == pytest.approx(2 + 1)
+    assert parts.time(F) == pytest.approx(11 * (8 + 11 + 4) / (8 + 11))
+
+
+class AtTimes(Ticking):
+    n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        communicate: Callable[..., Tensor] = zbpp.overlap_point
+        return takes(x, "experts") if self.n % 3 else communicate(takes, x, "combine")
+
+
+def test_points_that_are_not_in_every_pass_are_left_out() -> None:
+    model = [*layers()[:2], AtTimes(None), nn.Linear(WIDTH, WIDTH)]
+    profile = profiled(model)
+    assert [lane for lane, _ in profile.layers.parts_of(2).f] == [C]
+    assert close(profile.layers.parts_of(1).f) == FORWARD
+
+
+class Hiccup(nn.Module):
+    """10 ms, but 500 in every 11th pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.n = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        CLOCK.ms += 10 if self.n % 11 else 500
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_one_slow_pass_hardly_moves_a_mean() -> None:
+    profile = profiled([Hiccup() for _ in range(2)], "ZBH1")
+    assert max(profile.layers.of("f")) < 20 < 50, "as the plain mean would be"
+
+
+def test_files_of_a_profile_are_planned_on_two_lanes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = profiled(layers(), "DualPipeV")
+    write_costs(profile.costs(), "costs.json")
+    write_layers(profile.layers, "layers.json")
+    of_layers, costs = read_layers("layers.json"), read_costs("costs.json")
+    assert of_layers.on(Placement.wave(2, 2), (1, 1, 1, 1)).parts == costs.parts
+    whole = json.loads(Path("costs.json").read_text())
+    del whole["parts"]
+    Path("whole.json").write_text(json.dumps(whole))
+    sizes = ["DualPipeV", "--stages", "2", "--microbatches", "4"]
+    spans = {}
+    for file in ("costs.json", "layers.json", "whole.json"):
+        flag = "--layers" if file == "layers.json" else "--costs"
+        assert main(["plan", *sizes, flag, file, "--out", "plan.json"]) == 0
+        has_parts = "1F0.1~" in Path("plan.json").read_text()
+        assert has_parts == (file != "whole.json"), "part 1 of F is on the network"
+        capsys.readouterr()
+        assert main(["show", "plan.json", "--json", "--costs", "costs.json"]) == 0
+        spans[file] = json.loads(capsys.readouterr().out)["span"]
+    assert spans["costs.json"] == spans["layers.json"] < spans["whole.json"]
+
+
+def test_costs_of_the_last_steps_are_those_of_the_layers() -> None:
+    x = torch.randn(4, WIDTH)
+    with pipeline_of(layers(), "ZBH1") as pipeline:
+        for _ in range(3):
+            pipeline.step(x, x)
+        costs = diagnostics.measured_costs(pipeline, 2)
+        assert costs.f == pytest.approx((8 + 11, 11 + 11 + LOSS))
+        assert costs.b == pytest.approx((10 + 15, 15 + 15))
+        assert costs.w == pytest.approx((0, 0))
+        found = diagnostics.prediction(pipeline, memory=Costs(m_fixed=100.0))
+        assert found.step_measured is None, "two stages in one process take turns"
+        assert found.memory_predicted is not None
+        assert found.line.startswith("prediction (simulated with the costs of the last")
+    with pipeline_of(layers(), "1F1B") as pipeline:
+        pipeline.step(x, x)
+        with pytest.raises(RequestError, match="as one pass"):
+            diagnostics.measured_costs(pipeline)
+        joint = diagnostics.measured_costs(pipeline, joint=True)
+        assert joint.b == pytest.approx((10 + 15, 15 + 15))
+
+
+@pytest.mark.parametrize(("slower", "away"), [(1.0, "+0.0%"), (0.8, "+25.0%")])
+def test_a_run_takes_what_its_profile_predicts(slower: float, away: str) -> None:
+    """The control: of costs that are too low the difference is in the line."""
+    x = torch.randn(4, WIDTH)
+    with pipeline_of(layers(), "ZBH1", n_stages=1) as pipeline:
+        costs = pipeline.profile(x, x, rounds=5, memory=False).costs()
+        for _ in range(3):
+            pipeline.step(x, x)
+        low = {name: slower * getattr(costs, name)[0] for name in ("f", "b", "w")}
+        given = Costs(**low, loss=slower * costs.loss)
+        found = diagnostics.prediction(pipeline, given)
+    step = 2 * (4 * 0 + 8 + 10 + 3 * (11 + 15) + LOSS)
+    assert found.step_measured == pytest.approx(step)
+    assert found.step_predicted == pytest.approx(slower * step)
+    assert f"measured ({away})" in found.line.replace("-0.0", "+0.0")
 
 
 class ClockOfNumbers(TorchDispatchMode):
@@ -159,96 +282,186 @@ class ClockOfNumbers(TorchDispatchMode):
         return result
 
 
-def test_a_heavy_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ClockOfNumbers() as clock:
-        monkeypatch.setattr("time.perf_counter", lambda: clock.read)
-        profile = profiled(memory=False)
+def linears() -> list[nn.Module]:
+    return [
+        nn.Sequential(nn.Linear(64, 64 * width), nn.Linear(64 * width, 64))
+        for width in (1, 64, 1, 1)
+    ]
+
+
+def test_a_heavy_layer_is_found_in_times_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(128, 64)
+    with ClockOfNumbers() as numbers:
+        monkeypatch.setattr("time.perf_counter", lambda: numbers.read)
+        with pipeline_of(linears(), loss_fn=nn.functional.mse_loss) as pipeline:
+            profile = pipeline.profile(x, x, rounds=5, memory=True)
     for name in ("f", "b", "w", "optimizer"):
         times = profile.layers.of(name)
         assert max(times) == times[1] > 8 * max(times[:1] + times[2:])
     assert profile.layers.of("message") == (64 * 64 * 4.0,) * 3
-
-
-def test_the_layers_of_a_chunk_add_up_to_it() -> None:
-    profile = profiled(schedule="ZBH1")
-    costs = profile.costs()
-    for chunk, name in ((0, "f"), (1, "b"), (1, "w")):
-        (found,) = {getattr(costs, name)[chunk]}
-        assert found == pytest.approx(profile.chunks[chunk].times[name.upper()].mean)
-    last = profile.chunks[1].times["F"].mean
-    assert costs.f[1] + costs.loss == pytest.approx(last) and costs.loss > 0
-    assert sum(costs.optimizer) == pytest.approx(
-        sum(one.mean for one in profile.optimizer)
-    )
-
-
-def test_other_splits_and_placements_follow(profile: Profile) -> None:
-    costs = profile.costs(Placement.single(2), [1, 3])
-    f, more = profile.layers.of("f"), profile.layers.pass_f
-    assert more > 0, "to cut a graph takes some time"
-    assert costs.f == pytest.approx((f[0] + more, sum(f[1:]) + more))
-    with pytest.raises(RequestError, match="split"):
-        profile.costs(Placement.single(2), [1, 1])
-
-
-def test_memory_is_that_of_the_allocator(profile: Profile) -> None:
     heavy = profile.chunks[1]
-    kept = (64 + 64 * 64) * 64 * 4  # the two linears' inputs, of 64 samples
-    assert heavy.left["F"] == pytest.approx(kept, rel=0.02)
+    inputs = (64 + 64 * 64) * 64 * 4  # of the two linears, of 64 samples
+    assert heavy.left["F"] == pytest.approx(inputs, rel=0.02)
     assert heavy.left["W"] < 0 < heavy.peak["F"]
-    assert all(
-        one.peak[k] >= max(0.0, one.left[k]) for one in profile.chunks for k in "FBW"
-    )
-
-
-def test_the_table_and_the_json_hold_every_figure(profile: Profile) -> None:
-    assert len(profile.table.splitlines()) >= 4 + 3
     data = json.loads(json.dumps(profile.as_dict()))
     assert data["unit"] == {"time": "ms", "memory": "bytes"}
-    assert data["chunks"][1]["times"]["F"]["median"] == pytest.approx(
-        profile.chunks[1].times["F"].median
-    )
-
-
-def test_what_cannot_be_measured_is_refused() -> None:
-    pipeline = Pipeline(
-        layers(), loss_fn=nn.functional.mse_loss, optimizer=None, schedule="ZBH1",
-        n_stages=2, n_microbatches=3,
-    )  # fmt: skip
-    with pytest.raises(RequestError, match="rounds is 0"):
-        pipeline.profile(torch.randn(3, 64), torch.randn(3, 64), rounds=0)
-
-
-def test_a_line_through_two_sizes_is_delay_and_bandwidth() -> None:
-    pings = [Ping(2e-3, 1e-4)] * 5 + [Ping(0.5, 0.1)]
-    link = fit((0, pings), (10**6, [Ping(4e-3, 2e-4)]))
-    assert (link.delay, link.send) == pytest.approx((2.0, 0.2))
-    assert link.time(500_000) == pytest.approx(3.0)
-    level = fit((0, pings), (10**6, pings))
-    assert level.time(10**9) == pytest.approx(2.0), "no size is slower"
-
-
-def test_links_are_listed_as_costs_read_them() -> None:
-    links = {(0, 1): Link(1, 9, 0), (1, 2): Link(2, 9, 0), (0, 2): Link(5, 9, 0)}
-    assert link_list(links, 3, "delay") == (1, 2, 5)
-    del links[0, 2]
-    assert link_list(links, 4, "delay") == (1, 2, 1.5)
-    assert link_list({}, 3, "delay") == 0.0
+    assert data["chunks"][1]["times"]["F"]["median"] == heavy.times["F"].median
+    assert len(profile.table.splitlines()) >= 4 + 3
 
 
 def test_a_stage_whose_w_has_nothing_to_do_is_named() -> None:
     def splits(*parts: nn.Module) -> tuple[bool, ...]:
-        pipeline = Pipeline(
-            list(parts), loss_fn=nn.functional.mse_loss, optimizer=None,
-            schedule="ZBH1", n_stages=2, n_microbatches=2,
-        )  # fmt: skip
-        x = torch.randn(8, 4)
-        profile = pipeline.profile(x, x, rounds=1)
-        found = profile.costs().splits
-        assert found == (None if all(profile.splits) else profile.splits)
+        profile = profiled(list(parts), "ZBH1", optimizer=None)
+        assert profile.costs().splits == (
+            None if all(profile.splits) else profile.splits
+        )
         return profile.splits
 
-    assert splits(nn.Linear(4, 4), nn.LayerNorm(4)) == (True, False)
-    assert splits(nn.Linear(4, 4), nn.Linear(4, 4)) == (True, True)
+    linear, norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+    assert splits(linear, norm) == (True, False)
+    assert splits(linear, nn.Linear(WIDTH, WIDTH)) == (True, True)
     one, other = EmulatedLayer(0, 0, 0), EmulatedLayer(0, 0, 0)
     assert splits(one, other) == (True, True)
+
+
+class Noisy(nn.Module):
+    """Draws from Python's and numpy's generators, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1  # another tensor each time
+        noise = random.random() + float(numpy.random.rand())
+        y: Tensor = self.linear(x) * (1 + 1e-3 * noise)
+        return y
+
+
+def trained(*, is_profiled: bool) -> list[Any]:
+    """Results of a training, with a profile before its first step or without."""
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+    model = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)),
+        Noisy(),
+        nn.Linear(WIDTH, WIDTH),
+    ]
+    found: list[Any] = []
+    with pipeline_of(
+        model, loss_fn=nn.functional.mse_loss, optimizer=torch.optim.AdamW
+    ) as pipeline:
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2))
+        if is_profiled:
+            pipeline.profile(2 * x, x, rounds=1, memory=True)
+        found += [pipeline.step(x, x).loss for _ in range(3)]
+        found += [t.tolist() for _, t in sorted(pipeline.state_dict()["model"].items())]
+        with pytest.raises(RequestError, match=r"before the first step.*measured_cost"):
+            pipeline.profile(x, x, rounds=1)
+    return [*found, torch.rand(3).tolist(), random.random(), numpy.random.rand()]
+
+
+def test_a_training_after_a_profile_is_the_training_without_one() -> None:
+    plain = trained(is_profiled=False)
+    assert trained(is_profiled=True) == plain
+
+
+def test_no_rounds_are_refused() -> None:
+    x = torch.randn(4, WIDTH)
+    with (
+        pipeline_of(layers(), "ZBH1") as pipeline,
+        pytest.raises(RequestError, match="rounds is 0"),
+    ):
+        pipeline.profile(x, x, rounds=0)
+
+
+COSTS = Costs(
+    f=(4.0, 6.0), b=(8.0, 3.0), w=(2.0, 5.0), comm=3.0, optimizer=(5.0, 9.0),
+    reduction=4.0,
+)  # fmt: skip
+
+
+def emulated(mode: str) -> tuple[dict[str, Any], Costs]:
+    schedule = zbpp.plan(mode, n_stages=2, n_microbatches=2)
+    pipeline = emulated_pipeline(schedule, COSTS, post_validation=False)
+    batch = emulated_batch(pipeline)
+    profile = pipeline.profile(batch, batch, rounds=5)
+    pipeline.step(batch, batch)
+    pipeline.close()
+    return profile.as_dict(), profile.costs()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Pool) -> None:
+    """Never less, however busy the machine is."""
+    first, second = pool.run(emulated, 2, "ZBH1")
+    assert first == second, "every rank has the whole profile"
+    data, costs = first
+    for name in ("f", "b", "w", "optimizer"):
+        for found, given in zip(
+            getattr(costs, name), getattr(COSTS, name), strict=True
+        ):
+            assert found >= given
+    assert costs.f[0] + 1 < costs.b[0], "F and B are not mixed up"
+    assert costs.reduction >= 4.0
+    assert costs.on(Placement.single(2)).hops[0] > 0
+    ((link,)) = data["links"]
+    assert link["delay"] >= 2.999
+    assert link["stages"] == [0, 1] and link["bandwidth"] > 0
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    layers = [nn.Linear(8, 8 * n) for n in (1, 1)] + [nn.Linear(8, 3)]
+    return layers, (torch.randn(4, 8), torch.randn(4, 3)), nn.functional.mse_loss
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_command_profiles_a_users_model_in_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # the clock
+    monkeypatch.chdir(tmp_path)
+    Path("my_model.py").write_text(MODEL)
+    flags = "--model my_model:build --out c.json --rounds 2 --layers_out l.json"
+    done = run("profile", *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert "link 0-1: delay" in done.stdout
+    costs = read_costs("c.json")
+    assert isinstance(costs.comm, tuple) and costs.comm[0] > 0
+    assert isinstance(costs.m_fixed, tuple) and costs.m_fixed[0] > 4 * 2 * 72
+    assert read_layers("l.json").parameters == (288.0, 288.0, 108.0)
+    sizes = "--stages 2 --microbatches 4 --costs c.json --out p.json"
+    assert main(["plan", "ZBH1", *sizes.split()]) == 0
+    capsys.readouterr()
+    too_many = "profile --model my_model:build --stages 4 --out x.json"
+    assert main(too_many.split()) == 2
+    error = capsys.readouterr().err
+    assert "has 3 layers for 4 chunks" in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_command_profiles_the_model_of_zbpp_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # the clock
+    monkeypatch.chdir(tmp_path)
+    flags = "--microbatches 2 --rounds 2 --stages 1 --out c.json --layers_out l.json"
+    assert main(["profile", *TINY_LLAMA, *flags.split(), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    found, costs = read_layers("l.json"), read_costs("c.json")
+    assert found.n_layers == 6 and [one["stage"] for one in data["chunks"]] == [0]
+    assert costs.m_b == pytest.approx((sum(found.of("m_b")),))
+    assert data["chunks"][0]["left"]["F"] == pytest.approx(costs.m_b[0], rel=0.1)
+    assert isinstance(costs.f, tuple) and min(costs.f) > 0
