@@ -22,9 +22,9 @@ from histories import (
     SPIKE,
     TWO_CHUNKS,
     Action,
+    BadGradient,
     Case,
     Run,
-    Spoil,
     difference,
 )
 from hypothesis import Phase, event, settings
@@ -80,8 +80,8 @@ def cases(draw: Any) -> Case:
     )
 
 
-SPOILS = st.builds(
-    Spoil,
+BAD_GRADIENTS = st.builds(
+    BadGradient,
     factor=one_of(1e5, 1e5, float("inf"), float("-inf"), float("nan")),
     microbatch=st.integers(0, 11),
     layer=st.none() | st.integers(0, N_LAYERS - 1),
@@ -113,13 +113,15 @@ class Histories(RuleBasedStateMachine):
         assert found is None, f"{action} {args}: {found}\n{self.case}"
 
     @rule(
-        spoils=st.lists(SPOILS | st.none(), min_size=2, max_size=5),
+        bad_gradients=st.lists(BAD_GRADIENTS | st.none(), min_size=2, max_size=5),
         parts=RARELY,
         key=RARELY,
     )
-    def steps(self, spoils: list[Spoil | None], parts: bool, key: bool) -> None:
-        for spoil in spoils:
-            self.both("step", spoil, parts=parts, key=key)
+    def steps(
+        self, bad_gradients: list[BadGradient | None], parts: bool, key: bool
+    ) -> None:
+        for bad in bad_gradients:
+            self.both("step", bad, parts=parts, key=key)
 
     @rule()
     def read(self) -> None:

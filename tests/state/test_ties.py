@@ -124,6 +124,22 @@ def test_copies_must_be_stepped_alike() -> None:
     assert "no longer equal" in refusal(pipeline.step, *batch())
 
 
+def permute_a_copy() -> str:
+    pipeline = make(tied(), n_stages=None, device="cpu")
+    pipeline.step(*batch())
+    pipeline.synchronize()
+    if pipeline.rank == 1:
+        head = dict(pipeline.named_layers())["layers.5"].weight
+        head.data.copy_(head.detach().flip(0))
+    return refusal(lambda: [pipeline.step(*batch()) for _ in range(2)])
+
+
+@pytest.mark.dist
+def test_copies_must_stay_equal(pool: Pool) -> None:
+    """Another order of the same numbers is found, too."""
+    assert all("no longer equal" in text for text in pool.run(permute_a_copy, 2))
+
+
 @pytest.mark.parametrize("n_stages", [1, 2])
 def test_sparse_gradients_of_a_tied_weight_are_refused(n_stages: int) -> None:
     layers = untied()

@@ -107,7 +107,7 @@ def mean_through_a_view(layer: "Layer", x: Tensor) -> Tensor:
 
 
 def late_buffer(layer: "Layer", x: Tensor) -> Tensor:
-    if "cache" not in layer._buffers:
+    if not hasattr(layer, "cache"):
         layer.register_buffer("cache", torch.ones(WIDTH), persistent=False)
     return x + layer.cache.to(x.dtype)
 
@@ -222,10 +222,6 @@ class Counting(torch.optim.SGD):
                     p.sub_(state["sum"], alpha=rate)
 
 
-class Subclass(torch.optim.AdamW):
-    """May do anything, for all that zbpp knows."""
-
-
 def two_groups(parameters: Any) -> list[dict[str, Any]]:
     """Weights decay, the rest does not."""
     matrices = [p for p in parameters if p.dim() > 1]
@@ -304,7 +300,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": lambda p: torch.optim.AdamW(two_groups(p), lr=1e-2),
     "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
     "counting": partial(Counting, lr=1e-2),
-    "subclass": partial(Subclass, lr=1e-2),
     "several": several,
     "matrices only": matrices_only,
     "hooked": hooked,
@@ -323,8 +318,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any] | None] = {
 
 
 @dataclass(frozen=True)
-class Spoil:
-    """A factor on a gradient of one micro-batch; without a layer, on its targets."""
+class BadGradient:
+    """A gradient of one micro-batch times a factor; without a layer, its targets."""
 
     factor: float
     microbatch: int = 0
@@ -332,8 +327,8 @@ class Spoil:
     parameter: str = "norm.weight"
 
 
-SPIKE = Spoil(1e5, 0, 2, "linear.weight")
-INF = Spoil(float("inf"), 0, 5, "linear.weight")
+SPIKE = BadGradient(1e5, 0, 2, "linear.weight")
+INF = BadGradient(float("inf"), 0, 5, "linear.weight")
 
 
 Action = tuple[Any, ...]
@@ -346,7 +341,6 @@ class Run:
     Args:
         case: what is trained.
         folder: for checkpoints.
-        state: goes on from it.
     """
 
     def __init__(self, case: Case, folder: Path | str = "") -> None:
@@ -365,14 +359,10 @@ class Run:
     # Training.
 
     def step(
-        self, spoil: Spoil | None = None, *, parts: bool = False, key: bool = False
+        self, bad: BadGradient | None = None, *, parts: bool = False, key: bool = False
     ) -> None:
         """Step on a batch, or on parts of it; the result is read later."""
-        if spoil is not None:
-            number = spoil.microbatch % self._n_microbatches
-            self._spoil = replace(spoil, microbatch=number)
-        else:
-            self._spoil = None
+        self._bad = bad
         self._n_gradients.clear()
         pipeline, n = self.pipeline, self.case.n_calls
         inputs, targets = self.batch(pipeline.n_steps)
@@ -385,6 +375,7 @@ class Run:
                 part = slice(i * size, (i + 1) * size)
                 pipeline.forward_backward(inputs[part], targets[part], n_calls=n)
             self.results.append(pipeline.optim_step())
+        self._bad = None
         assert all(p.grad is None for p in self._names), "gradients are left"
         for optimizer in pipeline.optimizers:  # as scripts do, without need
             optimizer.zero_grad(set_to_none=False)
@@ -428,11 +419,17 @@ class Run:
         old.close()
         n_stages = n_stages or self.case.n_stages
         self.case = replace(self.case, mode=mode, n_stages=n_stages)
-        self._begin()
         if by == "file":
+            self._begin()
             assert self.pipeline.load(self.folder) == {"steps": old.n_steps}
+            self._thaw()
         else:
-            self.pipeline.load_state_dict(state)
+            self.restart(state)
+
+    def restart(self, state: dict[str, Any]) -> None:
+        """Go on from a state in a new pipeline."""
+        self._begin()
+        self.pipeline.load_state_dict(state)
         self._thaw()
 
     def write(self, layer: int, how: str) -> None:
@@ -496,6 +493,8 @@ class Run:
     def close(self) -> None:
         self.pipeline.close()
 
+    # Steps with an end of another kind.
+
     def interrupted(self, error: BaseException, layer: int, where: str) -> None:
         """A step in which a pass raises; the pipeline has then ended."""
         victim = self.layers[layer]
@@ -507,16 +506,8 @@ class Run:
             victim.on_forward = fail
         else:
             victim.error_in_backward = error
-        inputs, targets = self.batch(self.pipeline.n_steps)
-        self._spoil = None
         with pytest.raises(type(error)):
-            if self.case.n_calls > 1:
-                size = len(inputs) // self.case.n_calls
-                self.pipeline.forward_backward(
-                    inputs[:size], targets[:size], n_calls=self.case.n_calls
-                )
-            else:
-                self.pipeline.step(inputs, targets)
+            self.step()
 
     def look_within(self, layer: int) -> None:
         """A step in which a forward looks at the state, as a signal handler may."""
@@ -551,12 +542,6 @@ class Run:
             texts.add(str(refused.value))
         return texts
 
-    def restart(self, state: dict[str, Any]) -> None:
-        """Go on from a state in a new pipeline."""
-        self._begin()
-        self.pipeline.load_state_dict(state)
-        self._thaw()
-
     # Details.
 
     @property
@@ -567,9 +552,7 @@ class Run:
         case = self.case
         outer = torch.get_rng_state()
         layers = build(case)
-        torch.default_generator.manual_seed(
-            7
-        )  # on which dropout depends if there is no seed
+        torch.default_generator.manual_seed(7)  # decides dropout without a seed
         optimizer = OPTIMIZERS[case.optimizer]
         scaler = LossScaler(2.0**8, growth_interval=2) if case.loss_scale else None
         self.pipeline = zbpp.Pipeline(
@@ -596,23 +579,24 @@ class Run:
         make = SCHEDULERS[case.scheduler]
         self.schedulers = [make(x) for x in self.pipeline.optimizers if make]
         self.pipeline.attach(*self.schedulers)
-        self._spoil: Spoil | None = None
+        self._bad: BadGradient | None = None
         self._n_gradients: dict[str, int] = {}
         for index, layer in self.layers.items():
             names = ["norm.weight", "linear.bias"]
             names += ["linear.weight"] if index in (SPIKE.layer, INF.layer) else []
             for name in names:
-                hook = partial(self._spoiled, f"{index}.{name}")
+                hook = partial(self._multiplied, f"{index}.{name}")
                 layer.get_parameter(name).register_hook(hook)
 
-    def _spoiled(self, name: str, gradient: Tensor) -> Tensor | None:
+    def _multiplied(self, name: str, gradient: Tensor) -> Tensor | None:
         """A parameter's hook: called once a micro-batch, in their order."""
         number = self._n_gradients.get(name, 0)
         self._n_gradients[name] = number + 1
-        spoil = self._spoil
-        if spoil is None or name != f"{spoil.layer}.{spoil.parameter}":
+        bad = self._bad
+        if bad is None or name != f"{bad.layer}.{bad.parameter}":
             return None
-        return gradient * spoil.factor if number == spoil.microbatch else None
+        is_it = number == bad.microbatch % self._n_microbatches
+        return gradient * bad.factor if is_it else None
 
     def _thaw(self) -> None:
         """Let parameters learn, but for those that are frozen."""
@@ -629,9 +613,9 @@ class Run:
         generator = torch.Generator().manual_seed(1000 + step)
         x = torch.randn(2 * n, WIDTH, generator=generator)
         inputs, targets = x.to(self.case.dtype), x.roll(1, 1)
-        if self._spoil is not None and self._spoil.layer is None:
-            i = 2 * self._spoil.microbatch
-            targets[i : i + 2] *= self._spoil.factor
+        if self._bad is not None and self._bad.layer is None:
+            i = 2 * (self._bad.microbatch % n)
+            targets[i : i + 2] *= self._bad.factor
         if self.case.change not in ("in_place", "loss"):
             return inputs, targets
         return [[part.clone() for part in y.chunk(n)] for y in (inputs, targets)]
