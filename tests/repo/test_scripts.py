@@ -1,0 +1,77 @@
+"""Notebooks and the scripts of benchmarks/ run, or can at least be loaded."""
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+pytestmark = pytest.mark.needs("torch")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_have_calls_only_and_no_outputs(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+            tree = ast.parse("".join(cell["source"]))
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+            assert not [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+RUN = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=500).execute()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "path",
+    [
+        *NOTEBOOKS[:2],
+        *(pytest.param(p, marks=pytest.mark.nightly) for p in NOTEBOOKS[2:]),
+    ],
+    ids=lambda path: getattr(path, "stem", None),
+)
+def test_notebooks_run_from_top_to_bottom(path, tmp_path):
+    command = [sys.executable, "-c", RUN, str(path)]
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=560
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.needs("ortools")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_can_be_loaded(script, monkeypatch):
+    for folder in (ROOT / "benchmarks", script.parent):
+        monkeypatch.syspath_prepend(folder)
+    spec = importlib.util.spec_from_file_location(f"benchmark_{script.stem}", script)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+
+
+@pytest.mark.slow
+def test_the_measurements_on_a_gpu_are_one_line_where_there_is_none(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    script = ROOT / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and done.stdout.count("\n") == 1
+    assert "no GPU" in done.stdout and not (tmp_path / "out").exists()
