@@ -9,21 +9,16 @@ from zbpp.training.loop import train
 from zbpp.training.options import TrainOptions
 from zbpp.training.setup import check, plan_of
 
-__all__ = ["run_train", "train_here"]
+__all__ = ["run_train"]
 
 
 def run_train(*words: str) -> int:
     """Run the command, whatever the number of stages; its exit code."""
 
     def start_here(options: TrainOptions, _: Sequence[str]) -> None:
-        train_here(options)
+        plan = plan_of(options)
+        check(options, plan)
+        assert train(options, plan) == 0
 
     with mock.patch.object(start, "start", start_here):
         return main(["train", *words])
-
-
-def train_here(options: TrainOptions) -> None:
-    """Train without any other process, whatever the number of stages."""
-    plan = plan_of(options)
-    check(options, plan)
-    assert train(options, plan) == 0
