@@ -100,7 +100,7 @@ def test_an_error_is_named_by_all(
     words = pool.run(end_of_training, 2, *args)
     assert words[fault.rank].startswith(ERRORS[kind])
     other = words[1 - fault.rank]
-    assert other.startswith(f"PeerError: stage {1 - fault.rank} waits at ")
+    assert other.startswith(f"PeerError: stage {1 - fault.rank} ")
     named = fault.named if kind != "int" else "step 3"
     cause = f"rank {fault.rank} failed first, in {named}"
     assert other.count(cause) == 1 and ERRORS[kind] in other
