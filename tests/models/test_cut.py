@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,32 @@ def test_what_is_drawn_for_all_blocks_travels() -> None:
     assert torch.equal(value, model(IDS))
 
 
+class Dropping(Encoder):
+    """Draws before its blocks, in a module that may be named or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.bias, self.position
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.drop(self.embed(ids))
+        for block in self.body["blocks"]:
+            hidden = block(hidden, 0.0)
+        logits: Tensor = self.norm(hidden) @ self.embed.weight.t()
+        return logits
+
+
+@pytest.mark.parametrize("before", [("embed",), ("embed", "drop")])
+def test_a_dropout_before_the_blocks_works_in_training(before: Any) -> None:
+    model = Dropping()
+    torch.manual_seed(1)
+    expected = model(IDS)
+    layered = cut(model, PATH, before=before, after=("norm", "embed"))
+    torch.manual_seed(1)
+    assert torch.equal(run(layered), expected)
+
+
 def test_buffers_above_the_blocks_are_saved_once_and_loaded() -> None:
     def state_and_loss(model: nn.Module, state: Any = None) -> tuple[Any, float]:
         with zbpp.Pipeline(
@@ -330,6 +357,41 @@ def test_sequentials_keep_their_own_names_and_lists_get_some() -> None:
     built = layered_of(lambda indices: [layers[i] for i in indices], 2)
     assert built.n_layers == 2
     assert layered_of(built) is built
+
+
+def of_peft(model: nn.Module, *, prompt: bool = False) -> nn.Module:
+    """A wrapper as peft's, by the names of its class and its modules."""
+
+    def init(self: Any) -> None:
+        nn.Module.__init__(self)
+        self.base_model = nn.Module()
+        self.base_model.model = model
+        config = SimpleNamespace(is_prompt_learning=prompt, peft_type="PROMPT_TUNING")
+        self.peft_config = {"default": config}
+
+    methods = {
+        "__init__": init,
+        "__module__": "peft.peft_model",
+        "get_base_model": lambda self: self.base_model.model,
+    }
+    wrapper: nn.Module = type("PeftModel", (nn.Module,), methods)()
+    return wrapper
+
+
+def test_layers_below_a_wrapper_of_peft_keep_the_wrappers_names() -> None:
+    model = of_peft(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))))
+    assert layered_of(model).own_name(1, "weight") == "base_model.model.1.weight"
+    with zbpp.Pipeline(
+        model, "ZBH1", loss_fn=nn.functional.mse_loss, optimizer=torch.optim.SGD,
+        n_stages=2, n_microbatches=2,
+    ) as pipeline:  # fmt: skip
+        assert set(pipeline.state_dict()["model"]) == set(model.state_dict())
+        assert pipeline.step(torch.ones(4, 4), torch.zeros(4, 4)).loss > 0
+    for path in (PATH, f"base_model.model.{PATH}"):
+        name = zbpp.cut(of_peft(Encoder()), path, **NAMES).own_name(1, "block.x")
+        assert name == "base_model.model.body.blocks.0.x"
+    with pytest.raises(RequestError, match="PROMPT_TUNING puts a prompt before"):
+        layered_of(of_peft(Encoder(), prompt=True))
 
 
 def test_a_model_on_meta_is_made_where_it_is_needed() -> None:

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from flat import flat_pipeline
 from torch import Tensor, nn
 
 import zbpp
@@ -69,21 +68,14 @@ class Model(nn.Module):
         return hidden * (1 - mask) if self.reads_in_head else hidden
 
 
-def pipeline_of(model: nn.Module) -> zbpp.Pipeline:
-    return flat_pipeline(
-        cut(model, "blocks", before=("embed", "hides"), after=("norm",)),
-        loss_fn=nn.functional.mse_loss,
-        optimizer=None,
-        n_stages=2,
-        schedule="ZBV",
-        n_microbatches=1,
-    )
-
-
 def later(model: nn.Module, *batches: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs of the last of several batches, of a pipeline and of the plain model."""
     plain = copy.deepcopy(model)
-    with pipeline_of(model) as pipeline:
+    layered = cut(model, "blocks", before=("embed", "hides"), after=("norm",))
+    with zbpp.Pipeline(
+        layered, "ZBV", n_stages=2, n_microbatches=1, optimizer=None,
+        loss_fn=nn.functional.mse_loss,
+    ) as pipeline:  # fmt: skip
         for batch in batches:
             outputs = pipeline.predict(batch)
     return outputs, plain.eval()(**batches[-1]).detach()
@@ -110,32 +102,6 @@ def test_a_branch_on_the_values_of_a_mask_is_refused_when_it_is_taken():
     words = "block 0 is called with .* in the first layer"
     with pytest.raises(RequestError, match=words):
         later(Model(HidesIfNeeded()), same, padded)
-
-
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.drop = nn.Embedding(8, D), nn.Dropout(0.5)
-        self.blocks = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.drop(self.embed(ids))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
-
-
-@pytest.mark.parametrize("before", [("embed",), ("embed", "drop")])
-def test_a_dropout_before_the_blocks_works_in_training_named_or_not(before):
-    model = Dropping()
-    layers = cut(model, "blocks", before=before).build(range(4))
-    torch.manual_seed(1)
-    expected = model(IDS)
-    torch.manual_seed(1)
-    value: object = IDS
-    for layer in layers:
-        value = layer(value)
-    assert torch.equal(value, expected)
 
 
 def test_numbers_that_a_head_reads_from_before_the_blocks_are_refused_at_once():
