@@ -38,8 +38,8 @@ TESTS = {
     "parallel": "tests/bits/test_meshes.py tests/runtime/parallel",
     "driver": "tests/bits/test_batches.py tests/failures tests/runtime/driver "
     "tests/comm tests/state tests/bits/test_one_process.py",
-    "backward": "tests/runtime/backward",
-    "compiled": "tests/runtime/compiled",
+    "backward": "tests/split",
+    "compiled": "tests/split/test_compiled.py",
     "support": "tests/failures/test_starts.py tests/bits/test_meshes.py "
     "tests/runtime/support",
     "optim": "tests/state tests/runtime/optim",

@@ -1,4 +1,4 @@
-"""Modules of every kind that a split backward must get right.
+"""Modules of every kind that a split backward must get right, by name: `CASES`.
 
 Each takes one value, a tensor or a tuple of tensors, as layers of a pipeline do.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
@@ -36,12 +37,20 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A module, its inputs, and the parameters whose gradients must wait for W."""
+    """A module, its inputs, and the parameters whose gradients must wait for W.
+
+    Others may wait too; hooks append what they see to the module's ``seen``.
+    """
 
     build: Callable[[], nn.Module]
     waits: str
     inputs: Callable[[int], tuple[Tensor, ...]] = features
     autocast: bool = False
+
+
+def outputs_in(result: Any) -> tuple[Tensor, ...]:
+    """The tensors that a module returns."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 class Fn(nn.Module):
@@ -70,10 +79,6 @@ class Checkpointed(nn.Module):
 
 
 class Square(torch.autograd.Function):
-    """Counts how often its backward runs."""
-
-    calls = 0
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -81,7 +86,6 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        Square.calls += 1
         (x,) = ctx.saved_tensors
         return 2 * x * dy
 
@@ -103,21 +107,98 @@ def tied() -> nn.Module:
     return module
 
 
-def hooked(*, post: bool) -> nn.Module:
-    module = mlp()
-    if post:
-        module[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
-    else:
-        module[0].weight.register_hook(lambda g: g * 2)
+def rows_of_experts(i: int) -> tuple[Tensor, ...]:
+    return (normal(i, 16, 8),)
+
+
+class Seen(list[Any]):
+    """What hooks see: names with the sums of gradients."""
+
+    def note(self, name: str, *gradients: Tensor | None) -> None:
+        self.append((name, [None if g is None else float(g.sum()) for g in gradients]))
+
+
+def hooked(build: Callable[[], Any], hook: Callable[[Any, Seen], None]) -> Any:
+    """A builder of modules on which a function has put hooks."""
+
+    def made() -> nn.Module:
+        module = build()
+        module.seen = Seen()
+        hook(module, module.seen)
+        return module  # type: ignore[no-any-return]
+
+    return made
+
+
+def on_all_parameters(m: Any, seen: Seen) -> None:
+    for name, p in m.named_parameters():
+        p.register_hook(lambda g, name=name: seen.note(name, g))
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.note(f"sum of {name}", p.grad)
+        )
+
+
+def on_modules(m: Any, seen: Seen) -> None:
+    m[0].register_full_backward_hook(lambda m, dx, dy: seen.note("0", *dx, *dy))
+    m[3].register_full_backward_pre_hook(lambda m, dy: tuple(d * 2 for d in dy))
+
+
+def that_change(name: str) -> Callable[[Any, Seen], None]:
+    """Multiply a parameter's gradient in one hook, add to its sum in another."""
+
+    def hook(m: Any, seen: Seen) -> None:
+        p = m.get_parameter(name)
+        p.register_hook(lambda g: g * 2)
+        p.register_post_accumulate_grad_hook(lambda p: (p.grad.add_(1), None)[1])
+
+    return hook
+
+
+def hidden_hooks(m: Any, x: Tensor) -> Tensor:
+    hidden = m.a(x)
+    hidden.register_hook(lambda g: (m.seen.note("hidden", g), g * 2)[1])
+    y = m.b(hidden.tanh())
+    y.register_hook(lambda g: g * 5)
+    return y
+
+
+def hooks_of_the_forward(m: Any, x: Tensor) -> Tensor:
+    """Hooks that the first forward puts on parameters."""
+    y = m.a(x)
+    if not m.seen:
+        m.seen.append("a forward")
+        on_all_parameters(m.a, m.seen)
+    return y
+
+
+def saved_hooks(m: Any, x: Tensor) -> Tensor:
+    """Each saved tensor is unpacked once."""
+
+    def unpack(x: Tensor) -> Tensor:
+        m.seen.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        return m.a(x)
+
+
+def wide_sums() -> nn.Module:
+    """Gradients in 16 bits, added up in 32."""
+    module = Fn(lambda m, x: m.inner(x.bfloat16()), inner=mlp().bfloat16())
+    for p in module.parameters():
+        p.grad_dtype = torch.float32
     return module
 
 
-def hooked_weight(module: nn.Module, name: str) -> nn.Module:
-    """Double its gradient in one hook, and add one in another."""
-    p = module.get_parameter(name)
-    p.register_hook(lambda g: g * 2)
-    p.register_post_accumulate_grad_hook(lambda p: p.grad.add_(1))  # type: ignore[union-attr]
-    return module
+def unlike() -> nn.Module:
+    """A parameter of a class that nobody knows."""
+
+    class Other(nn.Parameter):
+        pass
+
+    module = lin()
+    module.weight = Other(module.weight.detach())
+    return nn.Sequential(module, lin())
 
 
 def attention(m: Any, x: Tensor) -> Tensor:
@@ -189,5 +270,284 @@ def conv(**more: Any) -> nn.Module:
     return nn.Conv2d(4, 4, 3, **more)
 
 
+def grouped(function: Callable[[Any, Tensor], Tensor], *shape: int) -> Case:
+    """Rows of four experts, of which one has none."""
+    return Case(lambda: Fn(function, w=shape), "w", rows_of_experts)
+
+
 def twice(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     return lambda m, x: m.a(function(m.a(x)))
+
+
+IDS = torch.tensor([2, 0, 2])
+ENDS = torch.tensor([3, 3, 7, 16], dtype=torch.int32)
+
+
+def selected(m: Any, x: Tensor) -> Tensor:
+    """Experts in one weight each for up and down; each row goes to the best one."""
+    rows = x.flatten(0, 1)
+    scores = (rows @ m.router).softmax(-1)
+    best = scores.argmax(-1)
+    out = torch.zeros_like(rows)
+    for i in best.unique():
+        chosen = (best == i).nonzero().flatten()
+        hidden = f.linear(rows[chosen], m.up[i]).relu()
+        part = f.linear(hidden, m.down[i]) * scores[chosen, i, None]
+        out = out.index_add(0, chosen, part.to(out.dtype))
+    return out.view_as(x)
+
+
+def experts() -> nn.Module:
+    return Fn(selected, router=(6, 4), up=(4, 8, 6), down=(4, 6, 8))
+
+
+def over(parts: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
+    """The sum of a value's products with parts of a weight."""
+    return lambda: Fn(
+        lambda m, x: sum((x @ w).relu().sum(-1) for w in parts(m.w)), w=(6, 9)
+    )
+
+
+def stacked(parts: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
+    return lambda: Fn(lambda m, x: sum((x @ w).relu() for w in parts(m.w)), w=(3, 6, 5))
+
+
+MLP = "0.weight 3.weight"
+CASES: dict[str, Case] = {
+    "linear": Case(lin, "weight"),
+    "linear, no bias": Case(lambda: lin(bias=False), "weight"),
+    "linear, two axes": Case(lin, "weight", lambda i: (normal(i, 5, 6),)),
+    "linear, four axes": Case(lin, "weight", image),
+    "linear, input without a gradient": Case(
+        lambda: Fn(lambda m, x: m.a(x.detach()), a=lin()), "a.weight"),
+    "linear, one axis": Case(lin, "weight", lambda i: (normal(i, 6),)),
+    "mlp": Case(mlp, MLP),
+    "deep mlp": Case(lambda: nn.Sequential(*(mlp() for _ in range(3))),
+                     " ".join(f"{i}.{j}.weight" for i in range(3) for j in (0, 3))),
+    "transposed input": Case(
+        lambda: Fn(lambda m, x: m.a(x.transpose(1, 2)), a=lin(4, 5)), "a.weight"),
+    "broadcast input": Case(
+        lambda: Fn(lambda m, x: m.a(x[:1].expand(3, 4, 6)), a=lin()), "a.weight"),
+    # convolutions
+    "conv1d": Case(lambda: nn.Conv1d(4, 5, 2), "weight bias"),
+    "conv2d": Case(conv, "weight bias", image),
+    "conv2d, no bias": Case(lambda: conv(bias=False), "weight", image),
+    "conv2d, stride, padding, groups": Case(
+        lambda: conv(stride=2, padding=1, groups=2, dilation=1), "weight bias", image),
+    "conv transposed": Case(
+        lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), "weight bias", image),
+    "conv2d, frozen bias": Case(lambda: frozen(conv(), "bias"), "weight", image),
+    "conv2d, frozen weight": Case(lambda: frozen(conv(), "weight"), "", image),
+    "conv net": Case(lambda: nn.Sequential(
+        conv(), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(16, 3)), "0.weight 0.bias 5.weight", image),
+    # no products
+    "embedding": Case(lambda: nn.Embedding(7, 6), "", tokens),
+    "embedding, sparse": Case(lambda: nn.Embedding(7, 6, sparse=True), "", tokens),
+    "embedding, sparse, tied to its head": Case(
+        lambda: Fn(lambda m, x: f.linear(m.e(x), m.e.weight),
+                   e=nn.Embedding(7, 6, sparse=True)), "", tokens),
+    "embedding and head": Case(
+        lambda: nn.Sequential(nn.Embedding(7, 6), lin()), "1.weight", tokens),
+    "embedding tied to its head": Case(
+        lambda: Fn(lambda m, x: f.linear(m.e(x), m.e.weight), e=nn.Embedding(7, 6)),
+        "", tokens),
+    "layer norm": Case(lambda: nn.LayerNorm(6), ""),
+    "rms norm": Case(lambda: nn.Sequential(nn.RMSNorm(6), lin()), "1.weight"),
+    "group norm": Case(lambda: nn.GroupNorm(2, 4), "", image),
+    "scale and shift": Case(lambda: Fn(lambda m, x: x * m.a + m.b, a=(6,), b=()), ""),
+    # parameters used by functions
+    "matmul": Case(lambda: Fn(lambda m, x: x @ m.w, w=(6, 5)), "w"),
+    "matmul, transposed": Case(lambda: Fn(lambda m, x: x @ m.w.t(), w=(5, 6)), "w"),
+    "matmul from the left": Case(lambda: Fn(lambda m, x: m.w @ x, w=(5, 4)), "w"),
+    "mm from the left": Case(
+        lambda: Fn(lambda m, x: torch.mm(m.w, x.flatten(1)), w=(5, 3)), "w"),
+    "matrix times vector": Case(lambda: Fn(lambda m, x: x @ m.w, w=(6,)), ""),
+    "einsum": Case(
+        lambda: Fn(lambda m, x: torch.einsum("bsi,ij->bsj", x, m.w), w=(6, 5)), "w"),
+    "einsum over heads": Case(
+        lambda: Fn(lambda m, x: torch.einsum("bsi,hij->bhsj", x, m.w), w=(2, 6, 5)),
+        "w"),
+    "bmm": Case(lambda: Fn(lambda m, x: torch.bmm(x, m.w), w=(3, 6, 5)), "w"),
+    "bmm from the left": Case(
+        lambda: Fn(lambda m, x: torch.bmm(m.w, x), w=(3, 2, 4)), "w"),
+    "addmm": Case(lambda: Fn(
+        lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w, beta=0.3, alpha=0.7),
+        w=(6, 5), b=(5,)), "w"),
+    "baddbmm": Case(lambda: Fn(
+        lambda m, x: torch.baddbmm(m.b, x, m.w, beta=0.3, alpha=0.7),
+        w=(3, 6, 5), b=(3, 4, 5)), "w"),
+    "bilinear": Case(
+        lambda: Fn(lambda m, x: m.a(x[0], x[1]), a=nn.Bilinear(6, 6, 2)), "", two),
+    "part of a weight": Case(lambda: Fn(lambda m, x: x @ m.w[:, :3], w=(6, 5)), "w"),
+    "a weight in three parts": Case(
+        lambda: Fn(lambda m, x: sum(x @ w for w in m.w.chunk(3, 1)), w=(6, 15)), "w"),
+    "experts selected": Case(experts, "router up down"),
+    "experts selected, checkpointed": Case(
+        lambda: Checkpointed(experts()), "inner.router inner.up inner.down"),
+    "experts selected, autocast": Case(experts, "router up down", autocast=True),
+    "experts selected, hooks": Case(
+        hooked(experts, that_change("up")), "router down"),
+    "experts selected, one frozen": Case(
+        lambda: frozen(experts(), "up"), "router down"),
+    "experts unbound": Case(stacked(lambda w: w.unbind()), "w"),
+    "experts unbound, one not used": Case(stacked(lambda w: w.unbind()[1:]), "w"),
+    "experts looked up": Case(lambda: Fn(
+        lambda m, x: torch.bmm(x, m.w[IDS]), w=(3, 6, 5)), "w"),
+    "experts looked up by index_select": Case(lambda: Fn(
+        lambda m, x: torch.bmm(x, m.w.index_select(0, IDS)), w=(3, 6, 5)), "w"),
+    "experts grouped": grouped(
+        lambda m, x: f.grouped_mm(x, m.w, offs=ENDS), 4, 8, 16),
+    "experts grouped, transposed": grouped(
+        lambda m, x: f.grouped_mm(x, m.w.mT, offs=ENDS), 4, 16, 8),
+    "experts grouped, from the left": grouped(
+        lambda m, x: f.grouped_mm(m.w, x.t(), offs=ENDS), 4, 16, 8),
+    "experts grouped, from the left, transposed": grouped(
+        lambda m, x: f.grouped_mm(m.w.mT, x.t(), offs=ENDS), 4, 8, 16),
+    "experts grouped, as batches": grouped(
+        lambda m, x: f.grouped_mm(x.view(4, 4, 8), m.w), 4, 8, 16),
+    "experts in batches, transposed": Case(lambda: Fn(
+        lambda m, x: torch.bmm(x, m.w.transpose(1, 2)), w=(3, 5, 6)), "w"),
+    "experts by einsum": Case(lambda: Fn(
+        lambda m, x: torch.einsum("ecd,efd->ecf", x, m.w), w=(3, 5, 6)), "w"),
+    "experts by einsum, all tokens": Case(lambda: Fn(
+        lambda m, x: torch.einsum("bsd,edf->besf", x, m.w), w=(2, 6, 5)), "w"),
+    "parts of other sizes": Case(over(lambda w: w.split([2, 3, 4], 1)), "w"),
+    "parts by narrow": Case(
+        over(lambda w: (w.narrow(1, 0, 4), w.narrow(1, 4, 2))), "w"),
+    "parts of parts": Case(stacked(
+        lambda w: (w[0][:, :2], w[0][:, 2:4], w[-1][:, -2:])), ""),
+    "parts of a transposed weight": Case(
+        lambda: Fn(lambda m, x: sum((x @ w).sum(-1) for w in m.w.t().split(2, 1)),
+                   w=(5, 6)), ""),
+    "parts that are linear": Case(lambda: Fn(
+        lambda m, x: sum(f.linear(x, w, m.b) for w in m.w.chunk(2)),
+        w=(10, 6), b=(5,)), "w"),
+    # the order of additions would be another: in B
+    "parts that overlap": Case(over(lambda w: (w[:, :5], w[:, 4:], w[:, 2:7])), ""),
+    "parts that overlap from the end": Case(over(lambda w: (w[:, :5], w[:, -5:])), ""),
+    "a part used thrice": Case(stacked(lambda w: (w[1], w[1], w[1])), ""),
+    "one chunk used twice": Case(
+        over(lambda w: [*(chunks := w.chunk(3, 1)), chunks[0]]), ""),
+    "a part and the whole": Case(over(lambda w: (w, w[:, :3])), ""),
+    "a part and its norm": Case(lambda: Fn(
+        lambda m, x: x @ m.w[0] + m.w[1].sum(), w=(2, 6, 6)), ""),
+    "computed weight": Case(
+        lambda: Fn(lambda m, x: x @ (m.w * m.s), w=(6, 5), s=()), ""),
+    "weight norm": Case(lambda: parametrizations.weight_norm(lin()), ""),
+    "a weight on both sides": Case(lambda: Fn(lambda m, x: x @ (m.a @ m.b),
+                                              a=(6, 2), b=(2, 5)), "b"),
+    # shared, frozen, unused
+    "tied weights": Case(tied, ""),
+    "one linear used twice": Case(lambda: Fn(twice(torch.relu), a=lin()), ""),
+    "one linear used twice at once": Case(
+        lambda: Fn(lambda m, x: m.a(x) * m.a(x + 1), a=lin()), ""),
+    "a product and a penalty": Case(
+        lambda: Fn(lambda m, x: (m.a(x), m.a.weight.square().sum()), a=lin()), ""),
+    "one bias in two convolutions": Case(lambda: Fn(
+        lambda m, x: f.conv2d(x, m.v, m.b) + f.conv2d(x, m.w, m.b),
+        v=(2, 4, 3, 3), w=(2, 4, 3, 3), b=(2,)), "", image),
+    "frozen weight": Case(lambda: frozen(mlp(), "0.weight"), "3.weight"),
+    "frozen bias": Case(lambda: frozen(mlp(), "0.bias"), MLP),
+    "wholly frozen": Case(lambda: frozen(mlp()), ""),
+    "lora": Case(lambda: frozen(Fn(lora, base=lin(), down=(6, 2), up=(2, 6)),
+                                "base.weight"), "down up"),
+    "unused parameter": Case(
+        lambda: Fn(lambda m, x: m.a(x), a=lin(), b=lin()), "a.weight"),
+    # inputs and outputs
+    "two inputs": Case(lambda: Fn(lambda m, x: m.a(x[0]) + m.b(x[1]),
+                                  a=lin(), b=lin()), "a.weight b.weight", two),
+    "two outputs": Case(lambda: Fn(lambda m, x: (m.a(x), m.b(x).relu()),
+                                   a=lin(), b=lin()), "a.weight b.weight"),
+    "an output that needs no gradient": Case(
+        lambda: Fn(lambda m, x: (m.a(x), x.detach() + 1), a=lin()), "a.weight"),
+    "the input handed on": Case(
+        lambda: Fn(lambda m, x: (x, m.a(x)), a=lin()), "a.weight"),
+    "the same output twice": Case(
+        lambda: Fn(lambda m, x: (y := m.a(x), y), a=lin()), "a.weight"),
+    "an output that is a view": Case(
+        lambda: Fn(lambda m, x: m.a(x).transpose(0, 1)[1:], a=lin()), "a.weight"),
+    "an input that is not used": Case(
+        lambda: Fn(lambda m, x: m.a(x[0]), a=lin()), "a.weight", two),
+    # autograd's corners
+    "custom function at the end": Case(
+        lambda: Fn(lambda m, x: Square.apply(m.a(x)), a=lin()), "a.weight"),
+    "custom function": Case(lambda: Fn(lambda m, x: m.b(Square.apply(m.a(x))),
+                                       a=lin(), b=lin()), "a.weight b.weight"),
+    "in place": Case(lambda: Fn(in_place, a=lin(), b=lin()), "a.weight b.weight"),
+    "in place from the start": Case(
+        lambda: nn.Sequential(nn.ReLU(inplace=True), lin()), "1.weight"),
+    "sums that are one tensor": Case(
+        lambda: Fn(lambda m, x: x + m.a + m.b, a=(3, 4, 6), b=(3, 4, 6)), ""),
+    "a parameter of another class": Case(unlike, "1.weight"),
+    "partly without gradients": Case(
+        lambda: Fn(partly_without, a=lin(), b=lin()), "a.weight"),
+    "dropout": Case(lambda: nn.Sequential(lin(), nn.Dropout(0.4), lin()),
+                    "0.weight 2.weight"),
+    "attention": Case(block, "qkv.weight out.weight"),
+    "multi-head attention": Case(
+        lambda: Fn(lambda m, x: m.a(x, x, x)[0],
+                   a=nn.MultiheadAttention(6, 2, batch_first=True)),
+        "a.in_proj_weight a.out_proj.weight"),
+    "encoder layer": Case(
+        lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True),
+        "self_attn.in_proj_weight self_attn.out_proj.weight "
+        "linear1.weight linear2.weight"),
+    "recurrent": Case(lambda: Fn(lambda m, x: m.a(x)[0], a=nn.GRU(6, 4)),
+                      "a.weight_ih_l0"),
+    "experts": Case(
+        lambda: Fn(routed, router=lin(6, 3), experts=nn.ModuleList(
+            nn.Sequential(lin(), nn.ReLU(), lin()) for _ in range(3))), "router.weight"
+        + "".join(f" experts.{i}.{j}.weight" for i in range(3) for j in (0, 2))),
+    "one of two layers": Case(lambda: Fn(
+        lambda m, x: (m.a if float(x.detach().sum()) > 0 else m.b)(x),
+        a=lin(), b=lin()), "a.weight"),
+    "control flow": Case(lambda: Fn(branching, a=lin(), b=lin()), "a.weight"),
+    # hooks
+    "hooks of parameters": Case(hooked(mlp, on_all_parameters), MLP),
+    "hooks of parameters, recomputed": Case(hooked(
+        lambda: Checkpointed(mlp()), on_all_parameters),
+        "inner.0.weight inner.3.weight"),
+    "hooks of a convolution": Case(
+        hooked(conv, on_all_parameters), "weight bias", image),
+    "hooks that change a gradient": Case(hooked(mlp, that_change("0.weight")), MLP),
+    "hooks of modules": Case(hooked(mlp, on_modules), MLP),
+    "hooks of what is hidden": Case(hooked(
+        lambda: Fn(hidden_hooks, a=lin(), b=lin()), lambda *_: None),
+        "a.weight b.weight"),
+    "hooks of the first forward": Case(hooked(
+        lambda: Fn(hooks_of_the_forward, a=lin()), lambda *_: None), "a.weight"),
+    "hooks of saved tensors": Case(hooked(
+        lambda: Fn(saved_hooks, a=lin()), lambda *_: None), ""),
+    "offloaded": Case(lambda: Fn(offloaded, inner=mlp()), ""),
+    # checkpoints
+    "checkpoint": Case(lambda: Checkpointed(mlp()), "inner.0.weight inner.3.weight"),
+    "checkpoint, reentrant": Case(lambda: Checkpointed(mlp(), reentrant=True), ""),
+    "checkpointed attention": Case(
+        lambda: Checkpointed(block()), "inner.qkv.weight inner.out.weight"),
+    "checkpointed dropout": Case(
+        lambda: Checkpointed(nn.Sequential(lin(), nn.Dropout(0.4), lin())),
+        "inner.0.weight inner.2.weight"),
+    "checkpointed convolution": Case(
+        lambda: Checkpointed(conv()), "inner.weight inner.bias", image),
+    "checkpointed einsum": Case(lambda: Checkpointed(Fn(
+        lambda m, x: torch.einsum("bsi,ij->bsj", x, m.w).relu(), w=(6, 6))), "inner.w"),
+    "checkpoint in a checkpoint": Case(
+        lambda: Checkpointed(nn.Sequential(lin(), Checkpointed(mlp()), lin())),
+        "inner.0.weight inner.1.inner.0.weight inner.1.inner.3.weight inner.2.weight"),
+    "two checkpoints and a linear": Case(
+        lambda: nn.Sequential(Checkpointed(mlp()), lin(), Checkpointed(mlp())),
+        "0.inner.0.weight 0.inner.3.weight 1.weight 2.inner.0.weight 2.inner.3.weight"),
+    "selective checkpoint": Case(
+        lambda: Fn(selective, inner=mlp()), "inner.0.weight inner.3.weight"),
+    "checkpointed tied weights": Case(lambda: Checkpointed(tied()), ""),
+    # lower precision
+    "bf16 with sums in fp32": Case(wide_sums, "inner.0.weight inner.3.weight"),
+    "autocast": Case(mlp, MLP, autocast=True),
+    "autocast, used twice": Case(
+        lambda: Fn(twice(torch.relu), a=lin()), "", autocast=True),
+    "autocast attention": Case(block, "qkv.weight out.weight", autocast=True),
+    "autocast in a checkpoint": Case(
+        lambda: Checkpointed(mlp()), "inner.0.weight inner.3.weight", autocast=True),
+    "autocast convolution": Case(conv, "weight bias", image, autocast=True),
+}  # fmt: skip

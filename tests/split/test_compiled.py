@@ -1,0 +1,325 @@
+"""Compiled modules are split too: ``torch.compile(module, backend="zbpp")``.
+
+All but a few slow tests leave Inductor's kernels out.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from plain_graphs import run_plainly
+from split_runs import CHANGES, IN_ORDER, Numbered, check, check_change
+from torch import Tensor, nn
+from zoo import CASES, Case, Checkpointed, Fn, lin, normal
+
+import zbpp
+from zbpp import diagnostics
+from zbpp.runtime import SplitGraph, split_forward
+
+pytestmark = [
+    pytest.mark.xdist_group("compiler"),
+    pytest.mark.filterwarnings("ignore:.* gains little here"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of torch
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method"),  # of torch
+]
+slow = partial(pytest.param, marks=pytest.mark.slow)
+compiled: Any = partial(torch.compile, backend="zbpp")
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache of kernels for all tests, and none of another session."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("inductor")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield
+
+
+@pytest.fixture
+def compiler(kernel_cache: None) -> Iterator[Any]:
+    """Torch's compiler, which forgets afterwards what it has compiled."""
+    import torch._dynamo
+
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def plain_kernels(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Run finished graphs as they are, operator by operator, and list them."""
+    from torch._inductor import compile_fx
+
+    seen: list[Any] = []
+
+    def compile_graph(graph: Any, *args: Any, **about: Any) -> Any:
+        seen.append(graph)
+        return run_plainly(graph, *args, **about)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_graph)
+    return seen
+
+
+def narrowing(m: Any, x: Tensor) -> Tensor:
+    return m.a(x).bfloat16()
+
+
+def breaking(m: Any, x: Tensor) -> Tensor:
+    """The compiler stops at the branch, and compiles what is before and after it."""
+    y = m.a(x).relu()
+    if y.sum() > 8:
+        y = 2 * y
+    return m.b(y)
+
+
+def rows_of_many_sizes(i: int) -> tuple[Tensor, ...]:
+    return (normal(i, 3 + 2 * i, 6),)
+
+
+def bf16_with_wide_sums() -> nn.Module:
+    module = Fn(lambda m, x: m.a(x.bfloat16()), a=lin().bfloat16())
+    module.get_parameter("a.weight").grad_dtype = torch.float32
+    module.get_parameter("a.bias").grad_dtype = torch.float32
+    return module
+
+
+def in_two_parts(m: Any, x: Tensor) -> Tensor:
+    """The first part has no bias, and no input that wants a gradient."""
+    return m.b(m.a(x.detach()))
+
+
+def used_outside(m: Any, x: Tensor) -> Tensor:
+    return in_two_parts(m, x) @ m.outside()
+
+
+def compile_parts(m: Any) -> nn.Module:
+    m.outside = lambda weight=m.a.weight: weight
+    m.a, m.b = compiled(m.a), compiled(m.b)
+    return m  # type: ignore[no-any-return]
+
+
+def compile_second(m: Any) -> nn.Module:
+    m.inner[1] = compiled(m.inner[1])
+    return m  # type: ignore[no-any-return]
+
+
+PARTS = {
+    "two parts": (
+        lambda: Fn(in_two_parts, a=lin(bias=False), b=lin()),
+        "a._orig_mod.weight b._orig_mod.weight",
+        compile_parts,
+    ),
+    "used outside": (
+        lambda: Fn(used_outside, a=lin(bias=False), b=lin()),
+        "b._orig_mod.weight",
+        compile_parts,
+    ),
+    "in a checkpoint": (
+        lambda: Checkpointed(nn.Sequential(lin(), lin())),
+        "inner.0.weight",
+        compile_second,
+    ),
+}
+MORE = {
+    "a broken graph": Case(lambda: Fn(breaking, a=lin(), b=lin()), "a.weight b.weight"),
+    "rows of many sizes": Case(lin, "weight", rows_of_many_sizes),
+    "narrow numbers": Case(lambda: Fn(narrowing, a=lin()), "a.weight"),
+    "bf16 with sums in fp32": Case(bf16_with_wide_sums, "a.weight"),
+    "one product for two weights": Case(
+        lambda: Fn(lambda m, x: x @ (m.v + m.w).t(), v=(5, 6), w=(5, 6)), ""
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "one product for two weights",
+        *map(slow, ("a broken graph", "rows of many sizes", "narrow numbers")),
+        *map(slow, ("bf16 with sums in fp32", "tied weights", "lora", "two outputs")),
+        *map(slow, ("conv2d, frozen weight", "a weight in three parts")),
+        *map(slow, ("experts selected", "checkpoint in a checkpoint")),
+        slow("autocast attention"),
+    ],
+)
+def test_a_compiled_module_is_split_as_in_eager_mode(
+    name: str, plain_kernels: list[Any]
+) -> None:
+    """What must wait waits; the bits are those of the whole compiled backward."""
+    check((CASES | MORE)[name], wrap=compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
+def test_modules_with_compiled_parts(name: str, plain_kernels: list[Any]) -> None:
+    build, waits, wrap = PARTS[name]
+    check(Case(build, waits), wrap=wrap, orders=(IN_ORDER,))
+
+
+@pytest.mark.slow
+def test_real_kernels_have_the_bits_of_a_stock_compilation(compiler: Any) -> None:
+    check(CASES["mlp"], wrap=compiled, plain_wrap=torch.compile)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ("a hook", "before W"),
+        *(slow(x, "before W") for x in CHANGES if x != "a hook"),
+        slow("a hook", "before B"),
+    ],
+)
+def test_a_change_between_passes(
+    change: str, place: str, plain_kernels: list[Any]
+) -> None:
+    check_change(CASES["mlp"], CHANGES[change], place, wrap=compiled)
+
+
+def test_memory_and_changed_operands(plain_kernels: list[Any]) -> None:
+    """W holds narrow numbers that its products widen; an operand may not change."""
+    layer = nn.Linear(6, 8, bias=False)
+    call = compiled(lambda x: layer(x).bfloat16())
+    x = torch.randn(4, 6)
+    for is_changed in (False, True):
+        y = call(x)
+        graph = SplitGraph([y])
+        graph.backward_input(torch.ones_like(y))
+        assert graph.held_bytes() == 4 * x.numel() + 2 * y.numel()
+        if is_changed:
+            x.add_(1)
+            with pytest.raises(RuntimeError, match="changed in place after B"):
+                graph.backward_weight()
+        else:
+            graph.backward_weight()
+            assert graph.held_bytes() == 0
+            wanted = x.sum(0).expand(8, 6)
+            torch.testing.assert_close(layer.weight.grad, wanted)
+    operand = weakref.ref(x)
+    del x, y, graph
+    gc.collect()
+    assert operand() is None
+
+
+def test_another_shape_compiles_once_more_and_no_third(
+    plain_kernels: list[Any],
+) -> None:
+    call = compiled(CASES["mlp"].build())
+    n_graphs = []
+    for n in (3, 5, 7, 3):
+        graph = SplitGraph([y := call(torch.randn(n, 6))])
+        assert list(graph.report().values()).count("W") == 2
+        graph.backward_input(torch.ones_like(y))
+        graph.backward_weight()
+        n_graphs.append(len(plain_kernels))
+    assert n_graphs[0] < n_graphs[1] == n_graphs[-1]
+
+
+@pytest.mark.slow
+def test_threads_compile_side_by_side(plain_kernels: list[Any]) -> None:
+    waits: dict[int, int] = {}
+
+    def run(i: int) -> None:
+        x = torch.randn(3, 6, requires_grad=True)
+        graph = split_forward(compiled(CASES["mlp"].build()), x)
+        waits[i] = list(graph.report().values()).count("W")
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert waits == {0: 2, 1: 2}
+
+
+def test_another_backend_stays_in_b_and_the_report_names_ours(compiler: Any) -> None:
+    module = Numbered(Case(lin, ""), wrap=partial(torch.compile, backend="aot_eager"))
+    graph = split_forward(module, torch.tensor(0))
+    where = graph.report()
+    words = 'B: compiled without zbpp: use torch.compile(..., backend="zbpp")'
+    assert all(where[p] == words for p in module.inner.parameters())
+    graph.backward_input()
+    graph.backward_weight()
+    assert all(p.grad is not None for p in module.inner.parameters())
+
+
+@pytest.mark.slow
+def test_a_torch_without_a_name_runs_all_in_b(
+    plain_kernels: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    module = Numbered(Case(lin, ""), wrap=compiled)
+    where = split_forward(module, torch.tensor(0)).report()
+    words = "B: compiled by a torch without torch._C._current_autograd_node"
+    assert all(where[p] == words for p in module.inner.parameters())
+
+
+PROGRAM = """
+import json, sys, torch
+from torch import nn
+from zbpp.runtime import SplitGraph
+module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+x = torch.randn(4, 6, requires_grad=True)
+if "plain" in sys.argv:
+    torch.compile(module)(x).sum().backward()
+    torch._dynamo.reset()
+graph = SplitGraph([torch.compile(module, backend="zbpp")(x)], [x])
+waits = list(graph.report().values()).count("W")
+graph.backward_input(torch.ones(4, 6))
+graph.backward_weight()
+found = torch._dynamo.utils.counters["inductor"]
+print(json.dumps([waits, found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_its_kernels_and_is_split(
+    kernel_cache: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first process a plain compilation fills the caches too."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    found = []
+    for words in (["plain"], []):
+        command = [sys.executable, "-c", PROGRAM, *words]
+        done: Any = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    (waits, _, misses), second = found
+    assert waits == 2 and misses > 0
+    assert second == [2, 2, 0], "F and B were found"
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers
+def test_blocks_of_a_transformer_leave_to_w_what_they_leave_uncompiled(
+    plain_kernels: list[Any],
+) -> None:
+    from tiny_hf import batch_of, tiny
+
+    def stepped(**how: Any) -> tuple[set[str], dict[str, Tensor]]:
+        with zbpp.Pipeline(
+            tiny("gpt2", 2),
+            "ZBH1",
+            optimizer=None,
+            n_stages=2,
+            n_microbatches=2,
+            execution=zbpp.Execution(**how),
+        ) as pipeline:
+            pipeline.step(batch_of("gpt2", 4))
+            report = diagnostics.split_report(pipeline)
+            grads = {n: p.grad.clone() for n, p in pipeline.named_parameters()}
+            return {name for name, text in report.items() if text == "W"}, grads
+
+    waits, wanted = stepped()
+    compiled_waits, found = stepped(compile="blocks")
+    assert compiled_waits == waits and len(waits) > 4 and plain_kernels
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)

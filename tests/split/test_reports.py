@@ -1,0 +1,95 @@
+"""Reports of a pipeline: what waits for W, and a warning where little does."""
+
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import Square, lin
+
+import zbpp
+from zbpp import diagnostics
+
+
+class Squared(nn.Linear):
+    """A weight that is hidden in a function of the user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = Square.apply(self.weight)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def pipeline_of(layers: list[nn.Module], schedule: str) -> zbpp.Pipeline:
+    return zbpp.Pipeline(
+        layers,
+        schedule,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=None,
+        n_stages=2,
+        n_microbatches=2,
+    )
+
+
+BATCH = torch.ones(4, 6), torch.zeros(4, 6)
+
+
+def test_the_report_names_where_each_gradient_comes_from() -> None:
+    layers = [lin(), nn.LayerNorm(6), Squared(6, 6), nn.Sequential(lin(), lin())]
+    with pipeline_of(layers, "ZBH1") as pipeline:
+        pipeline.step(*BATCH)
+        report = diagnostics.split_report(pipeline)
+        summary = diagnostics.split_summary(pipeline)
+    waits = {"layers.0.weight", "layers.3.0.weight", "layers.3.1.weight"}
+    assert {name for name, text in report.items() if text == "W"} == waits
+    in_b = {text for text in report.values() if text != "W"}
+    assert in_b and all(text.startswith("B: ") for text in in_b)
+    assert "B: no product's weight" in in_b
+    n, n_w = sum(p.numel() for x in layers for p in x.parameters()), 3 * 36
+    assert f"{n_w / n:.1%} of {n} parameters; B those of" in summary
+
+
+def test_a_split_that_does_not_split_is_warned_of_once() -> None:
+    little = [lin(), *(Squared(6, 6) for _ in range(3))]
+    with pipeline_of(little, "ZBH1") as pipeline:
+        with pytest.warns(UserWarning, match="ZBH1 gains little here"):
+            pipeline.step(*BATCH)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipeline.step(*BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layers, schedule in (
+            ([Squared(6, 6), *(lin() for _ in range(3))], "ZBH1"),
+            ([Squared(6, 6) for _ in range(4)], "1F1B"),
+        ):
+            with pipeline_of(layers, schedule) as pipeline:
+                pipeline.step(*BATCH)
+
+
+FIRST_USE = """
+import torch
+from zbpp.runtime import SplitModule, WeightQueue
+state = torch.get_rng_state()
+torch.set_default_dtype(torch.float64)
+{break_it}
+with torch.device("meta"), torch.no_grad():
+    SplitModule(torch.nn.Linear(2, 2))
+assert torch.equal(torch.get_rng_state(), state)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_torch_that_is_split_wrong_is_found_at_first_use(is_broken: bool) -> None:
+    """Whatever the defaults are, and without a change to them."""
+    broken = "WeightQueue.run = lambda *_, **__: None"
+    program = FIRST_USE.format(break_it=broken if is_broken else "")
+    done: Any = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode != 0) == is_broken, done.stderr
+    words = "the gradient of a weight is not that of a plain backward"
+    assert (words in done.stderr) == is_broken

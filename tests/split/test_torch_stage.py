@@ -1,0 +1,221 @@
+"""torch's schedules run our split backward, and torch runs schedules of ours."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor, nn
+
+from zbpp.planning import plan
+from zbpp.runtime import SplitModule
+from zbpp.schedules import to_torch_csv
+
+N_STAGES, N_MICROBATCHES, DIM = 2, 4, 6
+Gradients = dict[str, Tensor]
+
+
+def chunk_layers(chunk: int) -> nn.Module:
+    torch.manual_seed(chunk)
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    inputs, targets = torch.randn((2, 3 * N_MICROBATCHES, DIM), generator=generator)
+    return inputs, targets
+
+
+def run_in_torch(
+    csv: str, stage_of: tuple[int, ...], folder: str, is_split: bool = False
+) -> tuple[Gradients, list[float]]:
+    """Run on one rank; return its gradients, and the losses if it has the last chunk.
+
+    Args:
+        csv: of a schedule; empty: torch's own for zero bubbles on a V.
+        stage_of: of each chunk.
+        folder: for files.
+        is_split: the backward is ours.
+    """
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import (
+        ScheduleZBVZeroBubble,
+        _PipelineScheduleRuntime,
+    )
+
+    rank = dist.get_rank()
+    chunks = {c: chunk_layers(c) for c, stage in enumerate(stage_of) if stage == rank}
+    stages = []
+    for chunk, module in chunks.items():
+        split: Any = SplitModule(module) if is_split else module
+        how = {"dw_builder": split.dw_builder} if is_split else {}
+        place = chunk, len(stage_of), torch.device("cpu")
+        stages.append(PipelineStage(split, *place, **how))
+    kind = _PipelineScheduleRuntime if csv else ScheduleZBVZeroBubble
+    runtime: Any = kind(stages, N_MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    if csv:
+        path = Path(folder) / f"schedule_{rank}.csv"
+        path.write_text(csv)
+        runtime._load_csv(str(path))
+    inputs, targets = batch()
+    losses: list[Tensor] = []
+    has_last = len(stage_of) - 1 in chunks
+    runtime.step(
+        *([inputs] if 0 in chunks else []),
+        target=targets if has_last else None,
+        losses=losses if has_last else None,
+        return_outputs=False,
+    )
+    return gradients(chunks), [loss.item() for loss in losses]
+
+
+def gradients(chunks: dict[int, nn.Module]) -> Gradients:
+    return {
+        f"{chunk}.{name}": p.grad.clone()
+        for chunk, module in chunks.items()
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
+
+
+def run_serially(n_chunks: int, n: int) -> tuple[Gradients, list[float]]:
+    """The first n micro-batches by autograd."""
+    chunks = {chunk: chunk_layers(chunk) for chunk in range(n_chunks)}
+    model = nn.Sequential(*chunks.values())
+    losses = []
+    pairs = zip(*(half.chunk(N_MICROBATCHES) for half in batch()), strict=True)
+    for inputs, targets in list(pairs)[:n]:
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+    for p in model.parameters():
+        p.grad.div_(N_MICROBATCHES)  # type: ignore[union-attr]  # torch does at the end
+    return gradients(chunks), losses
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("mode", "is_split"),
+    [
+        ("of torch", True),
+        ("ZBH1", False),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("ZBV", False),
+                ("ZBH1", True),
+                ("FThenB", False),
+                ("VPP", False),
+            )
+        ),
+    ],
+)
+def test_torch_runs_our_split_and_our_schedules(
+    pool: Pool, tmp_path: Path, mode: str, is_split: bool
+) -> None:
+    csv, stage_of = "", (0, 1, 1, 0)
+    if mode != "of torch":
+        schedule = plan(mode, n_stages=N_STAGES, n_microbatches=N_MICROBATCHES)
+        csv, stage_of = to_torch_csv(schedule), schedule.placement.stage_of
+    how = csv, stage_of, str(tmp_path), is_split
+    parts = pool.run(run_in_torch, N_STAGES, *how)
+    found = {name: grad for part, _ in parts for name, grad in part.items()}
+    losses = [loss for _, part in parts for loss in part]
+    wanted, wanted_losses = run_serially(len(stage_of), N_MICROBATCHES)
+    fewer, _ = run_serially(len(stage_of), N_MICROBATCHES - 1)
+    assert losses == wanted_losses and found.keys() == wanted.keys()
+    for name, grad in found.items():
+        assert torch.equal(grad, wanted[name]) and not torch.equal(grad, fewer[name])
+
+
+def refusal_of_torch(csv: str, stage_of: tuple[int, ...], folder: str) -> str:
+    try:
+        run_in_torch(csv, stage_of, folder)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_torch_refuses_our_letters_and_a_schedule_without_a_pass(
+    pool: Pool, tmp_path: Path
+) -> None:
+    schedule = plan("ZBH1", n_stages=N_STAGES, n_microbatches=N_MICROBATCHES)
+    csv, stage_of = to_torch_csv(schedule), schedule.placement.stage_of
+    for wrong, reason in (
+        (csv.replace("I", "B"), "without first running Backward Input"),
+        (csv.replace("0W1,", ""), "I and W must have equal counts"),
+    ):
+        how = wrong, stage_of, str(tmp_path)
+        for message in pool.run(refusal_of_torch, N_STAGES, *how):
+            assert reason in message
+
+
+# A split module alone; that it has autograd's bits is tested on the whole zoo.
+
+
+def pair() -> tuple[Any, SplitModule]:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    return copy.deepcopy(module), SplitModule(module)
+
+
+def has_gradients_of(split: nn.Module, plain: nn.Module) -> bool:
+    pairs = zip(split.parameters(), plain.parameters(), strict=True)
+    return all(q.grad is not None and torch.equal(q.grad, p.grad) for q, p in pairs)
+
+
+def numbers(i: int) -> Tensor:
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(2, 4, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+def test_several_forwards_and_backwards_before_the_builder(is_together: bool) -> None:
+    plain, split = pair()
+    for module in (plain, split):
+        losses = [module(numbers(i)).square().sum() for i in range(3)]
+        for loss in [torch.stack(losses).sum()] if is_together else losses:
+            loss.backward()
+    assert split.module[2].weight.grad is None  # type: ignore[index]
+    for _ in range(2):  # nothing is left for the second
+        split.dw_builder()()
+        for p, q in zip(plain.parameters(), split.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+        assert is_together or has_gradients_of(split, plain)
+
+
+def test_each_w_belongs_to_its_backward() -> None:
+    plain, split = pair()
+    outputs = [split(numbers(i)) for i in range(3)]
+    works = []
+    for y in outputs:
+        y.sum().backward()
+        works.append(split.dw_builder())
+    weight: Any = split.module[2].weight  # type: ignore[index]
+    for i in (1, 2, 0):
+        weight.grad = None
+        works[i]()
+        (wanted,) = torch.autograd.grad(plain(numbers(i)).sum(), plain[2].weight)
+        assert torch.equal(weight.grad, wanted)
+
+
+def test_a_copy_of_a_split_module_has_none_of_its_work() -> None:
+    plain, split = pair()
+    x = numbers(0)
+    plain(x).sum().backward()
+    split(x).sum().backward()
+    for copied in (copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
+        copied.dw_builder()()
+        assert all(p.grad is None for p in copied.parameters())
+        copied(x).sum().backward()
+        copied.dw_builder()()
+        assert has_gradients_of(copied, plain)
+    split.dw_builder()()
+    assert has_gradients_of(split, plain)
+    with torch.no_grad():
+        assert not split(x).requires_grad
