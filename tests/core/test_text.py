@@ -24,16 +24,11 @@ from zbpp.core import (
     draw,
     format_job,
     grid,
-    input_of,
     kind_of,
     members_of,
-    output_of,
     parse_job,
     passes_in,
-    reader,
-    reads,
     stage_of,
-    writes,
 )
 
 F, B, W, BW = PassKind
@@ -183,16 +178,3 @@ def test_a_job_has_a_text_a_time_a_memory_and_a_stage(job):
     assert re.sub(r"\(.*\)|\d", "", str(job)) == kind_of(job).text
     scope = kind_of(job).scope
     assert len(passes_in(job)) == {Scope.MICROBATCH: 1, Scope.PAIR: 2}.get(scope, 0)
-
-
-@pytest.mark.parametrize("placement", [TWO, Placement.wave(2)])
-def test_each_value_that_is_read_is_written_by_a_pass_that_sends_it_there(placement):
-    n = placement.n_chunks
-    passes = [Pass(kind, chunk, 0) for kind in PassKind for chunk in range(n)]
-    written = {value: job.chunk for job in passes for value in writes(job, n)}
-    for job in passes:
-        for value in reads(job, n):
-            assert written[value] == value.chunk and reader(value) == job.chunk
-        assert input_of(job, n) in (None, *reads(job, n))
-        assert output_of(job, n) in (None, *writes(job, n))
-    assert any(value not in written for value in reads(Pass(PassKind.F, n, 0), n + 1))

@@ -11,7 +11,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge import judge
 
@@ -36,6 +36,7 @@ from zbpp.schedules import (
     lower,
     plan_dual_pipe_v,
     plan_one_f_one_b,
+    plan_placement,
     plan_vpp,
     plan_zb_h1,
     plan_zb_h2,
@@ -53,7 +54,10 @@ from zbpp.simulator import (
 )
 
 C, N = Lane.COMPUTE, Lane.NETWORK
-FORMS = ("chunks", "memory", "parts", "layers", "layers in parts")
+FORMS, SLOW_FORMS = (
+    ("chunks", "memory", "placement"),
+    ("parts", "layers", "parts of layers"),
+)
 SEEDS = st.integers(0, 2**32)
 NEAR = 1 + 1e-9
 
@@ -115,7 +119,7 @@ def request_of(form: str, rng: random.Random) -> PlanRequest:
         "m_r": rng.choice((None, 0.1)),
     }
     asked: dict = {"n_stages": p, "n_microbatches": m, "effort": "fast"}
-    is_layered = form.startswith("layers")
+    is_layered = "layers" in form
     if "parts" in form:
         columns["parts"] = parts_of(rng, 1 if is_layered else v * rng.choice((1, 2)))
     if is_layered:
@@ -125,7 +129,7 @@ def request_of(form: str, rng: random.Random) -> PlanRequest:
                 key: tuple(rng.uniform(0.2, 2) for _ in range(n)) for key in "fb"
             }
         costs: object = LayerCosts(n, **columns)
-        asked["split"] = "even" if form == "layers in parts" else "balanced"
+        asked["split"] = "even" if form == "parts of layers" else "balanced"
     else:
         if "parts" not in columns:
             columns |= {key: times(rng, p, v) for key in "fbw"}
@@ -144,6 +148,46 @@ def request_of(form: str, rng: random.Random) -> PlanRequest:
     if has_m_r and "splits" not in columns:
         asked["recompute"] = rng.choice((None, None, "none", "all"))
     return PlanRequest(schedule=mode, costs=costs, **asked)
+
+
+def placement_of(rng: random.Random) -> Placement:
+    kinds = ("single", "wave", "interleaved", "shuffled", "blocks", "uneven")
+    kind, p, v = rng.choice(kinds), rng.randint(1, 7), rng.choice((1, 2, 2, 3))
+    stage_of = list(range(p)) * v
+    match kind:
+        case "single":
+            return Placement.single(rng.randint(1, 12))
+        case "wave":
+            return Placement.wave(p, v)
+        case "shuffled":
+            rng.shuffle(stage_of)
+        case "blocks":
+            stage_of.sort()
+        case "uneven":
+            stage_of += rng.choices(range(p), k=rng.randint(0, 4))
+            rng.shuffle(stage_of)
+    return Placement(tuple(stage_of))
+
+
+def plan_on_any_placement(rng: random.Random, effort: str = "fast") -> Plan:
+    """Unequal chunks, any limits and links, some stages that cannot split."""
+    placement = placement_of(rng)
+    n, p = placement.n_chunks, placement.n_stages
+    m_b, share = [rng.uniform(0.5, 1.5) for _ in range(n)], rng.choice((0, 0.4, 1))
+    least = [sum(m_b[chunk] for chunk in chunks) for chunks in placement.chunks_of]
+    costs = Costs(
+        **{key: tuple(rng.uniform(0.3, 1.5) for _ in range(n)) for key in "fb"},
+        w=rng.choice((0.0, 0.7)),
+        comm=tuple(rng.choice((0.0, 0.1, 1.5)) for _ in range(n - 1)) or 0.0,
+        loss=rng.choice((0.0, 0.4)),
+        splits=tuple(rng.random() < 0.8 for _ in range(p)),
+        m_b=m_b,
+        m_w=[share * held for held in m_b],
+        memory_limit=[x * rng.choice((1.0, 1.3, 2.0, p / 2 + 1, p)) for x in least],
+    )
+    m = rng.randint(1, 40 if n == p else 12)
+    asked = {"placement": placement, "n_microbatches": m, "costs": costs}
+    return Plan(plan_placement(**asked, effort=effort), costs, "any")
 
 
 def plan_limited(request: PlanRequest, rng: random.Random) -> Plan:
@@ -185,10 +229,13 @@ def check(plan: Plan, folder) -> None:
         assert max(held) == pytest.approx(plan.peak)
     assert all(a <= b * NEAR for a, b in zip(verdict.peaks, held, strict=True))
     taken = replace(costs, memory_limit=tuple(x * NEAR for x in held))
-    for given_costs in (costs, taken):
-        bounds = lower_bounds(schedule.placement, schedule.n_microbatches, given_costs)
-        for name, bound in bounds.items():
-            assert bound <= plan.span * NEAR, name
+    free, asked, tight = (
+        lower_bounds(schedule.placement, schedule.n_microbatches, x)
+        for x in (replace(costs, memory_limit=None), costs, taken)
+    )
+    for name, bound in tight.items():
+        assert max(bound, asked[name]) <= plan.span * NEAR, name
+        assert free[name] <= min(bound, asked[name]) * NEAR, "less memory lowers it"
     if plan.even_step is not None:
         assert plan.step <= plan.even_step * NEAR
 
@@ -248,18 +295,40 @@ def follow(plan: Plan) -> None:
     assert (again.orders, again.parts) == (schedule.orders, schedule.parts)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@given(seed=SEEDS)
-def test_any_request_is_planned_as_promised(form, seed, tmp_path_factory):
+def check_any(form: str, seed: int, folder) -> None:
     rng = random.Random(seed)
     try:
-        request = request_of(form, rng)
-        plan = plan_limited(request, rng)
+        if form == "placement":
+            plan = plan_on_any_placement(rng)
+        else:
+            plan = plan_limited(request_of(form, rng), rng)
     except RequestError as error:
         assert "layers cannot" in str(error) or "entries" in str(error), error
         return
-    check(plan, tmp_path_factory.getbasetemp())
+    check(plan, folder)
     if plan.schedule.parts is None:
         check_joint(plan.schedule, plan.costs)
         check_against_hand_made(plan)
     follow(plan)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(seed=SEEDS)
+def test_any_request_is_planned_as_promised(form, seed, tmp_path_factory):
+    check_any(form, seed, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("form", SLOW_FORMS)
+@settings(max_examples=settings.default.max_examples // 3)
+@given(seed=SEEDS)
+def test_plans_of_layers_and_parts_are_as_promised(form, seed, tmp_path_factory):
+    check_any(form, seed, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_more_effort_is_never_worse(seed):
+    spans = [
+        plan_on_any_placement(random.Random(seed), effort).span
+        for effort in ("fast", "default", "best:0.1")
+    ]
+    assert spans[1] <= spans[0] * NEAR and spans[2] <= spans[1] * NEAR

@@ -16,7 +16,7 @@ from zbpp.core import (
     write_schedule,
 )
 from zbpp.planning import MODES, USUAL_MODES, Plan, PlanRequest, make_plan, plan
-from zbpp.schedules import balance, even_split
+from zbpp.schedules import balance
 
 GIB = 2.0**30
 
@@ -121,13 +121,6 @@ def test_a_stage_of_more_chunks_has_more_passes():
     assert sum(found.split[i] for i in (0, 2, 4)) == 3
 
 
-def test_of_equal_largest_loads_a_level_split_is_taken():
-    times = (1.0,) * 7 + (6.0,)  # the head fills its stage, 7 layers are left for two
-    layers = LayerCosts(n_layers=8, f=times, b=0.0, w=0.0)
-    assert sorted(balance(layers, Placement.single(3), 1).split) == [1, 3, 4]
-    assert judged(layers, Placement.single(3), 1, even_split(8, 3))[0] == 7.0
-
-
 @pytest.mark.parametrize(
     ("placement", "n_layers", "most"),
     [
@@ -178,18 +171,6 @@ def test_the_plan_carries_its_split_and_its_costs():
     costs = LayerCosts(8).on(Placement.wave(2), (2, 2, 2, 2))
     direct = plan("ZBV", n_stages=2, n_microbatches=4, costs=costs, effort="fast")
     assert even.even_step == even.step and even.schedule.orders == direct.orders
-
-
-@pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBH1", "ZBVPP"])
-def test_no_mode_loses_by_a_split_of_its_own(mode):
-    rng = Random(mode)
-    times = tuple(rng.choice((0.5, 1.0, 2.0, 3.0)) for _ in range(10))
-    layers = LayerCosts(n_layers=10, f=times, b=times, w=times, comm=0.1)
-    found = plan_layers(mode, layers, 2, 4)
-    even = plan_layers(mode, layers, 2, 4, split="even")
-    assert even.split == even_split(10, len(even.split))
-    assert found.even_step == pytest.approx(even.step)
-    assert found.step <= even.step * (1 + 1e-9)
 
 
 def test_where_a_mode_holds_much_the_early_stages_get_few_layers():

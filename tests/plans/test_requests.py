@@ -22,6 +22,9 @@ from zbpp.core import (
 from zbpp.planning import MODES, PlanRequest, canonical, make_plan, plan
 from zbpp.simulator import simulate, span
 
+SMALL = {"n_stages": 2, "n_microbatches": 3}
+JOINT = Costs(splits=(True, False))
+CHUNKED = tuple(mode.name for mode in MODES.values() if mode.chunks is None)
 SPELLINGS = {
     "FThenB": ["fthenb", "F-then-B", "GPipe", "gpipe"],
     "1F1B": ["1f1b", "1F-1B"],
@@ -37,92 +40,135 @@ SPELLINGS = {
 }
 
 
-def test_the_table_names_every_mode_with_one_line():
-    assert set(SPELLINGS) <= set(MODES)
-    for name, mode in MODES.items():
-        assert mode.name == name
-        assert mode.summary and "\n" not in mode.summary
-
-
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", MODES)
 def test_every_spelling_reaches_its_mode(name):
-    for spelling in (name, *SPELLINGS[name]):
+    mode = MODES[name]
+    assert mode.name == name and mode.summary and "\n" not in mode.summary
+    for spelling in (name, *mode.aliases, *SPELLINGS.get(name, ())):
         assert canonical(spelling) == name
-    planned = plan(SPELLINGS[name][1], n_stages=2, n_microbatches=3)
+    planned = plan(SPELLINGS.get(name, [name])[-1], **SMALL)
     assert planned.name.partition(":")[0] == name
 
 
-def test_no_two_modes_share_a_spelling():
-    plain = [
-        spelling.lower().replace("-", "").replace("_", "")
-        for mode in MODES.values()
-        for spelling in (mode.name, *mode.aliases)
-    ]
-    assert len(plain) == len(set(plain))
+# Mode, what else is asked for, and what the refusal says.
+REFUSED_PLANS = [
+    ("ZBH3", {}, "unknown schedule mode 'ZBH3'; did you mean ZBH"),
+    ("zb-vv", {}, "unknown schedule mode 'zb-vv'; did you mean ZBV"),
+    ("gpip", {}, f"'gpip'; did you mean FThenB.*{', '.join(MODES)}.*json"),
+    ("", {}, "unknown schedule mode ''"),
+    ("zbh1", {"n_stages": None}, "is None; ZBH1 needs at least 1"),
+    ("zbh1", {"n_microbatches": None}, "is None; ZBH1 needs at least 1"),
+    *(
+        (mode, {size: wrong}, f"{size} is {wrong}; {mode} needs at least")
+        for mode in MODES
+        for size, wrong in (("n_stages", 0), ("n_microbatches", -3))
+    ),
+    # chunks
+    *(
+        (mode, {"chunks_per_stage": 3}, "choose one of VPP, ZBVPP, Combined1F1B, auto")
+        for mode in MODES
+        if MODES[mode].chunks is not None
+    ),
+    *((mode, {"chunks_per_stage": 0}, "chunks_per_stage is 0; ") for mode in CHUNKED),
+    ("VPP", {"costs": Costs(f=(1,) * 5)}, "f has 5 entries for 4 chunks"),
+    (
+        "ZBVPP",
+        {"chunks_per_stage": 2, "costs": Costs(f=(1,) * 6)},
+        "f has 6 entries for 4 chunks",
+    ),
+    # limits
+    ("FThenB", {"memory_limit": (3, 1.5)}, "needs memory 3 on stage 1, over the limit"),
+    ("FThenB", {"memory_limit": (2,)}, "memory_limit has 1 entries for 2 stages"),
+    ("FThenB", {"memory_limit": 1}, "limit that works is 3$"),
+    ("VPP", {"memory_limit": 1}, "limit that works is 3$"),
+    ("ZBH1", {"memory_limit": 0.9}, "no mode fits: take smaller micro-batches"),
+    ("ZB", {"memory_limit": "2GiB"}, "largest memory of the costs is 1;"),
+    (
+        "ZB",
+        {"costs": Costs(m_b=2.0**30, m_w=2.0**29), "memory_limit": "1MiB"},
+        r"smallest limit that works is 1\.00 GiB",
+    ),
+    (  # the V has both large chunks on stage 0
+        "ZBV",
+        {"costs": Costs(m_b=(2.0, 1.0, 1.0, 2.0), memory_limit=3)},
+        "^ZBV with 2 stages and 3 micro-batches needs memory 4 on stage 0, over the "
+        "limit 3; auto would fit: choose one, or raise memory_limit: the smallest "
+        "limit that works is 4$",
+    ),
+    # backwards that cannot be split
+    *(
+        (mode, {"costs": JOINT}, "but stage 1 cannot split its backward")
+        for mode in ("DualPipeV",)
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "more", "message"), REFUSED_PLANS)
+def test_what_cannot_be_planned_is_refused_with_a_way_out(mode, more, message):
+    with pytest.raises(RequestError, match=message):
+        plan(mode, **SMALL | more)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "nearest"), [("ZBH3", "ZBH"), ("zb-vv", "ZBV"), ("gpip", "FThenB")]
+    ("mode", "more", "message"),
+    [
+        ("1F1B", {"n_stages": 4}, "n_stages is 2, but 4 is asked for"),
+        ("1F1B", {"n_microbatches": 8}, "n_microbatches is 3, but 8 is asked for"),
+        ("1F1B", {"chunks_per_stage": 2}, "chunks_per_stage is 1, but 2 is asked"),
+        ("1F1B", {"memory_limit": 1}, "1F1B with 2 stages and 3 micro-batches needs"),
+        ("ZBH1", {"costs": JOINT}, "ZBH1 runs 1B0, but stage 1 cannot split"),
+        ("1F1B", {"costs": Costs(splits=(True,))}, "splits has 1 entries for 2 stages"),
+    ],
 )
-def test_an_unknown_mode_lists_the_choices_and_the_nearest(wrong, nearest):
-    with pytest.raises(RequestError) as error:
-        plan(wrong, n_stages=2, n_microbatches=2)
-    message = str(error.value)
-    assert f"unknown schedule mode {wrong!r}; did you mean {nearest}" in message
-    assert ", ".join(MODES) in message and ".json" in message
-    with pytest.raises(RequestError, match="unknown schedule mode ''"):
-        canonical("")
+def test_a_schedule_file_must_agree_with_the_request(mode, more, message, tmp_path):
+    path = str(tmp_path / "mine.json")
+    write_schedule(plan(mode, **SMALL), path)
+    assert plan(path) == plan(mode, **SMALL)
+    with pytest.raises(RequestError, match=message):
+        plan(path, **more)
 
 
-@pytest.mark.parametrize("size", [{}, {"n_stages": 2}, {"n_microbatches": 2}])
-def test_a_mode_needs_both_sizes(size):
-    with pytest.raises(RequestError, match=r"is None; ZBH1 needs at least 1"):
-        plan("zbh1", **size)
+def test_a_schedule_file_is_a_mode(tmp_path, monkeypatch):
+    schedule = plan("ZBV", **SMALL)
+    path = tmp_path / "no_suffix"
+    write_schedule(schedule, path)
+    assert plan(str(path)) == schedule == plan(str(path), **SMALL)
+    assert plan(str(path), memory_limit=2).costs == Costs(memory_limit=2)
+    (tmp_path / "zbh1").write_text("a file of that name does not hide the mode")
+    monkeypatch.chdir(tmp_path)
+    assert plan("zbh1", **SMALL).name == "ZBH1"
+    (tmp_path / "wrong.json").write_text("{}")
+    for name, message in (
+        ("absent.json", r"absent\.json: cannot be read"),
+        ("wrong.json", r"wrong\.json: the key 'format' is missing"),
+        (".", "unknown schedule mode"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            plan(name)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_sizes_begin_at_one(mode):
-    for wrong in (0, -3):
-        text = f"is {wrong}; {mode} needs at least"
-        with pytest.raises(RequestError, match=f"n_stages {text}"):
-            plan(mode, n_stages=wrong, n_microbatches=2)
-        with pytest.raises(RequestError, match=f"n_microbatches {text}"):
-            plan(mode, n_stages=2, n_microbatches=wrong)
-
-
-def test_a_limit_that_is_kept_stays_with_the_schedule():
-    assert plan("ZBH2", n_stages=4, n_microbatches=8).costs is None
-    schedule = plan("ZBH2", n_stages=4, n_microbatches=8, memory_limit=7)
-    assert schedule.costs == Costs(memory_limit=7)
+def test_a_limit_is_put_into_the_costs_and_replaces_theirs():
+    assert plan("ZBH2", **SMALL).costs is None
+    assert plan("ZBH2", **SMALL, memory_limit=3).costs == Costs(memory_limit=3)
+    costs = Costs(m_b=2.0**30, m_w=2.0**29)
+    limited = replace(costs, memory_limit=2.0**31)
+    assert plan("ZB", **SMALL, costs=costs, memory_limit="2GiB").costs == limited
+    assert plan("ZB", **SMALL, costs=limited).costs == limited
 
 
 def test_a_limit_that_is_broken_says_what_is_needed_and_what_would_fit():
+    sizes = {"n_stages": 4, "n_microbatches": 8, "memory_limit": 4}
     with pytest.raises(RequestError) as error:
-        plan("FThenB", n_stages=4, n_microbatches=8, memory_limit=4)
-    message = str(error.value)
-    assert message.startswith(
-        "FThenB with 4 stages and 8 micro-batches needs memory 8 on stage 0, over the "
-        "limit 4; "
-    )
-    would_fit = message.partition("; ")[2].partition(" would fit")[0].split(", ")
+        plan("FThenB", **sizes)
+    needs, _, rest = str(error.value).partition("; ")
+    said = "FThenB with 4 stages and 8 micro-batches needs memory 8 on stage 0, over"
+    assert needs == f"{said} the limit 4"
+    would_fit = rest.partition(" would fit")[0].split(", ")
     assert {"1F1B", "ZBH1", "ZBH2", "ZB", "ZBV"} <= set(would_fit)
     assert not {"FThenB", "VPP"} & set(would_fit)
     for name in would_fit:
-        schedule = plan(name, n_stages=4, n_microbatches=8, memory_limit=4)
-        held = peaks(schedule.orders, Costs(memory_limit=4).on(schedule.placement))
-        assert max(held) <= 4
-
-
-def test_a_limit_per_stage_names_the_stage_that_exceeds_it_most():
-    with pytest.raises(RequestError, match="needs memory 2 on stage 1, over the lim"):
-        plan("FThenB", n_stages=2, n_microbatches=2, memory_limit=(2, 1.5))
-    with pytest.raises(RequestError, match="memory_limit has 1 entries for 2 stages"):
-        plan("FThenB", n_stages=2, n_microbatches=2, memory_limit=(2,))
-
-
-def test_a_limit_below_one_microbatch_fits_no_mode():
-    with pytest.raises(RequestError, match="no mode fits: take smaller micro-batches"):
-        plan("ZBH1", n_stages=4, n_microbatches=8, memory_limit=0.9)
+        schedule = plan(name, **sizes)
+        assert max(peaks(schedule.orders, Costs().on(schedule.placement))) <= 4
 
 
 @pytest.mark.parametrize("n_microbatches", [1, 2, 3, 4, 5, 40])
@@ -136,15 +182,6 @@ def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o):
     with pytest.raises(LimitError) as error:
         plan("ZBH1", **sizes, costs=replace(costs, memory_limit=3.5))
     assert ("FThenB" in str(error.value)) == (held <= 3.5)
-
-
-def test_what_would_fit_is_the_same_for_many_micro_batches():
-    said = []
-    for m in (40, 2000):
-        with pytest.raises(RequestError) as error:
-            plan("VPP", n_stages=4, n_microbatches=m, memory_limit=4)
-        said.append(str(error.value).partition("; ")[2])
-    assert said[0] == said[1] and "1F1B, ZBH1" in said[0]
 
 
 def test_lists_of_one_entry_a_stage_do_not_decide_the_number_of_chunks():
@@ -161,137 +198,27 @@ def test_lists_of_one_entry_a_stage_do_not_decide_the_number_of_chunks():
     assert one.placement.n_chunks == 4, "the control"
 
 
-def test_a_limit_that_is_too_low_names_the_smallest_that_works():
-    for mode, smallest in (("FThenB", 8), ("1F1B", 4), ("VPP", 5.5)):
-        with pytest.raises(RequestError, match=f"limit that works is {smallest:g}$"):
-            plan(mode, n_stages=4, n_microbatches=8, memory_limit=1)
-        schedule = plan(mode, n_stages=4, n_microbatches=8, memory_limit=smallest)
-        assert schedule.costs == Costs(memory_limit=smallest)
-
-
-def test_a_placement_that_holds_no_microbatch_names_the_mode_that_does():
-    held = (2.0, 1.0, 1.0, 2.0)  # the V has both large chunks on stage 0
-    memory = Costs(m_b=held, m_w=0.5, memory_limit=3)
-    with pytest.raises(RequestError) as error:
-        plan("ZBV", n_stages=2, n_microbatches=4, costs=memory)
-    assert str(error.value) == (
-        "ZBV with 2 stages and 4 micro-batches needs memory 4 on stage 0, over the "
-        "limit 3; auto would fit: choose one, or raise memory_limit: the smallest "
-        "limit that works is 4"
-    )
-    assert plan("auto", n_stages=2, n_microbatches=4, costs=memory).costs == memory
-
-
-CHUNKED = tuple(mode.name for mode in MODES.values() if mode.chunks is None)
-
-
 def test_chunks_per_stage_are_given_or_follow_from_the_lists():
-    size = {"n_stages": 2, "n_microbatches": 3}
     for mode in ("VPP", "ZBVPP"):
-        assert plan(mode, **size).placement.n_chunks == 4
-        assert plan(mode, **size, chunks_per_stage=3).placement.n_chunks == 6
-        for costs in (Costs(w=(1,) * 6), Costs(comm=(0.1,) * 5)):
-            assert plan(mode, **size, costs=costs).placement.n_chunks == 6
-        for comm in ((0.1,), (0.1, 0.2)):  # links say nothing of the chunks
-            assert plan(mode, **size, costs=Costs(comm=comm)).placement.n_chunks == 4
-        memory = Costs(m_b=(1,) * 8)
-        assert plan(mode, **size, costs=memory).placement.n_chunks == 8
-        with pytest.raises(RequestError, match="f has 6 entries for 4 chunks"):
-            plan(mode, **size, chunks_per_stage=2, costs=Costs(f=(1,) * 6))
-        with pytest.raises(RequestError, match="f has 5 entries for 4 chunks"):
-            plan(mode, **size, costs=Costs(f=(1,) * 5))
-    assert plan("auto", **size, chunks_per_stage=3).placement.n_chunks == 6
+        for n_chunks, more in (
+            (4, {}),
+            (2, {"chunks_per_stage": 1}),
+            (6, {"chunks_per_stage": 3}),
+            (6, {"costs": Costs(w=(1,) * 6)}),
+            (6, {"costs": Costs(comm=(0.1,) * 5)}),
+            (8, {"costs": Costs(m_b=(1,) * 8)}),
+            (4, {"costs": Costs(comm=(0.1,))}),  # links say nothing of the chunks
+            (4, {"costs": Costs(comm=(0.1, 0.2))}),
+        ):
+            assert plan(mode, **SMALL, **more).placement.n_chunks == n_chunks, more
+    assert plan("auto", **SMALL, chunks_per_stage=3).placement.n_chunks == 6
 
 
-@pytest.mark.parametrize("mode", sorted({*MODES} - {*CHUNKED}))
-def test_modes_of_a_fixed_number_refuse_another(mode):
-    with pytest.raises(
-        RequestError, match="choose one of VPP, ZBVPP, Combined1F1B, auto"
-    ):
-        plan(mode, n_stages=2, n_microbatches=3, chunks_per_stage=3)
-
-
-@pytest.mark.parametrize("mode", CHUNKED)
-def test_chunks_begin_at_one(mode):
-    with pytest.raises(RequestError, match="chunks_per_stage is 0; "):
-        plan(mode, n_stages=2, n_microbatches=3, chunks_per_stage=0)
-    assert plan(mode, n_stages=2, n_microbatches=3, chunks_per_stage=1).n_stages == 2
-
-
-JOINT = Costs(splits=(True, False))
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", sorted({*MODES} - {"DualPipeV"}))
 def test_no_mode_splits_a_backward_that_cannot_be_split(mode):
-    if MODES[mode].order is not None and MODES[mode].splits:
-        with pytest.raises(RequestError, match="but stage 1 cannot split its backward"):
-            plan(mode, n_stages=2, n_microbatches=3, costs=JOINT)
-        return
-    schedule = plan(mode, n_stages=2, n_microbatches=3, costs=JOINT)
+    schedule = plan(mode, **SMALL, costs=JOINT)
     kinds = {str(part.kind) for job in schedule.orders[1] for part in passes_in(job)}
     assert kinds == {"F", "BW"}
-
-
-def test_a_file_that_splits_what_cannot_be_split_is_refused(tmp_path):
-    path = str(tmp_path / "mine.json")
-    write_schedule(plan("ZBH1", n_stages=2, n_microbatches=3), path)
-    with pytest.raises(RequestError, match="ZBH1 runs 1B0, but stage 1 cannot split"):
-        plan(path, costs=JOINT)
-    write_schedule(plan("ZBH1", n_stages=2, n_microbatches=3, costs=JOINT), path)
-    assert plan(path, costs=JOINT).name == "ZBH1"
-    with pytest.raises(RequestError, match="splits has 1 entries for 2 stages"):
-        plan(path, costs=Costs(splits=(True,)))
-
-
-def test_a_schedule_file_is_a_mode(tmp_path, monkeypatch):
-    schedule = plan("ZBV", n_stages=2, n_microbatches=3)
-    path = tmp_path / "mine.json"
-    write_schedule(schedule, path)
-    assert plan(str(path)) == schedule
-    assert plan(str(path), n_stages=2, n_microbatches=3) == schedule
-    other = tmp_path / "no_suffix"
-    write_schedule(schedule, other)
-    assert plan(str(other)) == schedule
-    (tmp_path / "zbh1").write_text("a file of that name does not hide the mode")
-    monkeypatch.chdir(tmp_path)
-    assert plan("zbh1", n_stages=2, n_microbatches=3).name == "ZBH1"
-
-
-def test_a_schedule_file_must_agree_with_the_request(tmp_path):
-    path = str(tmp_path / "mine.json")
-    write_schedule(plan("1F1B", n_stages=2, n_microbatches=3), path)
-    with pytest.raises(RequestError, match="n_stages is 2, but 4 is asked for"):
-        plan(path, n_stages=4)
-    with pytest.raises(RequestError, match="n_microbatches is 3, but 8 is asked for"):
-        plan(path, n_microbatches=8)
-    with pytest.raises(RequestError, match="chunks_per_stage is 1, but 2 is asked"):
-        plan(path, chunks_per_stage=2)
-    with pytest.raises(RequestError, match="1F1B with 2 stages and 3 micro-batches ne"):
-        plan(path, memory_limit=1)
-    assert plan(path, memory_limit=2).costs == Costs(memory_limit=2)
-
-
-def test_a_file_that_is_absent_or_wrong_is_refused(tmp_path):
-    with pytest.raises(RequestError, match=r"absent\.json: cannot be read"):
-        plan(str(tmp_path / "absent.json"))
-    (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(RequestError, match=r"wrong\.json: the key 'format' is missing"):
-        plan(str(tmp_path / "wrong.json"))
-    with pytest.raises(RequestError, match="unknown schedule mode"):
-        plan(str(tmp_path))  # a directory is no schedule
-
-
-def test_a_limit_may_be_a_number_or_a_text_and_is_put_into_the_costs():
-    sizes = {"n_stages": 2, "n_microbatches": 4}
-    assert plan("ZB", **sizes, memory_limit=2).costs == Costs(memory_limit=2.0)
-    costs = Costs(m_b=2.0**30, m_w=2.0**29)
-    limited = replace(costs, memory_limit=2.0**31)
-    assert plan("ZB", **sizes, costs=costs, memory_limit="2GiB").costs == limited
-    assert plan("ZB", **sizes, costs=limited).costs == limited
-    with pytest.raises(LimitError, match=r"smallest limit that works is 1\.00 GiB"):
-        plan("ZB", **sizes, costs=costs, memory_limit="1MiB")
-    with pytest.raises(RequestError, match="largest memory of the costs is 1;"):
-        plan("ZB", **sizes, memory_limit="2GiB")
 
 
 # --- numbers, tables, words -----------------------------------------------------------

@@ -243,7 +243,7 @@ class _Costs:
     def __init__(self, costs: dict[str, Any], stage_of: list[int]):
         self.stage_of, n = stage_of, len(stage_of)
         p = max(stage_of) + 1
-        share = [stage_of.count(s) for s in stage_of]
+        share = [stage_of.count(s) for s in range(p)]
 
         def per_chunk(key: str, default: float) -> list[float]:
             value = costs.get(key, default)

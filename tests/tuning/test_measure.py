@@ -16,8 +16,6 @@ from small_model import (
 )
 from torch import Tensor, nn
 
-from zbpp.core import LayerCosts
-
 
 class WithBatchNorm(Block):
     """A block with buffers that every forward changes, and dropout."""
@@ -110,21 +108,9 @@ def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
     assert sum(pipeline.schedule.split) == N_LAYERS
 
 
-def test_a_limit_in_bytes_needs_memories_in_bytes() -> None:
-    text = refusal(partial(make_pipeline, "auto", 2, memory_limit="1GiB"))
-    assert "memory_limit is 1.00 GiB, but the largest memory" in text
-
-
 def test_an_example_must_be_a_pair() -> None:
     text = refusal(partial(make_pipeline, "auto", 2, example=batch(0)[0]))
     assert "give (inputs, targets) of one step" in text
-
-
-def test_times_and_memories_are_joined_for_the_same_layers_only() -> None:
-    times, memory = LayerCosts(3, f=2.0), LayerCosts(3, m_b=7.0, m_r=1.0)
-    joined = times.with_memory_of(memory)
-    assert (joined.f, joined.m_b, joined.m_r) == (2.0, 7.0, 1.0)
-    assert "memories of 4" in refusal(times.with_memory_of, LayerCosts(4))
 
 
 def train_in_processes() -> Outcome:
