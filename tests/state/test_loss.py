@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from histories import refusal
+from histories import batch, linears, make, refusal
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -17,20 +17,10 @@ LossFn = Callable[..., Any]
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-
-
-def make(loss_fn: LossFn, schedule: str = "ZBH1", **more: Any) -> zbpp.Pipeline:
-    settings = {"optimizer": sgd, "n_stages": 2, "n_microbatches": 4} | more
-    model = settings.pop("model", None) or layers()
-    return zbpp.Pipeline(model, schedule, loss_fn=loss_fn, **settings)
-
-
-def batch(n: int = 8) -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, n, 8, generator=torch.Generator().manual_seed(0))
-    return x, y
+def pipeline_of(
+    loss_fn: LossFn, mode: str = "ZBH1", n_stages: int | None = 2, **more: Any
+) -> zbpp.Pipeline:
+    return make(mode, n_stages, loss_fn=loss_fn, **more)
 
 
 # Buffers and mode of a module.
@@ -52,17 +42,17 @@ class Counting(nn.Module):
 def test_a_replay_changes_buffers_once(schedule: str) -> None:
     loss_fn = Counting(persistent=False)
     policy = zbpp.StepPolicy(post_validation=True)
-    with make(loss_fn, schedule, clip_grad_norm=0.01, step=policy) as pipeline:
+    with pipeline_of(loss_fn, schedule, clip_grad_norm=0.01, step=policy) as pipeline:
         rollbacks = sum(pipeline.step(*batch()).rollbacks for _ in range(4))
     assert rollbacks == 4
     assert loss_fn.n == 4 * 4
 
 
 def test_buffers_that_change_and_would_not_be_saved_are_refused() -> None:
-    pipeline = make(Counting(persistent=True))
+    pipeline = pipeline_of(Counting(persistent=True))
     text = refusal(pipeline.step, *batch())
     assert "loss_fn changes its buffer n" in text and "persistent=False" in text
-    pipeline = make(nn.CrossEntropyLoss(weight=torch.arange(8.0)))
+    pipeline = pipeline_of(nn.CrossEntropyLoss(weight=torch.arange(8.0)))
     assert not pipeline.step(batch()[0], torch.arange(8)).skipped
 
 
@@ -79,7 +69,7 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda module: module, partial(partial, scale=1.0)])
 def test_a_loss_evaluates_in_eval_mode(wrap: Callable[[Any], Any]) -> None:
     module = Dropping()
-    pipeline = make(wrap(module))
+    pipeline = pipeline_of(wrap(module))
     assert pipeline.evaluate(*batch()) == pipeline.evaluate(*batch())
     assert module.training and module.drop.training
 
@@ -98,9 +88,9 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("wrap", [lambda module: module, partial])
 def test_parameters_of_a_loss_are_refused(wrap: Callable[[Any], Any]) -> None:
-    text = refusal(make, wrap(Scaled()))
+    text = refusal(pipeline_of, wrap(Scaled()))
     assert "parameters to train (scale)" in text and "the last layer" in text
-    assert not make(Scaled(trained=False)).step(*batch()).skipped
+    assert not pipeline_of(Scaled(trained=False)).step(*batch()).skipped
 
 
 def test_loose_parameters_of_a_loss_are_refused() -> None:
@@ -109,11 +99,11 @@ def test_loose_parameters_of_a_loss_are_refused() -> None:
     def loss_fn(y: Tensor, t: Tensor) -> Tensor:
         return mse_loss(y * scale, t)
 
-    text = refusal(make(loss_fn).step, *batch())
+    text = refusal(pipeline_of(loss_fn).step, *batch())
     assert "parameter of shape ()" in text
     for n_stages in (1, 2):
         text = refusal(
-            make,
+            pipeline_of,
             loss_fn,
             n_stages=n_stages,
             optimizer=lambda parameters: sgd([*parameters, scale]),
@@ -125,8 +115,8 @@ READS = "the loss reads a parameter of shape (8, 8) that the last stage does not
 
 
 def read_the_first_weight(n_stages: int | None) -> str:
-    model = layers()
-    pipeline = make(
+    model = linears()
+    pipeline = pipeline_of(
         lambda y, t: mse_loss(y @ model[0].weight, t),
         "1F1B",
         model=model,
@@ -163,7 +153,7 @@ SUMS: dict[str, tuple[LossFn, zbpp.Numerics]] = {
 
 def loss_and_norm(x: Tensor, y: Tensor) -> Any:
     """Loss and gradient norm of the sum over the batch."""
-    model = layers()
+    model = linears()
     loss = SUM(model(x), y)
     norm = nn.utils.get_total_norm(torch.autograd.grad(loss, [*model.parameters()]))
     return pytest.approx((loss.item(), norm.item()), rel=1e-5)
@@ -173,7 +163,7 @@ def loss_and_norm(x: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_is_the_sum_over_the_batch(name: str, n: int) -> None:
     loss_fn, numerics = SUMS[name]
-    pipeline = make(loss_fn, numerics=numerics)
+    pipeline = pipeline_of(loss_fn, numerics=numerics)
     evaluated = pipeline.evaluate(*batch(n))
     result = pipeline.step(*batch(n))
     assert evaluated == pytest.approx(result.loss)
@@ -181,7 +171,7 @@ def test_a_sum_is_the_sum_over_the_batch(name: str, n: int) -> None:
 
 
 def test_a_sum_over_several_calls() -> None:
-    pipeline = make(SUM)
+    pipeline = pipeline_of(SUM)
     x, y = batch()
     for part in (slice(0, 5), slice(5, 8)):
         pipeline.forward_backward(x[part], y[part], n_calls=2)
@@ -191,7 +181,7 @@ def test_a_sum_over_several_calls() -> None:
 
 def sum_over_replicas() -> tuple[float, float]:
     mesh = zbpp.mesh(stages=2, data_parallel=2)
-    pipeline = make(SUM, mesh=mesh, n_stages=None)
+    pipeline = pipeline_of(SUM, mesh=mesh, n_stages=None)
     share = slice(0, 5) if pipeline.place.replica == 0 else slice(5, 8)
     x, y = batch()
     result = pipeline.step(x[share], y[share])
@@ -207,8 +197,8 @@ def test_a_sum_over_replicas(pool: Pool) -> None:
 @pytest.mark.parametrize("post_validation", [False, True])
 def test_a_step_whose_loss_is_nan_is_skipped(post_validation: bool) -> None:
     """The second micro-batch has no tokens, and micro-batches weigh by samples."""
-    model = layers()
-    pipeline = make(
+    model = linears()
+    pipeline = pipeline_of(
         nn.functional.cross_entropy,
         model=model,
         numerics=zbpp.Numerics(weigh="samples"),

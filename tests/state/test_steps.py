@@ -18,8 +18,11 @@ from histories import (
     Case,
     Counting,
     Run,
+    batch,
     bytes_of,
     difference,
+    linears,
+    make,
     refusal,
 )
 from pool import Pool
@@ -39,22 +42,6 @@ def steps(case: Case, bad_gradients: list[BadGradient | None]) -> Run:
     for bad in bad_gradients:
         run.step(bad)
     return run
-
-
-def make(schedule: Any = "ZBH1", n_stages: int | None = 2, **more: Any) -> Any:
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
-        "loss_fn": nn.functional.mse_loss,
-        "n_microbatches": 2,
-    }
-    model = more.pop("model", None) or [nn.Linear(8, 8) for _ in range(4)]
-    return zbpp.Pipeline(model, schedule, n_stages=n_stages, **(settings | more))
-
-
-def batch(n: int = 8) -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, n, 8, generator=torch.Generator().manual_seed(0))
-    return x, y
 
 
 # Speculation.
@@ -95,13 +82,13 @@ def test_a_schedule_with_an_early_v_runs_as_it_is() -> None:
     orders = tuple(
         (
             Check(stage),
-            *(Pass(PassKind.F, stage, i) for i in range(2)),
-            *(Pass(PassKind.BW, stage, i) for i in range(2)),
+            *(Pass(PassKind.F, stage, i) for i in range(4)),
+            *(Pass(PassKind.BW, stage, i) for i in range(4)),
             Step(stage),
         )
         for stage in range(2)
     )
-    schedule = Schedule("early V", Placement.single(2), 2, orders)
+    schedule = Schedule("early V", Placement.single(2), 4, orders)
     pipeline = make(schedule, None)
     assert pipeline.schedule == schedule
     assert pipeline.step(*batch()).rollbacks == 0
@@ -214,7 +201,7 @@ def test_only_a_state_dict_of_the_model_itself_validates_the_step(
     duplicate: Callable[[nn.Module], nn.Module],
 ) -> None:
     """A look at a weight, and a state_dict of a copy, do not: it is not clipped yet."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = linears()
     policy = zbpp.StepPolicy(post_validation=True)
     pipeline = make(model=model, step=policy, clip_grad_norm=1e-3)
     copied = duplicate(model)
@@ -227,7 +214,7 @@ def test_only_a_state_dict_of_the_model_itself_validates_the_step(
 
 
 def test_a_closed_pipeline_leaves_no_hooks_behind() -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = linears()
     before = pickle.dumps(model)
     pipeline = make(model=model, optimizer=partial(torch.optim.SGD, lr=0.0))
     pipeline.step(*batch())
@@ -449,8 +436,8 @@ def test_a_call_may_have_another_loss() -> None:
 def test_a_schedule_for_other_layers_is_refused() -> None:
     pipeline = make()
     for mode, m, what in (
-        ("ZBV", 2, "the placement"),
-        ("ZBH1", 4, "the micro-batches 4"),
+        ("ZBV", 4, "the placement"),
+        ("ZBH1", 2, "the micro-batches 2"),
     ):
         schedule = zbpp.plan(mode, n_stages=2, n_microbatches=m)
         text = refusal(pipeline.switch, schedule)
@@ -461,7 +448,7 @@ def test_a_schedule_for_other_layers_is_refused() -> None:
 def different_schedules() -> str:
     pipeline = make(n_stages=None)
     mode = "ZB" if pipeline.rank else "1F1B"
-    return refusal(pipeline.switch, zbpp.plan(mode, n_stages=2, n_microbatches=2))
+    return refusal(pipeline.switch, zbpp.plan(mode, n_stages=2, n_microbatches=4))
 
 
 @pytest.mark.dist

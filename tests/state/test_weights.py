@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from histories import batch, make
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -63,18 +64,6 @@ def prefix_of(name: str) -> str:
     return "layers." if name == "list" else ""
 
 
-def make(
-    model: Any, schedule: Any = "1F1B", optimizer: Any = adamw, **more: Any
-) -> zbpp.Pipeline:
-    how = {"loss_fn": mse_loss, "n_microbatches": 4, "device": "cpu"} | more
-    return zbpp.Pipeline(model, schedule, optimizer=optimizer, **how)
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(1))
-    return x, y
-
-
 def words_of(use: Callable[[], Any]) -> str:
     try:
         use()
@@ -85,7 +74,7 @@ def words_of(use: Callable[[], Any]) -> str:
 
 USES: dict[str, Callable[[nn.Module], Any]] = {
     "state_dict": lambda model: model.state_dict(),
-    "forward": lambda model: model(batch()[0]),
+    "forward": lambda model: model(batch(16)[0]),
     "average": AveragedModel,
     "copy": copy.deepcopy,
     "torch.save": lambda model: torch.save(model, io.BytesIO()),
@@ -96,22 +85,22 @@ def use_after_training(name: str, folder: str) -> tuple[dict[str, str], list[flo
     """What each use says, and losses of the pipeline and of the model it has saved."""
     layers, model = model_of(name)
     watched = [weakref.ref(p) for p in model.parameters()]
-    pipeline = make(layers)
+    pipeline = make("1F1B", None, model=layers, optimizer=adamw)
     gc.collect()
     n_alive = sum(p() is not None for p in watched)
     for _ in range(3):
-        pipeline.step(*batch())
+        pipeline.step(*batch(16))
     words = {use: words_of(partial(f, model)) for use, f in USES.items()}
-    words["another split"] = words_of(lambda: make(layers, "ZBV"))
+    words["another split"] = words_of(lambda: make("ZBV", None, model=layers))
     here = {id(p) for _, p in pipeline.named_parameters()}
     assert n_alive == len(here) < len(watched), "weights of other stages use memory"
     for _, layer in pipeline.named_layers():  # those of this stage can be read
         assert all(not x.is_meta for x in layer.state_dict().values())
-    losses = [pipeline.evaluate(*batch())]
+    losses = [pipeline.evaluate(*batch(16))]
     pipeline.save(folder, wait=True)
     whole, prefix = model_of(name)[1], prefix_of(name)
     zbpp.checkpoint.load(folder, whole, own_name=lambda n: prefix + n)
-    losses.append(float(mse_loss(whole.eval()(batch()[0]), batch()[1])))
+    losses.append(float(mse_loss(whole.eval()(batch(16)[0]), batch(16)[1])))
     pipeline.close()
     return words, losses
 
@@ -130,26 +119,26 @@ def test_stale_weights_are_not_used(pool: Pool, tmp_path: Any, name: str) -> Non
 def test_one_process_trains_the_model_as_a_whole(name: str) -> None:
     """The control: nothing is released, and the model is the trained one."""
     layers, model = model_of(name)
-    pipeline = make(layers, n_stages=2)
-    pipeline.step(*batch())
+    pipeline = make("1F1B", 2, model=layers, optimizer=adamw)
+    pipeline.step(*batch(16))
     pipeline.synchronize()
     for use in USES.values():
         use(model)
-    loss = mse_loss(model.eval()(batch()[0]), batch()[1])
-    assert loss.item() == pytest.approx(pipeline.evaluate(*batch()), rel=1e-5)
+    loss = mse_loss(model.eval()(batch(16)[0]), batch(16)[1])
+    assert loss.item() == pytest.approx(pipeline.evaluate(*batch(16)), rel=1e-5)
 
 
 def plan_and_train() -> float:
     model, _ = model_of("sequential")
     how: dict[str, Any] = {"loss_fn": mse_loss, "optimizer": adamw, "device": "cpu"}
-    plan = zbpp.plan_model(model, "ZBV", n_microbatches=4, example=batch(), **how)
-    with make(model, plan) as pipeline:
-        return pipeline.step(*batch()).loss
+    plan = zbpp.plan_model(model, "ZBV", n_microbatches=4, example=batch(16), **how)
+    with make(plan, None, model=model, optimizer=adamw) as pipeline:
+        return pipeline.step(*batch(16)).loss
 
 
 @pytest.mark.dist
 def test_measuring_a_model_releases_nothing(pool: Pool) -> None:
-    loss = make(model_of("sequential")[0], n_stages=2).step(*batch()).loss
+    loss = make(model=model_of("sequential")[0], optimizer=adamw).step(*batch(16)).loss
     assert pool.run(plan_and_train, 2) == [loss, loss]
 
 
@@ -163,7 +152,7 @@ def test_parameters_have_the_names_that_the_model_gives_them(name: str) -> None:
         seen.extend(name for name, _ in named_parameters)
         return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
 
-    pipeline = make(layers, "ZBV", optimizer, n_stages=2)
+    pipeline = make("ZBV", 2, model=layers, optimizer=optimizer)
     named, buffers = pipeline.named_parameters(), pipeline.named_buffers()
     expected = {prefix + name: id(p) for name, p in model.named_parameters()}
     assert {name: id(p) for name, p in named} == expected

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ class Fault(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
         ctx.error = error
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -276,27 +277,26 @@ def unknown(make: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-_VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
-    "ASGD": ({}, {"foreach": True}),
-    "Adadelta": ({}, {"foreach": True}),
-    "Adafactor": ({}, {"foreach": True}),
-    "Adagrad": ({}, {"foreach": True}, {"fused": True}),
-    "Adam": ({"amsgrad": True, "weight_decay": 0.1}, {"foreach": True},
-             {"fused": True}),
-    "AdamW": ({"maximize": True}, {"foreach": True}, {"fused": True}),
-    "Adamax": ({}, {"foreach": True}),
-    "NAdam": ({"decoupled_weight_decay": True}, {"foreach": True}),
-    "RAdam": ({}, {"foreach": True}),
-    "RMSprop": ({"momentum": 0.9, "centered": True}, {"foreach": True}),
-    "Rprop": ({}, {"foreach": True}),
-    "SGD": ({}, {"momentum": 0.9, "foreach": True},
-            {"momentum": 0.9, "nesterov": True, "fused": True}),
-}  # fmt: skip
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    f"{name} {more}": partial(getattr(torch.optim, name), lr=1e-2, **more)
-    for name, variants in _VARIANTS.items()
-    for more in variants
-} | {
+def of_torch() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every optimizer of torch that steps dense gradients, in all its ways."""
+    options: dict[str, dict[str, Any]] = {
+        "Adam": {"amsgrad": True, "weight_decay": 0.1},
+        "AdamW": {"maximize": True},
+        "NAdam": {"decoupled_weight_decay": True},
+        "RMSprop": {"momentum": 0.9, "centered": True},
+        "SGD": {"momentum": 0.9, "nesterov": True},
+    }
+    for name, kind in vars(torch.optim).items():
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+            continue
+        if name in ("Optimizer", "LBFGS", "SparseAdam", "Muon"):
+            continue
+        yield name, partial(kind, lr=1e-2, **options.get(name, {}))
+        for way in {"foreach", "fused"} & signature(kind).parameters.keys():
+            yield f"{name} {way}", partial(kind, lr=1e-2, **{way: True})
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = dict(sorted(of_torch())) | {
     "adamw": lambda p: torch.optim.AdamW(two_groups(p), lr=1e-2),
     "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
     "counting": partial(Counting, lr=1e-2),
@@ -619,6 +619,31 @@ class Run:
         if self.case.change not in ("in_place", "loss"):
             return inputs, targets
         return [[part.clone() for part in y.chunk(n)] for y in (inputs, targets)]
+
+
+# For tests of one thing: Linears and their batches.
+
+
+def linears() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+def make(schedule: Any = "ZBH1", n_stages: int | None = 2, **more: Any) -> Any:
+    """A pipeline of Linears, or of another model."""
+    settings: dict[str, Any] = {
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "loss_fn": nn.functional.mse_loss,
+        "n_microbatches": 4,
+        "device": "cpu",
+    }
+    model = more.pop("model", None) or linears()
+    return zbpp.Pipeline(model, schedule, n_stages=n_stages, **(settings | more))
+
+
+def batch(n: int = 8, step: int = 0) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, n, 8, generator=torch.Generator().manual_seed(step))
+    return x, y
 
 
 def refusal(call: Callable[..., Any], *args: Any, **more: Any) -> str:
