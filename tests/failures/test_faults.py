@@ -141,11 +141,11 @@ def test_a_script_ends_with_the_cause_on_all_ranks() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_waited_for_as_long_as_asked(tmp_path: Path) -> None:
-    limits = {"execution": zbpp.Execution(timeout_s=3.0, first_timeout_s=100.0)}
+    limits = {"execution": zbpp.Execution(timeout_s=6.0, first_timeout_s=100.0)}
     with Ranks(train, 2, "ZBV", "stop:1:3:1F0", (), str(tmp_path), limits) as ranks:
         (end,) = ranks.wait(0)
     assert end.code == 1
-    assert "from stage 1: no answer in 3 s; rank 1 has left no word" in end.words
+    assert "from stage 1: no answer in 6 s; rank 1 has left no word" in end.words
     assert_whole(tmp_path, "ZBV", (), 2)
 
 
@@ -227,7 +227,7 @@ def call_apart(call: str, timeout_s: float) -> str:
     """Rank 0 evaluates; rank 1 makes another call, or none."""
     limits = zbpp.Execution(timeout_s=timeout_s, first_timeout_s=100.0)
     pipeline = make("1F1B", None, execution=limits)
-    for step in range(2):
+    for step in range(2 if call else 1):  # the first one has time
         pipeline.step(*batch(step))
     words = ""
     try:
