@@ -44,6 +44,8 @@ OTHERS = (
 
 DEAR_SESSIONS = {
     "docs/how_to/models.md",  # loads transformers
+    "docs/how_to/memory.md",  # measures a model
+    "docs/how_to/overlap.md",  # trains one
     "docs/how_to/simulating.md",  # draws
     "docs/how_to/your_script.md",  # measures a model
 }
@@ -123,51 +125,39 @@ def test_the_output_that_is_shown_is_printed(
     assert "\n".join(lines) in (captured.out + captured.err)
 
 
-@pytest.mark.parametrize("page", [p for p in GUIDES if p.blocks("json")], **by_name)
-def test_the_data_that_is_shown_is_valid(page):
-    assert parse_data(page)
-
-
 @pytest.mark.parametrize("page", [*GUIDES, *map(Page.read, OTHERS)], **by_name)
 def test_paths_and_links_exist(page):
     assert not missing_paths(page)
 
 
+ROOMS = ("core", "schedules", "simulator", "runtime", "models", "checkpoint")
+
+
 @pytest.mark.parametrize("page", GUIDES, **by_name)
-def test_flags_and_names_exist(page):
+def test_data_flags_and_names_that_are_shown_are_valid(page):
+    assert parse_data(page) == len(page.blocks("json"))
     assert not unknown_flags(page)
     assert not unknown_names(page)
-
-
-@pytest.mark.parametrize("page", GUIDES, **by_name)
-def test_only_the_short_ways_in_are_shown(page):
-    used = re.findall(r"(?:from|import) (zbpp[\w.]*)", page.text)
-    rooms = ("core", "schedules", "simulator", "runtime", "models", "checkpoint")
-    ways = {"zbpp", *(f"zbpp.{room}" for room in rooms)}
-    assert set(used) <= ways
+    used = set(re.findall(r"(?:from|import) (zbpp[\w.]*)", page.text))
+    assert used <= {"zbpp", *(f"zbpp.{room}" for room in ROOMS)}
 
 
 def wrong(text: str) -> Page:
     return Page("README.md", text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_wrong_session_or_command_fails(tmp_path):
+    for text in (
         "```python\n>>> 1 + 1\n3\n```\n",
         "```python\n>>> from zbpp.core import Nothing\n```\n",
         "```python\n>>> 1 + 1\n2\n```\n\n```python\n>>> nothing\n```\n",
-    ],
-)
-def test_a_wrong_session_fails(text, tmp_path):
-    with pytest.raises(AssertionError, match="Failed example"):
-        run_session(wrong(text), tmp_path)
-
-
-def test_a_wrong_command_fails(tmp_path):
-    page = wrong("```bash\nzbpp show missing.json\n```\n")
+    ):
+        with pytest.raises(AssertionError, match="Failed example"):
+            run_session(wrong(text), tmp_path)
     with pytest.raises(AssertionError, match=r"missing\.json"):
-        run_commands(page, tmp_path, dear=False)
+        run_commands(
+            wrong("```bash\nzbpp show missing.json\n```\n"), tmp_path, dear=False
+        )
 
 
 def test_a_wrong_file_link_flag_or_name_is_found():
@@ -247,33 +237,17 @@ def test_the_targets_and_packages_that_are_installed_exist():
     assert any(words[-1].startswith(".[") for words in README.commands("pip"))
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-def test_the_flags_that_make_hands_on_train(tmp_path):
-    (flags,) = re.findall(r'`make train ARGS="(.*?)"`', README.text)
-    tiny = "--steps 2 --seq 16"
-    command = [sys.executable, "-m", "zbpp", "train", *flags.split(), *tiny.split()]
-    result = finished(command, tmp_path)
-    assert "ZBV, 4 stages in 4 process(es)" in result.stdout
-    assert "parameters sha256:" in result.stdout
-
-
 # The scripts.
-
-
-def finished(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert result.returncode == 0, result.stderr
-    return result
 
 
 def torchrun(words: list[str], folder: Path) -> str:
     """Run what ``torchrun words`` runs; it sets one thread a process."""
-    return finished(
-        [sys.executable, "-m", "torch.distributed.run", *words], folder
-    ).stdout
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def page_with(file: str, *pages: Page) -> Page:

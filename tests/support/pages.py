@@ -11,18 +11,20 @@ A file is named in backticks, with a colon, at the end of the line before its bl
 """
 
 import doctest
-import importlib
+import io
+import pydoc
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import chdir
-from dataclasses import dataclass, fields
+from contextlib import chdir, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from zbpp.cli import commands as cli
+from zbpp.cli import main
 from zbpp.core import parse_costs, parse_layers, parse_schedule
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +132,7 @@ def run_commands(page: Page, folder: Path, *, dear: bool) -> int:
         found = [c for c in found if not is_dear(c) and not written & _paths(c)]
     with chdir(folder):
         for words in found:
-            assert cli.main(words) == 0, words
+            assert main(words) == 0, words
     return len(found)
 
 
@@ -205,39 +207,30 @@ def _anchors(path: Path) -> set[str]:
 
 def unknown_flags(page: Page) -> list[str]:
     """Flags that no zbpp command has."""
-    kinds: tuple[type, ...] = (
-        cli.Plan,
-        cli.Show,
-        cli.Compare,
-        cli.Mesh,
-        cli.Doctor,
-        cli.Profile,
-        cli.Bench,
-        cli.EstimateCommand,
-    )
-    known = {field.name for kind in (*kinds, cli.Train) for field in fields(kind)}
-    known |= {f"no_{name}" for name in known}
     text = page.text
     if page.name == "docs/coming_from.md":  # first columns have the flags of others
         text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - _NOT_OURS
+    known = _flags()
     return sorted(flag for flag in named if flag[2:].replace("-", "_") not in known)
+
+
+@cache
+def _flags() -> set[str]:
+    """Flags that the help of the commands lists, and their negations."""
+    commands = re.findall(r"^│(\w+) ", _help(), re.MULTILINE)
+    texts = "".join(_help(command) for command in commands)
+    flags = set(re.findall(r"--(\w+)", texts))
+    return flags | {f"no_{flag}" for flag in flags}
+
+
+def _help(*words: str) -> str:
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main([*words, "--help"]) == 0
+    return printed.getvalue()
 
 
 def unknown_names(page: Page) -> list[str]:
     """Dotted names of zbpp in backticks that cannot be imported."""
-    named = re.findall(r"`(zbpp(?:\.\w+)+)", page.text)
-    return sorted(name for name in set(named) if not _exists(name))
-
-
-def _exists(name: str) -> bool:
-    first, *rest = name.split(".")
-    thing: object = importlib.import_module(first)
-    for index, part in enumerate(rest):
-        if not hasattr(thing, part):
-            try:
-                importlib.import_module(".".join([first, *rest[: index + 1]]))
-            except ModuleNotFoundError:
-                return False
-        thing = getattr(thing, part)
-    return True
+    named = set(re.findall(r"`(zbpp(?:\.\w+)+)", page.text))
+    return sorted(name for name in named if pydoc.locate(name) is None)
