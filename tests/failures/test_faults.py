@@ -35,6 +35,8 @@ from zbpp.runtime import PeerError
 from zbpp.runtime.testing import inject
 
 pytestmark = pytest.mark.dist
+near_the_pool = pytest.mark.xdist_group("pool")
+"""Quick tests fork from the server of the pool; another worker would start its own."""
 ERRORS = {
     "raise": "RuntimeError: a fault that the test asks for",
     "memory": "OutOfMemoryError: memory has run out, as the test asks",
@@ -117,6 +119,7 @@ def test_a_killed_rank_is_named(kind: str, fault: Fault, tmp_path: Path) -> None
     assert_whole(tmp_path, fault.mode, fault.events, 2)
 
 
+@near_the_pool
 @pytest.mark.parametrize(
     "fault",
     [
@@ -131,6 +134,7 @@ def test_a_termination_signal_at_any_place_saves(fault: Fault, tmp_path: Path) -
     assert_whole(tmp_path, fault.mode, fault.events, 4)
 
 
+@near_the_pool
 def test_a_script_ends_with_the_cause_on_all_ranks() -> None:
     """Rank 0 has no channel to the rank that fails, and names it all the same."""
     ends = end_of(train, 3, "ZBH1", "raise:2:1:2F0", (), "")
@@ -149,6 +153,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_asked(tmp_path: Path) -> Non
     assert_whole(tmp_path, "ZBV", (), 2)
 
 
+@near_the_pool
 def test_a_rank_that_never_starts_is_named() -> None:
     limits = {"execution": zbpp.Execution(first_timeout_s=2.0)}
     with Ranks(train, 1, "ZBH1", "raise:9:9:O", (), "", limits, world=3) as ranks:
