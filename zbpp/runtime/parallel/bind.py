@@ -62,7 +62,7 @@ def bind_parallel(
         check_bare(chunks)
     names = ExpertNames()
     if place.n_expert > 1:
-        names = ExpertNames.of(chunks, replicas.expert_parameters, tied)
+        names = ExpertNames.of(chunks, replicas.expert_parameters, set(tied))
     plain, experts = names.find(chunks)
     if alternating and experts:
         raise RequestError(
