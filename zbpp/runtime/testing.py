@@ -4,6 +4,7 @@
     with trace(pipeline) as jobs:      the jobs that ran, and the bits that they made
     with small_buckets():              optimizers step many small parts
     with patience(0.1):                a lost peer is reported soon
+    with plain_kernels() as graphs:    compiled layers take no C++ compiler
 
 Everything here wraps the runtime from outside, so that a step without it pays nothing.
 The names are for the tests of zbpp and may change with any version.
@@ -27,7 +28,14 @@ from zbpp.runtime.optim.optimizers import StageOptimizers
 from zbpp.runtime.replay import Replay
 from zbpp.runtime.support.pytree import tensors_in
 
-__all__ = ["TracedJob", "inject", "patience", "small_buckets", "trace"]
+__all__ = [
+    "TracedJob",
+    "inject",
+    "patience",
+    "plain_kernels",
+    "small_buckets",
+    "trace",
+]
 
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -167,6 +175,38 @@ def patience(seconds: float) -> Iterator[None]:
         yield
     finally:
         failures._PATIENCE_S, failures._STORE_S = before
+
+
+@contextmanager
+def plain_kernels() -> Iterator[list[Any]]:
+    """Compile layers up to finished graphs, run those by torch's operators, list them.
+
+    What torch has compiled before is forgotten, at the end too.
+    """
+    from zbpp.runtime.compiled import backend
+
+    graphs: list[Any] = []
+
+    def compile_graph(graph: Any, _: Any, **__: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+
+        def run(arguments: list[Any]) -> Any:
+            taken = tuple(arguments)
+            arguments.clear()
+            return graph.forward(*taken)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        graph.recompile()
+        return run
+
+    before = backend.compile_graph
+    torch._dynamo.reset()
+    backend.compile_graph = compile_graph
+    try:
+        yield graphs
+    finally:
+        backend.compile_graph = before
+        torch._dynamo.reset()
 
 
 def _change_handlers(change: Callable[[Any], None]) -> Callable[[], None]:

@@ -109,9 +109,8 @@ class Dense(Block):
         x = self.norm(hidden)
         scores = (x @ self.key(self.queries).mT).softmax(-1)
         rows = self.convolution(x.flatten(0, 1)[:, None]).sum(1).view_as(x)
-        return self.gain * self.down(functional.gelu(self.up(x))) + (
-            scores @ self.queries + rows
-        )
+        more = self.gain * self.down(functional.gelu(self.up(x)))
+        return more + scores @ self.queries + rows * x
 
 
 class Lazy(Block):
@@ -225,7 +224,8 @@ class Model(nn.Module):
             for part in (self.blocks[1].up, self.blocks[3].router, self.blocks[4]):
                 part.requires_grad_(False)
         if _group(mesh, "tp") is not None:
-            self._share(mesh["tp"])
+            for block in self.blocks:
+                share_linears(block, mesh["tp"])
         if dtensors:
             _deal(self.blocks[3].experts, mesh["ep"])
 
@@ -238,24 +238,24 @@ class Model(nn.Module):
     def layers(self) -> list[nn.Module]:
         return [self.table, *self.blocks, self.head]
 
-    def _share(self, mesh: DeviceMesh) -> None:
-        """Share Linears and tables between the processes of a mesh."""
-        from torch.distributed.tensor import Replicate
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            RowwiseParallel,
-            parallelize_module,
-        )
 
+def share_linears(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Share Linears and tables of a layer between the processes of a mesh."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {}
+    if isinstance(block, Dense):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if isinstance(block, Lazy):
         rows = RowwiseParallel(input_layouts=Replicate())
-        for block in self.blocks:
-            plan: dict[str, Any] = {}
-            if isinstance(block, Dense):
-                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            if isinstance(block, Lazy):
-                plan = {f"tables.{i}": rows for i in range(len(block.tables))}
-            if plan:
-                parallelize_module(block, mesh, plan)
+        plan = {f"tables.{i}": rows for i in range(len(block.tables))}
+    if plan:
+        parallelize_module(block, mesh, plan)
 
 
 def _group(mesh: DeviceMesh | None, dim: str) -> dist.ProcessGroup | None:

@@ -1,0 +1,451 @@
+"""The work of a mesh: collectives, memory, checkpoints, profiles, compiled layers."""
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import difference, merged
+from mesh_model import Dense, Model, share_linears
+from meshes import MeshCase, pipeline_of, run, share
+from pool import Pool
+from ranks import end_of
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zbpp
+from zbpp import diagnostics
+from zbpp.checkpoint import newest, read_model
+from zbpp.runtime import SplitGraph
+from zbpp.runtime.testing import plain_kernels
+
+pytestmark = pytest.mark.dist
+
+WIDTH, N_MICROBATCHES = 256, 4
+LAYER = 4 * WIDTH * WIDTH
+"""Bytes of a layer's parameters."""
+
+
+def linears(n: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n)]
+
+
+def replicas(
+    n_layers: int, mode: str, n_stages: int = 1, n: int = N_MICROBATCHES, **options: Any
+) -> zbpp.Pipeline:
+    """A pipeline of two replicas; nothing steps its parameters."""
+    mesh = zbpp.mesh(stages=n_stages, data_parallel=2)
+    return zbpp.Pipeline(
+        linears(n_layers),
+        mode,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=None,
+        n_microbatches=n,
+        device="cpu",
+        mesh=zbpp.DataParallel(mesh=mesh, **options),
+    )
+
+
+def steps(pipeline: zbpp.Pipeline, mode: Any = None) -> None:
+    """Take a step, within a dispatch mode if one is given."""
+    x = torch.randn(N_MICROBATCHES, WIDTH)
+    for _, p in pipeline.named_parameters():
+        p.grad = None
+    with mode or nullcontext():
+        pipeline.step(x, x)
+
+
+# ---- Collectives.
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives by name, and adds up their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n: Counter[str] = Counter()
+        self.n_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::").strip("_").split("_")[0]
+            self.n[name] += 1
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            self.n_bytes[name] += max(x.nbytes for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+SHARDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "optimizer": {"shard": "optimizer"},
+    "gradients": {"shard": "gradients"},
+    "parameters": {"shard": "parameters"},
+    "buffers": {"shard": "parameters", "alternating_buffers": True},
+}
+
+
+def count_collectives(n_layers: int) -> dict[str, dict[str, int]]:
+    found = {}
+    for name, options in SHARDS.items():
+        with replicas(n_layers, "1F1B", **options) as pipeline:
+            steps(pipeline)
+            steps(pipeline, counted := Counted())
+        found[name] = dict(counted.n)
+        assert set(counted.n_bytes.values()) <= {n * LAYER for n in counted.n.values()}
+    return found
+
+
+def test_a_step_has_the_collectives_of_its_shards(pool: Pool) -> None:
+    """As docs/how_to/data_parallel.md says: m sums of a layer, or one."""
+    n, m = 3, N_MICROBATCHES
+    for found in pool.run(count_collectives, 2, n):
+        assert found == {
+            "none": {"allreduce": n},
+            "optimizer": {"allgather": n, "reduce": n},
+            "gradients": {"allgather": n, "reduce": n * m},
+            "parameters": {"allgather": 2 * n * m, "reduce": n * m},
+            "buffers": {"allgather": 2 * n * m, "reduce": n * m},
+        }
+
+
+def timed_jobs() -> dict[str, tuple[float, float]]:
+    """Start and end of this stage's jobs in a step."""
+    with replicas(8, "ZBV", 2, shard="optimizer") as pipeline:
+        steps(pipeline)
+        timeline = diagnostics.timeline(pipeline)
+        stage = pipeline.place.pipeline.index(pipeline.place.rank)
+        slots = (*timeline.rows[stage], *timeline.collectives[stage])
+        return {str(slot.job): (slot.start, slot.end) for slot in slots}
+
+
+def test_sums_begin_within_the_last_weight_pass(pool: Pool) -> None:
+    for jobs in pool.run(timed_jobs, 4):
+        chunks = [name[0] for name in jobs if name.endswith("REDUCE_GRAD")]
+        assert len(chunks) == 2
+        n_beside = 0
+        for chunk in chunks:
+            start, end = jobs[f"{chunk}REDUCE_GRAD"]
+            last = max(jobs[f"{chunk}W{i}"] for i in range(N_MICROBATCHES))
+            assert last[0] < start < last[1]
+            n_beside += sum(start < a and b < end for a, b in jobs.values())
+        assert n_beside > 0
+
+
+# ---- Memory.
+
+
+@contextmanager
+def peak() -> Iterator[list[int]]:
+    """The most bytes that the allocator has given beyond those of before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield found
+    results: Any = profiler.profiler
+    events = [x for x in results.kineto_results.events() if x.name() == "[memory]"]
+    sizes = [x.nbytes() for x in sorted(events, key=lambda x: x.start_ns())]
+    found.append(max(itertools.accumulate(sizes, initial=0)))
+
+
+def peaks_of_steps(cases: list[tuple[int, str, bool]]) -> list[float]:
+    """Peaks of steps, in layers."""
+    found = []
+    for n_layers, mode, alternating in cases:
+        options: Any = {"shard": "parameters", "alternating_buffers": alternating}
+        with replicas(n_layers, mode, **options) as pipeline:
+            steps(pipeline)
+            with peak() as most:
+                steps(pipeline)
+        found.append(most[0] / LAYER)
+    return found
+
+
+def test_alternating_buffers_keep_one_layer_whole(pool: Pool) -> None:
+    """What grows with the number of layers is this replica's part of the gradients."""
+    cases = [(n, mode, True) for mode in ("ZBH1", "1F1B") for n in (4, 12)]
+    for *found, plain in pool.run(peaks_of_steps, 2, [*cases, (12, "ZBH1", False)]):
+        for few, many in zip(found[::2], found[1::2], strict=True):
+            assert few < 8 and many - few < 8 / 2 + 1.5
+            assert plain > 1.5 * many
+
+
+# ---- Checkpoints.
+
+N_SAVED = 12
+"""Layers."""
+
+
+def save_shards(folder: str) -> float:
+    """The peak of a save, in layers."""
+    with replicas(N_SAVED, "1F1B", shard="parameters") as pipeline:
+        steps(pipeline)
+        with peak() as most:
+            pipeline.save(folder, wait=True)
+    return most[0] / LAYER
+
+
+def read_shards(folder: str) -> dict[str, Tensor]:
+    """The tensors that torch's reader has put into shards of zeros, whole."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = zbpp.mesh(stages=1, data_parallel=2)["dp"]
+    names = [f"model/layers.{i}.weight" for i in range(N_SAVED)]
+    zeros = torch.zeros(WIDTH, WIDTH)
+    shards = {name: distribute_tensor(zeros, mesh, [Shard(0)]) for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(shards, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
+    return {name: shard.full_tensor() for name, shard in shards.items()}
+
+
+def test_shards_are_saved_one_by_one_and_read_by_all(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """By a plain model, and by torch's reader into shards of its own."""
+    _, most = pool.run(save_shards, 2, str(tmp_path))
+    assert most < N_SAVED / 2  # with copies that gloo makes; rank 0 writes all
+    model = nn.Sequential(*linears(N_SAVED))
+    saved = read_model(tmp_path)
+    assert saved.keys() == {f"layers.{name}" for name in model.state_dict()}
+    for name, p in model.state_dict().items():
+        assert torch.equal(saved[f"layers.{name}"], p)
+    for found in pool.run(read_shards, 2, str(newest(tmp_path))):
+        for name, value in found.items():
+            assert torch.equal(value, saved[name.removeprefix("model/")])
+
+
+# ---- Neighbours, slices and profiles.
+
+
+def see_forwards() -> bool:
+    """True if neighbours along ``tp`` have seen the same in all their forwards.
+
+    Every step is clipped. One neighbour could decide by itself, as it counts the plain
+    gradients, and the other one has none to count.
+    """
+    mesh = zbpp.mesh(stages=2, tensor_parallel=2)
+    model = Model(mesh, dtype=torch.float32)
+    seen = []
+
+    def look(_: nn.Module, __: Any, output: Tensor) -> None:
+        both = torch.zeros(2)
+        both[mesh["tp"].get_local_rank()] = output.detach().sum()
+        dist.all_reduce(both, group=mesh.get_group("tp"))
+        seen.append(bool(both[0] == both[1]))
+
+    for block in model.blocks:
+        block.norm.register_forward_hook(look) if hasattr(block, "norm") else None
+        if isinstance(block, Dense):
+            block.up.requires_grad_(False)
+            block.down.requires_grad_(False)
+    case = MeshCase(kind="tp", mode="ZBH1")
+    with pipeline_of(case, model=model, clip_grad_norm=1e-3) as pipeline:
+        for step in range(3):
+            assert pipeline.step(*share(pipeline, step, "some")).rollbacks == 1
+    return all(seen)
+
+
+def test_neighbours_compute_the_same_before_a_rollback(pool: Pool) -> None:
+    """A layer may choose by it what it communicates, as a router does."""
+    assert all(pool.run(see_forwards, 4))
+
+
+def run_all(cases: list[MeshCase]) -> list[Any]:
+    return [run(case) for case in cases]
+
+
+def test_slices_weigh_by_their_tokens(pool: Pool) -> None:
+    """The control: by samples, where tokens are dealt unevenly, numbers differ."""
+    right, wrong = (MeshCase(kind="cp", weigh=x) for x in (None, "samples"))
+    by_rank = pool.run(run_all, 4, [right, wrong])
+    first, second = (merged(x) for x in zip(*by_rank, strict=True))
+    assert difference(first, second, is_exact=False) is not None
+
+
+def profile_and_train(kind: str) -> tuple[bool, Any, Any]:
+    case = MeshCase(kind=kind)
+    with pipeline_of(case) as pipeline:
+        profile = pipeline.profile(*share(pipeline, 0, "some"), rounds=5, most_s=0.01)
+        found = pipeline.step(*share(pipeline, 0, "some"))
+    times = (*profile.layers.f, *profile.layers.w)
+    expected = run(case)
+    return (
+        min(times) > 0,
+        (found.loss, found.grad_norm),
+        (
+            expected.losses[0],
+            expected.norms[0],
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ep", "cp"])
+def test_a_profile_measures_layers_that_wait_for_each_other(
+    pool: Pool, kind: str
+) -> None:
+    """All processes run as many rounds, however long theirs take, and train on."""
+    for is_timed, found, expected in pool.run(profile_and_train, 4, kind):
+        assert is_timed
+        assert found == expected
+
+
+class Meeting(nn.Module):
+    """Adds its input over neighbours, in a way; one of them fails before."""
+
+    def __init__(self, mesh: Any, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.group, self.how, self.n_calls = mesh.get_group("tp"), how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed._functional_collectives import all_reduce
+
+        self.n_calls += 1
+        if self.n_calls == 2 and self.group.rank() == 1:
+            raise RuntimeError("Connection closed by peer")
+        total = x.detach().clone()
+        if self.how == "torch":
+            dist.all_reduce(total, group=self.group)
+        else:
+            total = all_reduce(total, "sum", self.group) + 0
+        return self.linear(x) + total
+
+
+def meet(how: str) -> tuple[str, str]:
+    """The error of this process, by class and words."""
+    mesh = zbpp.mesh(stages=1, tensor_parallel=2)
+    torch.manual_seed(0)
+    execution = zbpp.Execution(timeout_s=20.0)
+    pipeline = zbpp.Pipeline(
+        [Meeting(mesh, how)], "1F1B", loss_fn=nn.functional.mse_loss, optimizer=None,
+        n_microbatches=2, device="cpu", mesh=mesh, execution=execution,
+    )  # fmt: skip
+    try:
+        pipeline.step(torch.ones(4, 4), torch.ones(4, 4))
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("how", ["torch", "functional"])
+def test_an_error_of_a_layer_is_not_taken_for_that_of_a_neighbour(how: str) -> None:
+    """Nor the other way round: what a layer waits for in vain is the peer's fault."""
+    (other, words), (kind, text) = (rank.value for rank in end_of(meet, 2, how))
+    assert kind == "RuntimeError" and text.startswith("Connection closed by peer")
+    assert other == "PeerError"
+    assert "rank 1 failed first, in 0F1: RuntimeError: Connection closed" in words
+
+
+# ---- Compiled layers.
+
+
+def compiled_traces(kind: str) -> list[Any]:
+    """Results, and where W is, of 1F1B and ZBH1 compiled and of ZBH1 not; graphs."""
+    sizes = {"tensor_parallel": 2} if kind == "tp" else {"data_parallel": 2}
+    mesh = zbpp.mesh(stages=1, **sizes)  # another one would compile once more
+    options: Any = {} if kind == "tp" else {"shard": kind}
+    found: list[Any] = []
+    x = torch.randn(4, 4, 9, generator=torch.Generator().manual_seed(3)).double()
+    for mode, compiled in (("1F1B", "blocks"), ("ZBH1", "blocks"), ("ZBH1", False)):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [Dense().double() for _ in range(3)]
+        for layer in layers if kind == "tp" else ():
+            share_linears(layer, mesh["tp"])
+        with (
+            plain_kernels() as graphs,
+            zbpp.Pipeline(
+                layers,
+                mode,
+                loss_fn=nn.functional.mse_loss,
+                optimizer=partial(torch.optim.SGD, lr=0.1),
+                n_microbatches=2,
+                clip_grad_norm=0.5,
+                device="cpu",
+                mesh=zbpp.DataParallel(mesh=mesh, **options),
+                execution=zbpp.Execution(compile=compiled),
+            ) as pipeline,
+        ):
+            results = [pipeline.step(x, x.flip(0)) for _ in range(2)]
+            places = diagnostics.split_report(pipeline)
+        numbers = [(one.loss, one.grad_norm) for one in results]
+        found.append((numbers, {k for k, x in places.items() if x == "W"}, len(graphs)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "parameters"])
+def test_compiled_layers_are_split_and_train_as_others_do(
+    pool: Pool, kind: str
+) -> None:
+    for whole, split, eager in pool.run(compiled_traces, 2, kind):
+        assert min(whole[2], split[2]) >= 2  # a forward and a backward
+        assert whole[0] == split[0]
+        for one, other in zip(split[0], eager[0], strict=True):
+            assert one == pytest.approx(other, rel=1e-9)
+        assert split[1] == eager[1]
+        assert {"layers.0.up.weight", "layers.0.down.weight"} <= split[1]
+
+
+class Summed(nn.Module):
+    """Each process has rows of x: of ``one``'s gradient it makes a summand.
+
+    A frozen parameter goes before: it has no gradient among the backward's results.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        super().__init__()
+        torch.manual_seed(0)
+        draw = partial(torch.randn, 6, 6)
+        self.one = nn.Parameter(distribute_tensor(draw(), mesh))
+        self.other = nn.Parameter(distribute_tensor(draw(), mesh, [Shard(0)]))
+        self.frozen = nn.Parameter(distribute_tensor(draw(), mesh), requires_grad=False)
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        rows = DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False)
+        y = (rows @ self.frozen @ self.one).tanh()
+        y = y.redistribute(placements=[Replicate()])
+        return (y @ self.other.t()).redistribute(placements=[Replicate()]).to_local()
+
+
+def sum_partly() -> tuple[list[str], bool]:
+    """The places of the gradients, and if they equal those of a backward."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    ours, plain = Summed(mesh), Summed(mesh)
+    with plain_kernels():
+        calls = [torch.compile(x, backend="zbpp") for x in (ours, plain)]
+        for number in (1, 2):
+            x = torch.full((2, 6), 0.1 * (number + mesh.get_local_rank()))
+            x.requires_grad_()
+            calls[1](x).sum().backward()
+            graph = SplitGraph([y := calls[0](x)], [x])
+            report = graph.report()
+            graph.backward_input(torch.ones_like(y))
+            graph.backward_weight()
+    pairs = zip((ours.one, ours.other), (plain.one, plain.other), strict=True)
+    is_same = all(torch.equal(*(p.grad.full_tensor() for p in pair)) for pair in pairs)
+    return [report[p] for p in (ours.one, ours.other)], is_same
+
+
+@pytest.mark.slow
+def test_a_sum_over_processes_that_is_not_made_yet_stays_in_b(pool: Pool) -> None:
+    places = ["B: its gradient is not sharded as it is", "W"]
+    assert pool.run(sum_partly, 2) == [(places, True)] * 2
