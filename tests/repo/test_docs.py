@@ -1,7 +1,6 @@
 """All that the documents show runs: commands, sessions, files, figures."""
 
 import re
-import runpy
 import subprocess
 import sys
 import tomllib
@@ -293,23 +292,17 @@ def test_the_users_script_prints_the_same_whatever_the_flag(tmp_path, capsys):
 
 def test_the_steps_that_are_logged_are_the_pipelines(monkeypatch):
     """With a writer in the place of TensorBoard's, which need not be installed."""
-    logged = []
+    logged, names = [], {}
     writer = SimpleNamespace(add_scalar=lambda *scalar: logged.append(scalar))
     board = SimpleNamespace(SummaryWriter=lambda folder: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    names: dict = {}
     exec(page_with("log_steps.py").files()["log_steps.py"], names)
     results = [SimpleNamespace(loss=float(i), grad_norm=-1.0) for i in range(11)]
-    pipeline = SimpleNamespace(rank=0, step=lambda inputs, targets: results[inputs])
-    names["train"](pipeline, [(i, None) for i in range(11)], "runs")
-    assert logged == [
-        (name, value, step)
-        for step in (0, 10)
-        for name, value in (("loss", float(step)), ("grad_norm", -1.0))
-    ]
-    pipeline.rank = 1
-    names["train"](pipeline, [(0, None)], "runs")
-    assert len(logged) == 4
+    for rank in (0, 1):  # rank 1 logs nothing
+        pipeline = SimpleNamespace(rank=rank, step=lambda i, targets: results[i])
+        names["train"](pipeline, [(i, None) for i in range(11)], "runs")
+    norm = ("grad_norm", -1.0)
+    assert logged == [("loss", 0.0, 0), (*norm, 0), ("loss", 10.0, 10), (*norm, 10)]
 
 
 @pytest.mark.slow
@@ -336,18 +329,3 @@ def test_the_scripts_print_the_same_under_torchrun(
     if file not in ("torch_zbv.py", "mesh_train.py"):  # these need processes
         run_script(tmp_path / file, *alone[0][1:])
         assert capsys.readouterr().out == printed
-
-
-# The picture.
-
-
-@pytest.mark.slow
-def test_the_picture_can_be_made_again(tmp_path):
-    copy = tmp_path / "make_picture.py"
-    copy.write_text((ROOT / "docs" / "assets" / "make_picture.py").read_text())
-    runpy.run_path(str(copy))
-    drawn = (tmp_path / "schedules.svg").read_text()
-    kept = (ROOT / "docs" / "assets" / "schedules.svg").read_text()
-    for text in ("1F1B", "ZBH1", "ZBV", "27.27 %", "11.11 %", "0.00 %"):
-        assert text in drawn
-        assert text in kept

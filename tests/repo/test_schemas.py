@@ -7,7 +7,7 @@ tests/training/test_train.py (metrics), tests/cli/test_models.py (estimates).
 import json
 
 import pytest
-from pages import ROOT, Page
+from pages import ROOT
 from schemas import SCHEMAS, mistakes
 
 import zbpp
@@ -102,13 +102,3 @@ def test_the_keys_are_those_that_are_read(kind, tmp_path, capsys):
     words = set(capsys.readouterr().err.replace(",", " ").replace("'", " ").split())
     known = set(SCHEMAS[kind]["properties"])
     assert known <= words, known - words
-
-
-def test_data_that_is_shown_in_the_documents():
-    names = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")]
-    blocks = [b.text for name in names for b in Page.read(name).blocks("json")]
-    kinds = {'"format"': "schedule", '"n_layers"': "layers"}
-    for text in blocks:
-        kind = next((kinds[key] for key in kinds if key in text), "costs")
-        assert not mistakes(kind, json.loads(text)), text
-    assert len(blocks) > 10

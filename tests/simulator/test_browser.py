@@ -177,21 +177,6 @@ def pixels(browser, panel, at):
     return [tuple(data[i : i + 4]) for i in range(0, len(data), 4)]
 
 
-def test_kinds_of_jobs_and_idle_time_have_colours(browser, timelines):
-    def colour(stage, time):
-        y = f"(extent(timeline, scale, {stage})[0] + 2) * look.ratio"
-        return pixels(browser, 0, f"scale.x({time!r}) * look.ratio, {y}, 1, 1")[0]
-
-    colours = {}
-    for stage, row in enumerate(timelines[0].rows):
-        for slot in row[:6]:
-            middle = (slot.start + slot.end) / 2
-            colours.setdefault(slot.job.kind, set()).add(colour(stage, middle))
-    assert len(colours) == 3 and all(len(found) == 1 for found in colours.values())
-    (first_b,) = (s for s in timelines[0].rows[0] if str(s.job) == "0B0")
-    assert len(set.union({colour(0, first_b.start - 5)}, *colours.values())) == 4
-
-
 def test_bands_show_shares_where_jobs_are_thin(browser, tmp_path):
     """In the warm-up all is F; once everything runs, a third is."""
     one = entry_of("ZBH1", 16, 256)

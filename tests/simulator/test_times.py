@@ -351,7 +351,7 @@ HIDDEN = {
 @pytest.mark.parametrize("mode", HIDDEN)
 def test_post_validation_hides_the_sum_behind_o_and_the_passes_before_v(mode):
     """p equal stages: span + max(O, R - x), x = the passes; a barrier adds R + O."""
-    for p, f, o, r in product((2, 3, 6), (1, 2), (0, 2), (0, 8, 16)):
+    for p, f, o, r in product((2, 4), (1, 2), (0, 2), (0, 8)):
         sizes = {"n_stages": p, "n_microbatches": 2 * p}
         schedule = plan_zb_v(**sizes) if mode == "ZBV" else plan(mode, **sizes)
         costs = Costs(f, f, f, optimizer=o, reduction=r)

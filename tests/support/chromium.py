@@ -3,7 +3,6 @@
 Messages are JSON, ended by a zero byte, on the descriptors 3 (to it) and 4 (from it).
 """
 
-import base64
 import contextlib
 import json
 import os
@@ -85,11 +84,6 @@ class Chromium:
             mobile=False,
         )
 
-    def prefer(self, scheme: str) -> None:
-        """Let pages think that ``dark`` or ``light`` is wanted."""
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
-
     def open(self, path: Path) -> None:
         """Load a page and wait until its timelines are drawn."""
         self.load(path)
@@ -121,12 +115,6 @@ class Chromium:
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         """Send a pointer event as a mouse would; see Input.dispatchMouseEvent."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def picture(self, path: Path, *, whole: bool = False) -> None:
-        """Write a PNG of what is seen, or of the whole page."""
-        more: dict[str, Any] = {"captureBeyondViewport": whole}
-        answer = self.call("Page.captureScreenshot", format="png", **more)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
