@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from moe import C, N, W, moe_costs
+from moe import C, N, moe_costs
 
 from zbpp.core import (
     Costs,
@@ -16,7 +16,6 @@ from zbpp.core import (
     LayerCosts,
     Part,
     Parts,
-    Pass,
     PassKind,
     Placement,
     RequestError,
@@ -86,16 +85,6 @@ def test_parts_in_a_row_take_the_times_of_their_sums(mode):
     if schedule.n_stages < schedule.placement.n_chunks:  # the control
         overlapped = simulate(lay_out(schedule, costs), costs)
         assert span(overlapped) < span(simulate(schedule, sums))
-
-
-def test_a_w_needs_its_part_of_b_alone_where_they_are_as_many():
-    times = moe_costs(0.4, 2).on(Placement.single(1))
-    parts = [Part(Pass(W, 0, 0), i, C) for i in range(4)]
-    assert [times.source_of(part) for part in parts] == [1, 3, 5, 7]
-    fewer = replace(LANES, parts=replace(LANES.parts, w=((C, 0.5), (C, 0.5)))).on(
-        Placement.single(1)
-    )
-    assert [fewer.source_of(part) for part in parts[:2]] == [1, 1]
 
 
 @pytest.mark.parametrize(
