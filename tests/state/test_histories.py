@@ -154,14 +154,14 @@ class Histories(RuleBasedStateMachine):
     def synchronize(self) -> None:
         self.ours.do("synchronize")
 
-    @precondition(lambda self: self.case.change != "bounded_weight")
+    @precondition(lambda self: self.case.change != "shrunk_weight")
     @rule(place=PLACES, by=one_of("file", "memory"))
     def move(self, place: tuple[str, int], by: str) -> None:
         """To another schedule on other stages."""
         self.read()
         self.ours.do("move", *place, by)
 
-    @precondition(lambda self: self.case.change != "bounded_weight")
+    @precondition(lambda self: self.case.change != "shrunk_weight")
     @rule(data=st.data())
     def switch(self, data: st.DataObject) -> None:
         modes = TWO_CHUNKS if self.ours.case.mode in TWO_CHUNKS else ONE_CHUNK
@@ -236,8 +236,8 @@ def test_histories(tmp_path: Path) -> None:
 VALID, CLIPPED, SKIPPED = ("step",), ("step", SPIKE), ("step", INF)
 WITH_ALL: tuple[Action, ...] = (
     VALID, CLIPPED, ("freeze", "3.linear.weight"), SKIPPED, ("set_rate", 0.5), CLIPPED,
-    ("freeze", "3.linear.weight"), VALID, SKIPPED, ("schedule_rates",), CLIPPED, VALID,
-    ("look", "optimizers"), CLIPPED,
+    ("synchronize",), ("freeze", "3.linear.weight"), VALID, SKIPPED,
+    ("schedule_rates",), CLIPPED, VALID, ("look", "optimizers"), CLIPPED,
 )  # fmt: skip
 
 
@@ -258,6 +258,18 @@ def test_every_optimizer_is_rolled_back(optimizer: str) -> None:
     *theirs, _ = play(case.reference, WITH_ALL)
     assert difference(ours, theirs) is None
     assert rollbacks == [0, 1, 1, 1, 0, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "optimizer"),
+    [*((change, "adamw") for change in CHANGES), ("shrunk_weight", "hooked")],
+)
+def test_whatever_a_forward_changes_is_rolled_back(change: str, optimizer: str) -> None:
+    case = Case(change=change, optimizer=optimizer, dropout=0.3)
+    *ours, rollbacks = play(case, WITH_ALL)
+    *theirs, _ = play(case.reference, WITH_ALL)
+    assert difference(ours, theirs) is None
+    assert sum(rollbacks) == 6
 
 
 IN_PROCESSES: dict[str, tuple[int, Case, tuple[Action, ...]]] = {
