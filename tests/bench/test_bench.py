@@ -115,6 +115,7 @@ def test_a_contender_with_another_loss_is_refused_and_not_timed(bench, flags, sa
         assert one["same_loss"] or one["reason"].startswith("refused: loss ")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -122,10 +123,9 @@ def test_a_contender_with_another_loss_is_refused_and_not_timed(bench, flags, sa
             "--modes none --peers torch:1F1B --model models:dicts",
             "torch:1F1B cannot run this model: torch says: ",
         ),
-        pytest.param(
+        (
             "--modes none --peers torch:DualPipeV --model models:plain -m 3",
             "torch:DualPipeV cannot run with 2 stages and 3 ",
-            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -23,6 +23,8 @@ PACKAGES = {
     "torchtitan_sharded": ("triton", "torchtitan.models.llama3.infra"),
 }
 """What each example needs beside torch; the last one torchtitan 0.2."""
+NIGHTLY = {"accelerate_loop"}
+"""The Trainer of transformers loops in the same way."""
 PROCESSES = {"torchtitan_sharded": (2, 4)}
 """Numbers of processes that examples run with, where they are not 2 alone."""
 
@@ -72,7 +74,14 @@ def test_the_page_tells_the_lines_that_change(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.xdist_group("hf")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ())
+        for name in PACKAGES
+    ],
+)
 def test_losses_are_those_of_the_plain_form(name: str, tmp_path: Path) -> None:
     for package in PACKAGES[name]:
         pytest.importorskip(package)
