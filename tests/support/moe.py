@@ -1,12 +1,13 @@
 """Costs of layers with experts, which exchange tokens."""
 
-from zbpp.core import Costs, Lane, Parts, PassKind
+from typing import Any
+
+from zbpp.core import Costs, Lane, Parts
 
 C, N = Lane.COMPUTE, Lane.NETWORK
-F, B, W, BW = PassKind
 
 
-def moe_costs(share, layers=4, **more):
+def moe_costs(share: float, layers: int = 4, **more: Any) -> Costs:
     """A stage of layers with F = B = W = 1, of which F and B exchange more.
 
     Args:
