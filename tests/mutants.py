@@ -44,6 +44,7 @@ TESTS = {
     "ties": "tests/state/test_ties.py tests/state tests/bits",
     "executor": "tests/bits tests/state",
     "pipeline": "tests/test_user_mistakes.py tests/bits/test_refusals.py "
+    "tests/bits/test_batches.py "
     "tests/checkpoint",
     "memory": "tests/memory tests/cli/test_models.py",
     "profiling": "tests/profiling",
