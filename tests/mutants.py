@@ -366,8 +366,6 @@ TABLE = (
     ("schedules", "W's do not wait for the part of B that they need",
      "schedules/passes/segments.py",
      "if b.done >= course.next.needs:", "if b.done:"),
-    ("backward", "hooks since the forward are not seen",
-     "zbpp/runtime/backward/engine.py", " and queue.n_hooks == hooks_made()", ""),
     # ---- pipeline
     ("pipeline", "keep=0", "zbpp/pipeline/checkpoints.py",
      "if keep is not None and keep < 1", "if keep is not None and keep < 0"),

@@ -132,30 +132,6 @@ def test_torch_runs_our_split_and_our_schedules(
         assert torch.equal(grad, wanted[name]) and not torch.equal(grad, fewer[name])
 
 
-def refusal_of_torch(csv: str, stage_of: tuple[int, ...], folder: str) -> str:
-    try:
-        run_in_torch(csv, stage_of, folder)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_torch_refuses_our_letters_and_a_schedule_without_a_pass(
-    pool: Pool, tmp_path: Path
-) -> None:
-    schedule = plan("ZBH1", n_stages=N_STAGES, n_microbatches=N_MICROBATCHES)
-    csv, stage_of = to_torch_csv(schedule), schedule.placement.stage_of
-    for wrong, reason in (
-        (csv.replace("I", "B"), "without first running Backward Input"),
-        (csv.replace("0W1,", ""), "I and W must have equal counts"),
-    ):
-        how = wrong, stage_of, str(tmp_path)
-        for message in pool.run(refusal_of_torch, N_STAGES, *how):
-            assert reason in message
-
-
 # A split module alone; that it has autograd's bits is tested on the whole zoo.
 
 

@@ -1,5 +1,8 @@
 """Every module of the zoo: B then W is the full backward, to the bit, in any order."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from split_runs import (
@@ -11,7 +14,10 @@ from split_runs import (
     differences,
     plainly,
 )
-from zoo import CASES
+from torch import Tensor, nn
+from torch.nn import functional as f
+from torch.utils.checkpoint import checkpoint
+from zoo import CASES, Case, Fn, features, lin, offloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* gains little here")
 
@@ -19,6 +25,45 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* gains little here")
 @pytest.mark.parametrize("name", CASES)
 def test_a_split_backward_is_autograds(name: str) -> None:
     check(CASES[name])
+
+
+# Micro-batches 2 and 3 of six take another way than those before and after them.
+
+Way = Callable[[Any, Tensor], Tensor]
+WAYS: dict[str, Way] = {
+    "plain": lambda m, x: m.norm(m.b(m.a(x).tanh())),
+    "swapped": lambda m, x: m.norm(m.a(m.b(x).tanh())),
+    "another norm": lambda m, x: m.other(m.b(m.a(x).tanh())),
+    "used twice": lambda m, x: m.norm(m.b(m.b(x).tanh())),
+    "a copied weight": lambda m, x: m.norm(m.b(f.linear(x, m.a.weight + 0))),
+    "other parts": lambda m, x: m.norm(x @ m.w[1]) + x @ m.w[2],
+    "one part": lambda m, x: m.norm(x @ m.w[1]) + x @ m.w[1],
+    "packed": lambda m, x: offloaded(m, x),
+    "recomputed": lambda m, x: checkpoint(WAYS["plain"], m, x, use_reentrant=False),
+}
+
+
+def with_ways(way: str) -> Case:
+    def call(m: Any, value: tuple[Tensor, Tensor]) -> Tensor:
+        x, is_other = value
+        return WAYS[way if is_other else "plain"](m, x) + x @ m.w[0] + x @ m.w[1]
+
+    def build() -> nn.Module:
+        module: Any = Fn(call, a=lin(), b=lin(), w=(3, 6, 6))
+        module.norm, module.other = nn.LayerNorm(6), nn.LayerNorm(6)
+        module.inner = nn.Sequential(module.a, nn.Tanh(), module.b, module.norm)
+        return module  # type: ignore[no-any-return]
+
+    def inputs(i: int) -> tuple[Tensor, ...]:
+        return features(i)[0], torch.tensor(i in (2, 3))
+
+    return Case(build, "", inputs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_micro_batches_may_take_other_ways(way: str) -> None:
+    in_turn = " ".join(f"F{i} B{i} W{i}" for i in range(6))
+    check(with_ways(way), orders=(in_turn,))
 
 
 ADDED_BY_PRODUCTS = (
@@ -39,6 +84,17 @@ def test_gradients_added_within_products_agree_nearly(name: str) -> None:
         torch.testing.assert_close(
             gradient, wanted[parameter], rtol=1e-4, atol=1e-5, check_layout=False
         )
+
+
+@pytest.mark.parametrize("exact_sums", [True, False])
+def test_the_kernel_of_a_product_adds_only_where_sums_need_not_be_exact(
+    exact_sums: bool,
+) -> None:
+    module = Numbered(CASES["linear, no bias"])
+    with torch.profiler.profile() as profile:
+        by_pipeline(module, IN_ORDER, exact_sums=exact_sums)
+    adds = [event for event in profile.events() if event.name == "aten::addmm_"]
+    assert len(adds) == (0 if exact_sums else 2 * 3)
 
 
 def test_a_sum_in_another_order_has_other_bits() -> None:

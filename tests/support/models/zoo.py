@@ -165,8 +165,7 @@ def hidden_hooks(m: Any, x: Tensor) -> Tensor:
 def hooks_of_the_forward(m: Any, x: Tensor) -> Tensor:
     """Hooks that the first forward puts on parameters."""
     y = m.a(x)
-    if not m.seen:
-        m.seen.append("a forward")
+    if not m.a.weight._backward_hooks:
         on_all_parameters(m.a, m.seen)
     return y
 
@@ -478,7 +477,8 @@ CASES: dict[str, Case] = {
     "in place from the start": Case(
         lambda: nn.Sequential(nn.ReLU(inplace=True), lin()), "1.weight"),
     "sums that are one tensor": Case(
-        lambda: Fn(lambda m, x: x + m.a + m.b, a=(3, 4, 6), b=(3, 4, 6)), ""),
+        lambda: Fn(lambda m, x: m.c(x) + m.a + m.b, a=(3, 4, 6), b=(3, 4, 6), c=lin()),
+        "c.weight"),
     "a parameter of another class": Case(unlike, "1.weight"),
     "partly without gradients": Case(
         lambda: Fn(partly_without, a=lin(), b=lin()), "a.weight"),
