@@ -428,6 +428,10 @@ TABLE = (
      "if copy is None"),
     ("checkpoint", "the last failure is the cause", "zbpp/checkpoint/saving.py",
      "(_, text), rank = min(by_time)", "(_, text), rank = max(by_time)"),
+    ("checkpoint", "a replaced checkpoint is removed first",
+     "zbpp/checkpoint/folder.py",
+     'final.rename(folder / f"{_OLD}{final.name}-{secrets.token_hex(4)}")',
+     "shutil.rmtree(final)"),
     # ---- emulation
     ("emulation", "warm-up steps count", "zbpp/emulation/run.py",
      "if step >= _WARM_UP", "if step >= 0"),
