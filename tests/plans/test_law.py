@@ -109,7 +109,7 @@ def memory_of(rng: random.Random, n: int) -> dict:
 def request_of(form: str, rng: random.Random) -> PlanRequest:
     """Any mode, sizes, costs of a form; without a limit."""
     mode = rng.choice((*MODES, "auto", "ZB", "ZBV"))
-    p, m = (rng.randint(1, n) for n in ((3, 4) if "parts" in form else (5, 8)))
+    p, m = (rng.randint(1, n) for n in ((3, 4) if form in SLOW_FORMS else (5, 8)))
     v = MODES[mode].chunks or rng.choice((1, 2, 3))
     columns: dict = {
         "comm": rng.choice((0.0, 0.3, 1.5)),

@@ -121,6 +121,11 @@ def test_modes_keep_the_memory_of_their_names(mode):
         return max(peaks(schedule.orders, Costs().on(schedule.placement)))
 
     assert held() <= most
+    if mode in ("ZBH1", "ZBH2"):  # for times that could do with more
+        small = {"n_stages": 4, "n_microbatches": 12}
+        schedule = plan(mode, **small, costs=Costs(1.0, 1.2, 0.4, 0.1), memory_limit=99)
+        on_chunks = Costs().on(schedule.placement)
+        assert max(peaks(schedule.orders, on_chunks)) <= {"ZBH1": 4, "ZBH2": 7}[mode]
     assert held(memory_limit=2) <= 2
     if mode != "ZB":  # it needs no more than 11
         assert (held(memory_limit=13) > most) == (mode in ("ZBV", "ZBVPP"))

@@ -173,15 +173,16 @@ def test_a_limit_that_is_broken_says_what_is_needed_and_what_would_fit():
 
 @pytest.mark.parametrize("n_microbatches", [1, 2, 3, 4, 5, 40])
 @pytest.mark.parametrize("peak_o", [0.0, 3.0, 3.5])
-def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o):
+@pytest.mark.parametrize("limit", [3.5, 20.5])
+def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o, limit):
     """ZBH1 does not: the inside of its B is large."""
     costs = Costs(m_b=(1.0, 0.5), m_fixed=0.25, peak_b=99.0, peak_bw=0.0, peak_o=peak_o)
     sizes = {"n_stages": 2, "n_microbatches": n_microbatches}
     schedule = plan("FThenB", **sizes)
     held = max(peaks(schedule.orders, costs.on(schedule.placement)))
     with pytest.raises(LimitError) as error:
-        plan("ZBH1", **sizes, costs=replace(costs, memory_limit=3.5))
-    assert ("FThenB" in str(error.value)) == (held <= 3.5)
+        plan("ZBH1", **sizes, costs=replace(costs, memory_limit=limit))
+    assert ("FThenB" in str(error.value)) == (held <= limit)
 
 
 def test_lists_of_one_entry_a_stage_do_not_decide_the_number_of_chunks():
@@ -226,7 +227,7 @@ def test_no_mode_splits_a_backward_that_cannot_be_split(mode):
 SIZES = {"n_stages": 4, "n_microbatches": 8}
 
 
-@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV", "auto"])
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1"])
 def test_numbers_lists_and_arrays_plan_as_tuples_do(mode):
     times, limits = (1.0, 1.5, 1.0, 2.0), (4.0, 4.5, 5.0, 6.0)
     plain = zbpp.plan(mode, costs=zbpp.Costs(f=times, memory_limit=limits), **SIZES)
