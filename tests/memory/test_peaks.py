@@ -74,7 +74,7 @@ class Case(NamedTuple):
         torch.manual_seed(0)
         blocks: list[nn.Module] = [
             Pair() if self.model == "pairs" else Block(checkpointed=self.checkpointed)
-            for _ in range(1 if self.model == "wide" else 6)
+            for _ in range(6)
         ]
         if self.model == "pairs":
             return blocks
@@ -90,8 +90,7 @@ class Case(NamedTuple):
         if self.model == "pairs":
             return (x, x), x
         if self.model == "wide":
-            x = torch.randn(n, 2 * LENGTH, WIDTH)
-            return x, torch.randn(n, 2 * LENGTH, 2 * WORDS)
+            return x, torch.randn(n, LENGTH, 2 * WORDS)
         tokens = torch.randint(0, WORDS, (n, LENGTH))
         return tokens, tokens
 
