@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 import torch
 from plain_graphs import run_plainly
-from split_runs import CHANGES, IN_ORDER, Numbered, check, check_change
+from split_runs import (
+    CHANGES,
+    IN_ORDER,
+    Numbered,
+    check,
+    check_change,
+    differences,
+    plainly,
+)
 from torch import Tensor, nn
 from zoo import CASES, Case, Checkpointed, Fn, lin, normal
 
@@ -132,9 +140,6 @@ MORE = {
     "rows of many sizes": Case(lin, "weight", rows_of_many_sizes),
     "narrow numbers": Case(lambda: Fn(narrowing, a=lin()), "a.weight"),
     "bf16 with sums in fp32": Case(bf16_with_wide_sums, "a.weight"),
-    "one product for two weights": Case(
-        lambda: Fn(lambda m, x: x @ (m.v + m.w).t(), v=(5, 6), w=(5, 6)), ""
-    ),
 }
 
 
@@ -142,7 +147,6 @@ MORE = {
     "name",
     [
         "mlp",
-        "one product for two weights",
         *map(slow, ("a broken graph", "rows of many sizes", "narrow numbers")),
         *map(slow, ("bf16 with sums in fp32", "tied weights", "lora", "two outputs")),
         *map(slow, ("conv2d, frozen weight", "a weight in three parts")),
@@ -155,6 +159,19 @@ def test_a_compiled_module_is_split_as_in_eager_mode(
 ) -> None:
     """What must wait waits; the bits are those of the whole compiled backward."""
     check((CASES | MORE)[name], wrap=compiled)
+
+
+def test_a_product_that_two_weights_share_is_made_once(
+    plain_kernels: list[Any],
+) -> None:
+    """So it is made in B: W would make it for each of them."""
+    case = Case(lambda: Fn(lambda m, x: x @ (m.v + m.w).t(), v=(5, 6), w=(5, 6)), "")
+    ours, plain = Numbered(case, wrap=compiled), Numbered(case, wrap=compiled)
+    wanted = plainly(plain, 1)
+    graph = split_forward(ours, torch.tensor(0), *ours.inputs(0))
+    graph.backward_input()
+    assert graph.held_bytes() == 0
+    assert not differences(ours.found(), wanted)
 
 
 @pytest.mark.slow
