@@ -88,11 +88,12 @@ def test_small_plans_of_random_costs_meet_the_optimum():
     for seed in range(9):
         rng = random.Random(seed)
         p, m = rng.choice((1, 2, 3)), rng.randint(1, 4)
-        f, b, w, m_b = (tuple(rng.uniform(0.5, 2) for _ in range(p)) for _ in range(4))
+        halves = [tuple(rng.choice((0.5, 1, 1.5, 2)) for _ in range(p)) for _ in "fbwm"]
+        f, b, w, m_b = halves
         m_w = tuple(held * rng.choice((0, 0.5, 1, 2)) for held in m_b)
-        peak_b = tuple(max(0.0, y - x) + 0.3 for x, y in zip(m_b, m_w, strict=True))
+        peak_b = tuple(max(0.0, y - x) + 0.25 for x, y in zip(m_b, m_w, strict=True))
         limit = tuple(
-            rng.uniform(1, 2) * (x + y + z)
+            rng.choice((1, 1.25, 1.5)) * (x + y + z)
             for x, y, z in zip(m_b, m_w, peak_b, strict=True)
         )
         costs = Costs(f, b, w, 0.1, m_b=m_b, m_w=m_w, peak_b=peak_b, memory_limit=limit)
