@@ -1,7 +1,9 @@
 """Covering arrays: rows in which every two levels of two factors meet, as cases."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from allpairspy import AllPairs
@@ -58,11 +60,31 @@ def covering_array(
         pairs = zip(names, numbers, strict=False)
         return fits({name: factors[name][number] for name, number in pairs})
 
+    table = [*map(list, AllPairs(levels, filter_func=is_possible))]
+    _mix(table, levels, is_possible)
     rows = []
-    for numbers in AllPairs(levels, filter_func=is_possible):
+    for numbers in table:
         rows.append({n: level(n, x) for n, x in zip(names, numbers, strict=True)})
         members.update(zip(names, numbers, strict=True))
     return rows
+
+
+def _mix(
+    table: list[list[int]],
+    levels: Sequence[Sequence[int]],
+    is_possible: Callable[[Sequence[int]], bool],
+) -> None:
+    """Draw levels that no pair needs: else the last rows would have them all alike."""
+    draw = random.Random(0)
+    pairs = Counter(pair for row in table for pair in combinations(enumerate(row), 2))
+    for _ in range(40 * len(table)):
+        row, factor = draw.choice(table), draw.randrange(len(levels))
+        changed = [*row[:factor], draw.choice(levels[factor]), *row[factor + 1 :]]
+        pairs.subtract(combinations(enumerate(row), 2))
+        lost = (x for x in combinations(enumerate(row), 2) if pairs[x] < 1)
+        if all((factor, row[factor]) not in x for x in lost) and is_possible(changed):
+            row[:] = changed
+        pairs.update(combinations(enumerate(row), 2))
 
 
 def label(row: Row) -> str:
