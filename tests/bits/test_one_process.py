@@ -36,6 +36,8 @@ MODELS = (
     ["frozen", "adapted"],
     ["exchange", "vectors"],
 )
+pytestmark = pytest.mark.filterwarnings("ignore:.* gains little here")  # as it must
+
 MARKS = {
     "ModelOutput": [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
 }
@@ -88,6 +90,8 @@ OTHERS: dict[str, Case] = {
     "recomputed at points": Case(
         mode="DualPipeV", model="exchange, dropout", n_stages=1, recompute="all"
     ),
+    "checkpoints": Case(mode="DualPipeV", model="checkpoints"),
+    "reentrant checkpoints": Case(mode="DualPipeV", model="reentrant checkpoints"),
     "recomputed parts": Case(
         mode="ZBV", model="exchange, dropout", parts=True, recompute="all"
     ),

@@ -6,10 +6,7 @@ That results do not change is shown by the rows of `test_one_process`.
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from contextvars import ContextVar
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from cases import costs_in_parts
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp import diagnostics
@@ -385,39 +381,6 @@ def test_passes_see_the_state_of_the_caller() -> None:
     assert seen[True][-1]["context"] == "none" != seen[True][0][2]["context"]
 
 
-class Checkpointed(nn.Module):
-    """A layer whose forward runs again in the backward, by torch's checkpoint."""
-
-    def __init__(self, index: int, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.use_reentrant = Layer(index, Log(), 0), use_reentrant
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(
-            lambda x: self.dropout(self.inner(x)), x, use_reentrant=self.use_reentrant
-        )
-        return result
-
-
-@pytest.mark.filterwarnings("ignore:DualPipeV gains little here")  # if reentrant
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_layers_may_be_checkpointed(use_reentrant: bool) -> None:
-    found = []
-    for overlap in (True, False):
-        layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH)]
-        layers += [Checkpointed(i, use_reentrant=use_reentrant) for i in (1, 2, 3)]
-        torch.default_generator.manual_seed(0)
-        nn.init.eye_(layers[0].weight)
-        nn.init.zeros_(layers[0].bias)
-        numerics = zbpp.Numerics(seed=3)
-        execution = zbpp.Execution(overlap=overlap)
-        with pipeline_of(layers, numerics=numerics, execution=execution) as pipeline:
-            results = [pipeline.step(*batch(step)) for step in range(3)]
-            found.append([(result.loss, result.grad_norm) for result in results])
-    assert found[0] == found[1]
-
-
 def test_outside_of_a_pipeline_a_point_is_the_call() -> None:
     def swap(given: dict[str, Tensor], *, scale: float) -> dict[str, Tensor]:
         return {"a": given["b"] * scale, "b": given["a"], "counts": given["counts"]}
@@ -545,45 +508,3 @@ def test_real_exchanges_have_the_same_bits_and_one_order(pool: Pool) -> None:
             assert all(map(torch.equal, turns[1], row[1]))
             assert sorted(turns[2]) == sorted(row[2])
             assert "functional" in case or turns[2] != row[2]
-
-
-def one_rank_fails(folder: str) -> None:
-    """Rank 1 raises in the F of a pair, whose all-to-all rank 0 waits for."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
-    layers, is_armed = [Mixture(index, group) for index in range(2)], False
-    expert = layers[0].expert.forward
-
-    def failing(x: Tensor) -> Tensor:
-        if is_armed and dist.get_rank() == 1:
-            raise ArithmeticError("an expert fails")
-        return expert(x)
-
-    layers[0].expert.forward = failing  # type: ignore[method-assign]
-    pipeline = pipeline_of(
-        layers,
-        n_stages=None,
-        mesh=zbpp.mesh(stages=1, data_parallel=2),
-        execution=zbpp.Execution(timeout_s=5.0),
-    )
-    pipeline.step(*batch(0))
-    is_armed = True
-    try:
-        pipeline.step(*batch(1))
-    except Exception as error:
-        notes = getattr(error, "__notes__", [])
-        text = f"{type(error).__name__}: {error} {notes} {n_threads()} threads"
-        (Path(folder) / str(dist.get_rank())).write_text(text)
-
-
-@pytest.mark.slow  # waits for a time-out
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    workers = Pool()
-    try:
-        with suppress(AssertionError):  # the ranks' own group has broken as well
-            workers.run(one_rank_fails, 2, str(tmp_path))
-    finally:
-        workers.close()
-    first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
-    assert first.startswith("PeerError") and "rank 1" in first
-    assert second.startswith("ArithmeticError: an expert fails") and "in 0F" in second
-    assert first.endswith("0 threads") and second.endswith("0 threads")

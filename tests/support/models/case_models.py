@@ -535,6 +535,23 @@ class Exchange(nn.Module):
         return x + zbpp.overlap_point(_flipped, hidden)
 
 
+class _Checkpointed(nn.Module):
+    """A layer whose forward runs again in the backward, by torch's checkpoint."""
+
+    def __init__(self, index: int, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.use_reentrant = Exchange(index, dropout=0.3), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return result
+
+
+def _checkpointed(index: int, *, use_reentrant: bool) -> nn.Module:
+    """The first layer gives the input of a reentrant one a gradient."""
+    return _Checkpointed(index, use_reentrant=use_reentrant) if index else _linear()
+
+
 def _flipped(x: Tensor) -> Tensor:
     return x.sin().flip(1)  # saves x for its backward
 
@@ -662,5 +679,9 @@ MODELS: dict[str, Model] = {
     "written mask": Model(_written_mask, batch=_masked_batch),
     "exchange": Model(Exchange),
     "exchange, dropout": Model(partial(Exchange, dropout=0.3), oracle="stage"),
+    "checkpoints": Model(partial(_checkpointed, use_reentrant=False), oracle="stage"),
+    "reentrant checkpoints": Model(
+        partial(_checkpointed, use_reentrant=True), oracle="stage"
+    ),
     "exchange, norms": Model(partial(Exchange, norm=nn.BatchNorm1d)),
 }
