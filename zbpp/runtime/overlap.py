@@ -357,9 +357,17 @@ class _CommunicationBegins(_HandsOn):
     """Stands behind a communication: in a backward it begins here."""
 
     @staticmethod
+    def forward(ctx: Any, on_device: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(torch.empty(0))
+        return _HandsOn.forward(ctx, on_device, *tensors)
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         of = _backward_here()
         if of is not None and not ctx.on_device:
+            # A recomputed layer runs again now: in the communication it would wait for
+            # its end, or draw numbers beside an F.
+            _ = ctx.saved_tensors
             of.leave()
         return None, *gradients
 
