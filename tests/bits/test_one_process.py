@@ -101,12 +101,21 @@ OTHERS: dict[str, Case] = {
 }
 
 
+COMPILED = {
+    "compiled": Case(mode="ZBV", compile="blocks", clip=0.3),
+    "compiled, recomputed": Case(compile="blocks", model="lm tied", recompute="all"),
+}
+
 CASES = [
     *(
         pytest.param(case_of(row), id=label(row), marks=MARKS.get(row["model"], ()))
         for row in covering_array(FACTORS, fits)
     ),
     *(pytest.param(case, id=name) for name, case in OTHERS.items()),
+    *(
+        pytest.param(case, id=name, marks=pytest.mark.slow)
+        for name, case in COMPILED.items()
+    ),
 ]
 
 

@@ -74,7 +74,6 @@ class Case:
         compile: as in `zbpp.Execution`.
         switch: a mode of the same placement, which takes over after the first step.
         resume: mode and number of stages that go on from a checkpoint of half way.
-        mesh: settings of `zbpp.mesh` and `zbpp.DataParallel`; empty: stages alone.
         device: of all tensors.
     """
 
@@ -103,7 +102,6 @@ class Case:
     compile: bool | str = False
     switch: str | None = None
     resume: tuple[str, int] | None = None
-    mesh: Mapping[str, Any] = field(default_factory=dict, hash=False)
     device: str = "cpu"
 
     @property
@@ -255,14 +253,6 @@ def make(
     if case.given == "builder":
         model = zbpp.layers_from(case.of.build, n_layers=N_LAYERS, ties=case.of.ties)
     settings = _settings(case) | more
-    mesh = dict(case.mesh)
-    if mesh:
-        policy = {
-            name: mesh.pop(name)
-            for name in zbpp.DataParallel.__dataclass_fields__
-            if name in mesh
-        }
-        settings["mesh"] = zbpp.DataParallel(mesh=zbpp.mesh(**mesh), **policy)
     if not dist.is_initialized():
         settings["n_stages"] = n_stages
     schedule: Any = mode
@@ -325,36 +315,24 @@ def costs_in_parts(n_layers: int) -> zbpp.Costs:
 def _train(case: Case, pipeline: zbpp.Pipeline, trace: Trace, steps: range) -> None:
     results = []
     for step in steps:
-        inputs, targets = case.batch(step)
         if case.optimizer is None:
             for _, p in pipeline.named_parameters():
                 p.grad = None
         if not case.calls:
-            results.append(pipeline.step(*_share(pipeline, inputs, targets)))
+            results.append(pipeline.step(*case.batch(step)))
         else:
             for call in range(case.calls):
                 batch = case.batch(step + 10 * call)
                 pipeline.forward_backward(*batch, n_calls=case.calls)
             results.append(pipeline.optim_step())
         if case.switch is not None and step == 0:
-            now = pipeline.schedule
-            pipeline.switch(
-                zbpp.plan(
-                    case.switch,
-                    n_stages=now.n_stages,
-                    n_microbatches=now.n_microbatches,
-                )
-            )
+            n, m = pipeline.schedule.n_stages, case.n_microbatches
+            pipeline.switch(zbpp.plan(case.switch, n_stages=n, n_microbatches=m))
     for result in results:
         trace.losses.append(result.loss)
         trace.each.append(result.losses)
         trace.norms.append(result.grad_norm)
         trace.rollbacks += result.rollbacks
-
-
-def _share(pipeline: zbpp.Pipeline, inputs: Any, targets: Any) -> tuple[Any, Any]:
-    """The samples of this replica."""
-    return inputs, targets
 
 
 def _finish(case: Case, pipeline: zbpp.Pipeline, trace: Trace) -> Trace:

@@ -3,7 +3,6 @@
     inject("kill:1:3:0F2")             rank 1 gets SIGKILL at job 0F2 of step 3
     with trace(pipeline) as jobs:      the jobs that ran, and the bits that they made
     with small_buckets():              optimizers step many small parts
-    with patience(0.1):                a lost peer is reported soon
     with plain_kernels() as graphs:    compiled layers take no C++ compiler
 
 Everything here wraps the runtime from outside, so that a step without it pays nothing.
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from zbpp.core import Check, Pass, Step
 from zbpp.runtime import executor
-from zbpp.runtime.comm import failures
 from zbpp.runtime.optim import rollback, stage_optimizer
 from zbpp.runtime.optim.optimizers import StageOptimizers
 from zbpp.runtime.replay import Replay
@@ -31,7 +29,6 @@ from zbpp.runtime.support.pytree import tensors_in
 __all__ = [
     "TracedJob",
     "inject",
-    "patience",
     "plain_kernels",
     "small_buckets",
     "trace",
@@ -164,17 +161,6 @@ def small_buckets(n_bytes: int = 400) -> Iterator[None]:
         yield
     finally:
         sizes.update(before)
-
-
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Wait no longer than this for other processes' words on why they failed."""
-    before = failures._PATIENCE_S, failures._STORE_S
-    failures._PATIENCE_S = failures._STORE_S = seconds
-    try:
-        yield
-    finally:
-        failures._PATIENCE_S, failures._STORE_S = before
 
 
 @contextmanager

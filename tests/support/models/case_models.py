@@ -535,7 +535,7 @@ class Exchange(nn.Module):
         return x + zbpp.overlap_point(_flipped, hidden)
 
 
-class _Checkpointed(nn.Module):
+class _CheckpointedExchange(nn.Module):
     """A layer whose forward runs again in the backward, by torch's checkpoint."""
 
     def __init__(self, index: int, *, use_reentrant: bool) -> None:
@@ -549,7 +549,11 @@ class _Checkpointed(nn.Module):
 
 def _checkpointed(index: int, *, use_reentrant: bool) -> nn.Module:
     """The first layer gives the input of a reentrant one a gradient."""
-    return _Checkpointed(index, use_reentrant=use_reentrant) if index else _linear()
+    return (
+        _CheckpointedExchange(index, use_reentrant=use_reentrant)
+        if index
+        else _linear()
+    )
 
 
 def _flipped(x: Tensor) -> Tensor:
