@@ -32,11 +32,14 @@ MODELS = (
     ["buffers", "norms", "exchange, norms"],
     ["in place", "auxiliary loss", "written mask", "reused memory"],
     ["twice", "expanded", "hooks"],
-    ["convolutions", "experts", "complex"],
+    ["convolutions", "experts"],
     ["frozen", "adapted"],
     ["exchange", "vectors"],
 )
-pytestmark = pytest.mark.filterwarnings("ignore:.* gains little here")  # as it must
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* gains little here"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
 
 MARKS = {
     "ModelOutput": [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
@@ -77,6 +80,7 @@ OTHERS: dict[str, Case] = {
     "one micro-batch": Case(mode="ZBH2", n_stages=4, n_microbatches=1),
     "one micro-batch, V": Case(mode="ZBV", n_stages=4, n_microbatches=1),
     "shuffled orders": Case(mode=shuffled(), n_microbatches=3),
+    "complex weights": Case(mode="ZBV", model="complex", clip=0.3, recompute="all"),
     "uneven split": Case(n_stages=3, split=(1, 5, 2), post_validation=False),
     "more steps": Case(mode="ZBV", model="norms", steps=14, clip=0.9),
     "late rollbacks": Case(model="lm tied", steps=14, clip=2.0, snapshots=True),
