@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -169,8 +170,7 @@ def plain_kernels() -> Iterator[list[Any]]:
 
     What torch has compiled before is forgotten, at the end too.
     """
-    from zbpp.runtime.compiled import backend
-
+    backend: Any = import_module("zbpp.runtime.compiled.backend")
     graphs: list[Any] = []
 
     def compile_graph(graph: Any, _: Any, **__: Any) -> Callable[..., Any]:
