@@ -108,7 +108,13 @@ def rows_of(kind: str) -> list[MeshCase]:
 
 def test_each_mesh_trains_as_one_process(pool: Pool, tmp_path: Path) -> None:
     kinds = ("dp", "optimizer", "buffers", "replicate", "hsdp", "tp dp", "cp", "dp ep")
-    rows = [next(x for x in rows_of(kind) if x.n_ranks == 4) for kind in kinds]
+    rows = [
+        min(
+            (case for case in rows_of(kind) if case.n_ranks == 4),
+            key=lambda case: case.numbers != "float64",
+        )
+        for kind in kinds
+    ]
     assert_right(pool, rows, tmp_path, n_references=0)
 
 
