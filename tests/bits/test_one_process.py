@@ -39,6 +39,7 @@ MODELS = (
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* gains little here"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.filterwarnings("ignore:.*of a Tensor that is not a leaf"),  # in dynamo
 ]
 
 MARKS = {
