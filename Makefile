@@ -27,7 +27,7 @@ test-slow: $(READY)
 
 # What takes long and repeats, with more cases, what the others have shown.
 test-nightly: $(READY)
-	$(BIN)/pytest -m nightly --durations 20 $(SPREAD) $(ARGS)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m nightly --durations 20 $(SPREAD) $(ARGS)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
 	HYPOTHESIS_PROFILE=nightly $(OLDER) $(BIN)/pytest -m "not slow and not gpu" \
 	  $(SPREAD) $(ARGS)
@@ -38,8 +38,7 @@ test-simgpu: $(READY)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
 
 # Results must not depend on the kernels that a processor chooses for a shape.
-KERNEL_ROOMS := tests/test_torch_schedule.py tests/models tests/runtime/backward \
-	tests/runtime/driver tests/trials
+KERNEL_ROOMS := tests/bits tests/models tests/split
 
 test-other-kernels: $(READY)
 	$(OLDER) PYTHONPATH=$(CURDIR)/tests/other_kernels $(BIN)/pytest \
@@ -47,8 +46,8 @@ test-other-kernels: $(READY)
 
 # Planning and its data, without torch, under other Pythons.
 PYTHONS := 3.12 3.13
-TORCHLESS := tests/core tests/schedules/patterns tests/schedules/passes tests/simulator \
-	tests/cli tests/test_modes.py tests/test_public_names.py tests/repo/test_layers.py
+TORCHLESS := tests/core tests/plans tests/test_public_names.py tests/repo/test_layers.py
+WITH_TORCH := model_memory plan_files requests
 
 test-pythons: $(PYTHONS:%=test-python%)
 
@@ -56,7 +55,8 @@ test-python%:
 	PYENV_VERSION=$* python$* -m venv --clear build/python$*
 	build/python$*/bin/pip install --quiet -e . \
 	  hypothesis jsonschema networkx psutil pytest pytest-timeout pytest-xdist
-	build/python$*/bin/pytest -m "not slow" $(SPREAD) $(TORCHLESS) $(ARGS)
+	build/python$*/bin/pytest -m "not slow" $(SPREAD) $(TORCHLESS) \
+	  $(WITH_TORCH:%=--ignore=tests/plans/test_%.py) $(ARGS)
 
 # The types and the default tests with the newest release of every dependency, or with
 # the lowest that pyproject.toml allows. ARGS="tests/runtime" takes one room.

@@ -15,8 +15,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
-
 __all__ = ["explain", "find_circle"]
 
 State = dict[str, Any]
@@ -45,6 +43,8 @@ def explain(folder: Path) -> list[str]:
 
 def find_circle(states: dict[int, State]) -> list[str]:
     """Return a line for each wait on a circle; empty: there is none."""
+    import networkx as nx
+
     graph = nx.DiGraph()
     for rank, state in states.items():
         for host in state["hosts"]:

@@ -29,7 +29,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-import torch._dynamo  # now, as every process would for its optimizer
+import torch._dynamo  # noqa: TID253 - now, as every process would for its optimizer
 import torch.distributed as dist
 
 import simgpu
@@ -37,7 +37,7 @@ import zbpp.runtime
 from simgpu.jobs import name_jobs
 from simgpu.scenarios import NET, Outcome, Scenario, differences
 from zbpp.runtime import use_loopback
-from zbpp.runtime.comm.process_group import initialise
+from zbpp.runtime.testing import initialise
 
 ROOT = Path(zbpp.runtime.__path__[0])
 POLICIES = (("lazy", 0), ("random", 1), ("eager", 0), ("random", 2), ("random", 3))

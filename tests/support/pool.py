@@ -125,7 +125,8 @@ def _serve(pipe: Any, device: str, prepare: Prepare | None) -> None:
     import torch
     import torch.distributed as dist
 
-    from zbpp.runtime.comm.process_group import initialise, use_loopback
+    from zbpp.runtime import use_loopback
+    from zbpp.runtime.testing import initialise
 
     torch.set_num_threads(1)
     use_loopback()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zbpp.core import Check, Pass, Step
 from zbpp.runtime import executor
+from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.optim import rollback, stage_optimizer
 from zbpp.runtime.optim.optimizers import StageOptimizers
 from zbpp.runtime.replay import Replay
@@ -29,6 +30,7 @@ from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = [
     "TracedJob",
+    "initialise",
     "inject",
     "plain_kernels",
     "small_buckets",
