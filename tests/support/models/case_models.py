@@ -390,12 +390,15 @@ class _Norms(nn.Module):
 
 
 class _Buffers(_Norms):
-    """Changes a buffer that no version counter sees, or puts another in its place."""
+    """Changes a buffer behind its version counter, or puts another in its place.
+
+    The first is read through a view, so that it must be restored in place.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.register_buffer("table", torch.zeros(64, 128))  # 32 KiB: not small
-        self.index = index
+        self.index, self.row = index, self.table[0, :WIDTH]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.index % 2:
@@ -403,7 +406,8 @@ class _Buffers(_Norms):
             self.table.data[0, :WIDTH].lerp_(mean, 0.5)
         elif self.training:
             self.table = self.table + 0.1
-        return super().forward(x + self.table[0, :WIDTH])
+        row = self.row if self.index % 2 else self.table[0, :WIDTH]
+        return super().forward(x + row)
 
 
 class _Draws(nn.Module):
