@@ -38,7 +38,7 @@ class Log:
         self.partner: dict[str, str] = {}
         self.at_once = 0
         """The most communications at a time."""
-        self._holds, self._inside = holds, 0
+        self._holds, self._inside, self._wait_s = holds, 0, PATIENCE_S
         self._n: Counter[str] = Counter()
         self._seen: dict[str, int] = {}
         self._grown = threading.Condition()
@@ -58,8 +58,10 @@ class Log:
             self._grown.notify_all()
             other, seen = self.partner.get(job), self._seen.get(job, 0)
             if other is not None:
-                if self._grown.wait_for(lambda: self._n[other] > seen, PATIENCE_S):
+                if self._grown.wait_for(lambda: self._n[other] > seen, self._wait_s):
                     self.beside.append((job, name))
+                else:
+                    self._wait_s = 0.0  # once is enough
                 if self._holds:
                     self._grown.wait_for(lambda: self._inside > 1, HOLD_S)
             self.at_once = max(self.at_once, self._inside)
