@@ -34,14 +34,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of absent extras, such as torch; run tests of the pool in one worker.
+    """Skip tests of absent extras; run a file's tests of the pool in one worker.
 
-    Worker processes of the pool import torch once a pool, and two pools at work would
-    have more processes than a machine has cores.
+    Their worker processes are started once for each worker that has a pool.
     """
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("pool"))
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         for mark in item.iter_markers("needs"):
             (package,) = mark.args
             if importlib.util.find_spec(package) is None:
