@@ -34,13 +34,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of absent extras; run a file's tests of the pool in one worker.
-
-    Their worker processes are started once for each worker that has a pool.
-    """
+    """Skip tests of what is an extra, such as torch, where it is not installed."""
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         for mark in item.iter_markers("needs"):
             (package,) = mark.args
             if importlib.util.find_spec(package) is None:

@@ -186,6 +186,7 @@ def peaks_of_steps(cases: list[tuple[int, str, bool]]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_alternating_buffers_keep_one_layer_whole(pool: Pool) -> None:
     """What grows with the number of layers is this replica's part of the gradients."""
     cases = [(n, mode, True) for mode in ("ZBH1", "1F1B") for n in (4, 12)]

@@ -108,7 +108,7 @@ def rows_of(kind: str) -> list[MeshCase]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["dp", "optimizer", "buffers", "replicate", "hsdp", "tp dp", "cp", "dp ep"],
+    ["dp", "optimizer", "buffers", "tp dp", "cp", "dp ep"],
 )
 def test_each_mesh_trains_as_one_process(pool: Pool, tmp_path: Path, kind: str) -> None:
     row = min(

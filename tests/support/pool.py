@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -128,6 +129,7 @@ def _serve(pipe: Any, device: str, prepare: Prepare | None) -> None:
     from zbpp.runtime import use_loopback
     from zbpp.runtime.testing import initialise
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     torch.set_num_threads(1)
     use_loopback()
     caches = _caches()
