@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "plain",
     "reference",
     "run",
+    "unknown",
 ]
 
 EVALUATED = 99
@@ -269,7 +270,7 @@ def _settings(case: Case) -> dict[str, Any]:
     """Of `zbpp.Pipeline`, but for the model, the schedule and the processes."""
     optimizer = None if case.optimizer is None else OPTIMIZERS[case.optimizer]
     if case.snapshots and optimizer is not None:
-        optimizer = _unknown(optimizer)
+        optimizer = unknown(optimizer)
     return {
         "n_microbatches": case.n_microbatches,
         "loss_fn": case.of.loss_fn,
@@ -291,9 +292,10 @@ def _settings(case: Case) -> dict[str, Any]:
     }
 
 
-def _unknown(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def unknown(make: Callable[..., Any]) -> Callable[..., Any]:
     """Let optimizers be of classes that zbpp does not know."""
 
+    @wraps(make)
     def build(parameters: Any) -> Any:
         built = make(parameters)
         for optimizer in built if isinstance(built, list) else [built]:

@@ -8,13 +8,14 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import unknown
 from torch import Tensor, nn
 
 import zbpp
@@ -261,20 +262,6 @@ def hooked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     optimizer.register_step_post_hook(lambda *_: None)
     return optimizer
-
-
-def unknown(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Let optimizers be of classes that zbpp does not know."""
-
-    @wraps(make)
-    def build(parameters: Any) -> Any:
-        built = make(parameters)
-        for optimizer in built if isinstance(built, list) else [built]:
-            kind = type(optimizer)
-            optimizer.__class__ = type(kind.__name__, (kind,), {})
-        return built
-
-    return build
 
 
 def of_torch() -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -1,28 +1,25 @@
-"""A small model, its data, and a plain torch loop to compare with."""
+"""A small model whose layers a builder makes, its data and its pipelines."""
+
+from typing import Any
 
 import torch
-from flat import flat_pipeline
+from case_models import Block
 from torch import Tensor, nn
 
+import zbpp
 from zbpp.core import RequestError
-from zbpp.pipeline import Pipeline
+
+__all__ = [
+    "N_LAYERS",
+    "Block",
+    "assert_same",
+    "batch",
+    "build",
+    "make_pipeline",
+    "refusal",
+]
 
 N_LAYERS = 9
-
-
-class Block(nn.Module):
-    """Norm, two Linears, a skip: matmul weights and others."""
-
-    def __init__(self, width: int = 16, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.nn.functional.gelu(self.up(self.norm(x)))
-        return x + self.dropout(self.down(hidden))
 
 
 def build(layers: range, *, dropout: float = 0.0) -> list[nn.Module]:
@@ -53,51 +50,35 @@ def batch(step: int, samples: int = 12) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def make_pipeline(mode: str, n_stages: int | None, **more: object) -> Pipeline:
-    settings: dict[str, object] = {
-        "n_layers": N_LAYERS,
+POLICIES = {
+    "numerics": zbpp.Numerics,
+    "step": zbpp.StepPolicy,
+    "execution": zbpp.Execution,
+}
+PLANNED = ("split", "example", "memory_limit")
+
+
+def make_pipeline(mode: str, n_stages: int | None, **more: Any) -> zbpp.Pipeline:
+    """A pipeline of the model; each setting goes to the policy that has it."""
+    settings: dict[str, Any] = {
         "loss_fn": loss_fn,
         "optimizer": adamw,
         "n_microbatches": 6,
-    }
-    settings |= more
-    model = settings.pop("model", build)
-    return flat_pipeline(model, schedule=mode, n_stages=n_stages, **settings)
+        "n_stages": n_stages,
+    } | more
 
+    def taken(names: Any) -> dict[str, Any]:
+        return {name: settings.pop(name) for name in names if name in settings}
 
-Trace = tuple[list[tuple[float, float]], float, dict[str, Tensor]]
-"""Loss and gradient norm of each step, validation loss, parameters by name."""
-
-
-def train(mode: str, n_stages: int | None, *, steps: int = 3, **more: object) -> Trace:
-    """Train a few steps and evaluate on an uneven batch."""
-    pipeline = make_pipeline(mode, n_stages, **more)
-    results = [pipeline.step(*batch(step)) for step in range(steps)]
-    losses = [(result.loss, result.grad_norm) for result in results]
-    validation = pipeline.evaluate(*batch(99, samples=7), n_microbatches=3)
-    parameters = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
-    return losses, validation, parameters
-
-
-def train_plainly(
-    *, steps: int = 3, n_microbatches: int = 6, reverse: bool = False
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The same without zbpp: one process, ``loss.backward()``, micro-batch by one."""
-    model = nn.Sequential(*build(range(N_LAYERS)))
-    optimizer = adamw(list(model.parameters()))
-    losses = []
-    for step in range(steps):
-        inputs, targets = (x.tensor_split(n_microbatches) for x in batch(step))
-        order = range(n_microbatches)
-        each = {}
-        for i in reversed(order) if reverse else order:
-            each[i] = loss_fn(model(inputs[i]), targets[i])
-            (each[i] / n_microbatches).backward()
-        stacked = torch.stack([each[i].detach().double() for i in order])
-        losses.append(float(stacked.mean()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {f"layers.{n}": p.detach() for n, p in model.named_parameters()}
+    for name, kind in POLICIES.items():
+        settings[name] = kind(**taken(kind.__dataclass_fields__))
+    model: Any = settings.pop("model", build)
+    if callable(model):
+        model = zbpp.layers_from(model, n_layers=N_LAYERS)
+    schedule: Any = mode
+    if planned := taken(PLANNED):
+        schedule = zbpp.plan_model(model, mode, **planned, **settings)
+    return zbpp.Pipeline(model, schedule, **settings)
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
