@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp import Pipeline, diagnostics
@@ -106,18 +107,14 @@ SETTINGS = [
         "make learning-rate schedulers of pipeline.optimizers",
     ),
     ({"optimizer": "adamw"}, "optimizer is 'adamw'; give a func"),
-    ({"optimizer": nn.Linear(2, 2)}, "optimizer is a Linear"),
     ({"optimizer": [torch.optim.SGD]}, "optimizer is a list; give a function"),
     ({"optimizer": lambda ps: None}, "gave a NoneType; let it"),
-    ({"optimizer": lambda ps: torch.optim.SGD}, "gave a type; let it return"),
     ({"optimizer": torch.optim.LBFGS}, "an? LBFGS needs a closure"),
     ({"optimizer": no_parameters}, "an optimizer of no parameters.*leave it out"),
     ({"optimizer": None, "post_validation": True}, "optimizer is None: there is no st"),
     # the loss
     ({"loss_fn": None}, "no loss of its own; give loss_fn"),
     ({"loss_fn": "mse"}, "loss_fn is 'mse'; give a function"),
-    ({"loss_fn": nn.MSELoss}, "loss_fn is MSELoss; give a function"),
-    ({"loss_fn": layers()}, r"loss_fn is \[Linear.*give a function of \(outputs, targ"),
     (
         {"loss_fn": SUM, "weigh": "tokens"},
         "reduction='sum', and weigh is 'tokens'.*give reduction='mean'",
@@ -128,34 +125,22 @@ SETTINGS = [
     ({"ties": [((0, "weight"), (9, "weight"))]}, "ties?|9"),
     # the schedule
     ({"schedule": "ZBH11"}, "ZBH1"),
-    ({"schedule": None}, "schedule is a NoneType; give the name"),
     ({"schedule": "plan.json"}, "plan.json"),
     ({"n_microbatches": 2.5}, "n_microbatches is 2.5; give a whole number from 1 on"),
-    ({"n_microbatches": "4"}, "n_microbatches is '4'; give a whole"),
-    ({"n_microbatches": True}, "n_microbatches is True; give a"),
     ({"n_microbatches": 0}, "n_microbatches is 0; give"),
     ({"n_microbatches": None}, "micro-batches|n_microbatches"),
     ({"n_stages": 0}, "n_stages is 0; give a whole number"),
-    ({"n_stages": 1.5}, "n_stages is 1.5; give a whole"),
     ({"split": [1, 2]}, r"split \[1, 2\] must"),
     ({"split": "equal"}, "split 'equal' is not known; choose"),
     ({"split": "balanced"}, "give layer_costs="),
     ({"memory_limit": "16GiB"}, "or example= of zbpp"),
-    ({"memory_limit": "16 gigs"}, "16 gigs"),
     # policies
     ({"step": 2}, "step is an int; give a zbpp.StepPol"),
     ({"timeout_s": 0}, "timeout_s is 0; give seconds, above 0"),
-    ({"timeout_s": -1}, "timeout_s is -1; give seconds, above 0"),
     ({"timeout_s": math.nan}, "timeout_s is nan; give seconds"),
-    ({"timeout_s": 1e300}, r"timeout_s is 1e\+300; give seconds"),
-    ({"timeout_s": "60"}, "timeout_s is '60'; give"),
     ({"first_timeout_s": 0}, "first_timeout_s is 0; give seconds"),
-    ({"clip_grad_norm": -1}, "clip_grad_norm is -1; give"),
     ({"clip_grad_norm": 0}, "clip_grad_norm is 0;.*None to clip"),
-    ({"clip_grad_norm": math.nan}, "clip_grad_norm is nan; give"),
-    ({"clip_grad_norm": True}, "clip_grad_norm is True; give"),
     ({"autocast": "bf16"}, "autocast is 'bf16'; give a dtype, torch.bfloat16"),
-    ({"autocast": True}, "autocast is True; give a dtype"),
     ({"autocast": torch.int8}, "autocast is torch.int8"),
     (
         {"loss_scale": torch.amp.GradScaler("cpu")},
@@ -166,7 +151,6 @@ SETTINGS = [
     ({"first_step": -1}, "first_step is -1; give the number"),
     ({"device": "gpu"}, "device is 'gpu'; give one that"),
     ({"compile": "all"}, "must be"),
-    ({"compile": "chunks"}, 'is no more: compile="blocks"'),
     ({"weigh": "words"}, "weigh is 'words'; choose one of"),
     ({"shard": "all"}, "shard is 'all'"),
 ]
@@ -189,12 +173,7 @@ MODELS = [
         lambda: [*layers(), torch.relu],
         r"layer 4 is a builtin_function_or_method \(relu\), no nn.Module.*nn.ReLU",
     ),
-    (lambda: [*layers(), nn.ReLU], r"layer 4 is a type \(ReLU\), no nn.Module"),
     (lambda: lambda indices: layers(len(indices)), "a builder needs n_layers"),
-    (
-        lambda: layered_of(lambda indices: [torch.relu for _ in indices], 4),
-        "layer 0 is a builtin_function_or_method",
-    ),
     (
         lambda: layered_of(lambda indices: layers(1), 4),
         "the builder made 1 layers for range",
@@ -203,7 +182,6 @@ MODELS = [
         lambda: zbpp.layers_from(layers(), n_layers=4),
         "build is a list; give a function",
     ),
-    (list, "0 layers cannot fill 2 chunks"),
     (lambda: layers(1), "1 layers cannot fill 2 chunks"),
     (
         lambda: zbpp.cut(Tower(), "layers"),
@@ -305,24 +283,30 @@ def test_mistakes_that_may_be_meant_are_warned_of():
         pipeline(model)
 
 
+class Recomputed(nn.Module):
+    """Computes its blocks again in the backward."""
+
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList(layers()), reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_reentrant_checkpoints_are_refused_where_a_model_is_cut():
+    def step(reentrant):
+        model = zbpp.cut(Recomputed(reentrant=reentrant), "blocks")
+        return pipeline(model).step(X, Y)
+
+    assert step(False).loss > 0
+    refused("needs use_reentrant=False", step, True)
+
+
 # What is no mistake.
-
-
-def test_frozen_stages_and_batches_that_do_not_divide_are_trained():
-    def filtered(parameters):
-        return torch.optim.AdamW([p for p in parameters if p.requires_grad])
-
-    model = layers()
-    for layer in model[:2]:  # the first stage has nothing to step
-        layer.requires_grad_(False)
-    before = model[3].weight.detach().clone()
-    trained = pipeline(model, optimizer=filtered, clip_grad_norm=math.inf)
-    trained.step(X, Y)
-    trained.synchronize()
-    assert len(trained.optimizers) == 1
-    assert not torch.equal(before, model[3].weight)
-    ragged = pipeline().step(torch.ones(6, 4), torch.zeros(6, 4))
-    assert math.isfinite(ragged.loss)
 
 
 def test_a_plan_runs_and_travels_by_file(tmp_path):
@@ -337,46 +321,19 @@ def test_a_plan_runs_and_travels_by_file(tmp_path):
     refused("model has 4", Pipeline, layers(), plan, optimizer=sgd, loss_fn=mse)
 
 
-@pytest.fixture
-def names():
-    return []
-
-
-@pytest.fixture
-def by_name(names):
-    """Make an optimizer from the names of parameters, which it notes."""
+@pytest.mark.parametrize("device", ["cpu", "meta", "tied"])
+def test_an_optimizer_by_names_gets_the_names_of_the_model(device):
+    names = []
 
     def build(named_parameters):
         names.extend(name for name, _ in named_parameters)
-        decayed = [p for name, p in named_parameters if not name.endswith("bias")]
-        others = [p for name, p in named_parameters if name.endswith("bias")]
-        return torch.optim.AdamW(
-            [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        )
+        return sgd([p for _, p in named_parameters])
 
-    return build
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_an_optimizer_by_names_gets_the_names_of_the_model(device, names, by_name):
-    with torch.device(device):
+    with torch.device("meta" if device == "meta" else "cpu"):
         tower = Tower()
+    if device == "tied":  # it has the name of its first layer on every stage
+        tower.blocks[3].weight = tower.stem.weight
     weights = {"weights": 0} if device == "meta" else {}
-    pipeline(zbpp.cut(tower, "blocks", before=["stem"], **weights), optimizer=by_name)
-    assert names == [name for name, _ in tower.named_parameters()]
-
-
-def test_layers_from_a_builder_are_named_by_their_numbers(names, by_name):
-    built = layered_of(lambda indices: layers(len(indices)), 4)
-    pipeline(built, optimizer=by_name)
-    assert names[:2] == ["layers.0.weight", "layers.0.bias"]
-
-
-def test_a_tied_parameter_has_the_name_of_its_first_layer_on_every_stage(
-    names, by_name
-):
-    tied = nn.Sequential(*layers())
-    tied[3].weight = tied[0].weight
-    pipeline(tied, optimizer=by_name)
-    assert names.count("0.weight") == 2
-    assert "3.weight" not in names
+    pipeline(zbpp.cut(tower, "blocks", before=["stem"], **weights), optimizer=build)
+    assert {*names} == {name for name, _ in tower.named_parameters()}
+    assert names.count("stem.weight") == 1 + (device == "tied")

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import socket
 import time
 from typing import Any
 
@@ -26,35 +25,19 @@ def losses_of(n_stages: int | None, mode: str = "ZBH1", **more: Any) -> Losses:
         return [pipeline.step(*batch(step)).loss for step in range(2)]
 
 
-def train_in_a_row(address: int | None) -> list[Losses]:
+def train_in_a_row() -> list[Losses]:
     """Three pipelines; a dropped one between those that are closed."""
-    if address is not None:  # a group of the script's own, which meets at a port
-        rank, n = dist.get_rank(), dist.get_world_size()
-        dist.barrier()
-        dist.destroy_process_group()
-        store = dist.TCPStore("127.0.0.1", address, n, is_master=rank == 0)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
     found = [losses_of(None)]
     pipeline = make("ZBV", None)
     found.append([pipeline.step(*batch(step)).loss for step in range(2)])
     del pipeline
     found.append(losses_of(None))
-    dist.barrier()  # rank 0 serves the store
     return found
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "has_port", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
-def test_pipelines_in_a_row(pool: Pool, has_port: bool) -> None:
-    address = None
-    if has_port:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = free.getsockname()[1]
-    expected = [losses_of(1)] * 3
-    assert pool.run(train_in_a_row, 2, address) == [expected] * 2
+def test_pipelines_in_a_row(pool: Pool) -> None:
+    assert pool.run(train_in_a_row, 2) == [[losses_of(1)] * 3] * 2
 
 
 def train_in_groups() -> list[Losses]:
@@ -94,9 +77,9 @@ def n_threads() -> int:
 
 
 def count_threads(closes: bool) -> list[tuple[int, int]]:
-    """Threads of this process with a pipeline and after it, four times."""
+    """Threads of this process with a pipeline and after it, three times."""
     counts: list[tuple[int, int]] = []
-    for _ in range(4):
+    for _ in range(3):
         pipeline = make("ZBV", None)
         pipeline.step(*batch(0))
         pipeline.synchronize()
@@ -134,37 +117,6 @@ def test_only_stages_that_need_a_batch_read_it(pool: Pool) -> None:
     assert pool.run(needs, 2) == [(True, True, loss), (False, False, loss)]
 
 
-def refusal(settings: list[dict[str, Any]]) -> str:
-    with pytest.raises(RequestError) as refused:
-        make("ZBH1", **{"n_stages": None} | settings[dist.get_rank()])
-    return str(refused.value)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (
-            [{}, {"clip_grad_norm": 2.0}],
-            "rank(s) [1] and rank 0 were started with different",
-        ),
-        (
-            [{"n_stages": 1}] * 2,
-            "or run replicas: mesh=zbpp.mesh(stages=1, data_parallel=2)",
-        ),
-        (
-            [{"n_stages": 3}] * 2,
-            "2 processes cannot run 3 stages; start one process a stage",
-        ),
-    ],
-)
-def test_processes_that_do_not_fit_are_refused(
-    pool: Pool, settings: list[dict[str, Any]], words: str
-) -> None:
-    for text in pool.run(refusal, 2, settings):
-        assert words in text
-
-
 class Moved(Exception):
     pass
 
@@ -191,7 +143,6 @@ def device_of(asked: Any) -> str:
     ("kind", "n", "current", "local_rank", "asked", "device"),
     [
         ("cuda", 2, None, "1", "cuda", "cuda:1"),
-        ("cuda", 2, None, "1", torch.device("cuda"), "cuda:1"),
         ("cuda", 2, None, "1", None, "cuda:1"),
         ("cuda", 2, None, "1", "cuda:0", "cuda:0"),
         ("cuda", 2, None, "1", "cpu", "cpu"),
@@ -199,7 +150,6 @@ def device_of(asked: Any) -> str:
         ("cuda", 1, None, "3", None, "cuda:0"),
         # the script has made one current
         ("cuda", 2, 1, "", "cuda", "cuda:1"),
-        ("xpu", 2, None, "3", None, "xpu:1"),
         ("xpu", 2, None, "3", "cuda", "device cuda: torch finds none here"),
         ("cuda", 0, None, "", None, "cpu"),
         ("cuda", 0, None, "", "cuda", "device cuda: torch finds none here"),

@@ -4,15 +4,12 @@ Errors happen in processes of the pool, which outlive them; what ends a process 
 in forked ones.
 """
 
-import gc
-import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 import torch
 from faulty_training import (
@@ -109,7 +106,7 @@ def test_an_error_is_named_by_all(
     assert_whole(tmp_path, fault.mode, fault.events, 2)
 
 
-@pytest.mark.parametrize(("kind", "fault"), rows("kill", "kill"))
+@pytest.mark.parametrize(("kind", "fault"), rows("kill", "kill")[::3])
 def test_a_killed_rank_is_named(kind: str, fault: Fault, tmp_path: Path) -> None:
     args = (fault.mode, text_of(kind, fault), fault.events, str(tmp_path))
     ends = end_of(train, 2, *args)
@@ -124,7 +121,7 @@ def test_a_killed_rank_is_named(kind: str, fault: Fault, tmp_path: Path) -> None
     "fault",
     [
         FAULTS[0],
-        *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[5::2]),
+        *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[7::3]),
     ],
 )
 def test_a_termination_signal_at_any_place_saves(fault: Fault, tmp_path: Path) -> None:
@@ -160,13 +157,6 @@ def test_a_rank_that_never_starts_is_named() -> None:
         (end,) = ranks.wait()
     words = "PeerError: rank 0 waits at the start for ranks 1, 2: no answer in 2 s"
     assert end.code == 1 and words in end.words
-
-
-def test_time_limits_are_ten_minutes_unless_given() -> None:
-    limits = [zbpp.Execution(), zbpp.Execution(timeout_s=8.0)]
-    limits.append(zbpp.Execution(timeout_s=8.0, first_timeout_s=90.0))
-    pairs = [(x.start_timeout_s, x.timeout_s) for x in limits]
-    assert pairs == [(600.0, 600.0), (8.0, 8.0), (90.0, 8.0)]
 
 
 def test_too_many_skipped_steps_end_all_ranks(pool: Pool, tmp_path: Path) -> None:
@@ -228,35 +218,23 @@ def test_the_first_of_two_causes_is_named(pool: Pool, tmp_path: Path) -> None:
     assert "rank 2 failed first, in 2F0: ValueError: the first" in last
 
 
-def call_apart(call: str, timeout_s: float) -> str:
-    """Rank 0 evaluates; rank 1 makes another call, or none."""
-    limits = zbpp.Execution(timeout_s=timeout_s, first_timeout_s=100.0)
-    pipeline = make("1F1B", None, execution=limits)
-    for step in range(2 if call else 1):  # the first one has time
-        pipeline.step(*batch(step))
-    words = ""
-    try:
-        if pipeline.rank == 0:
+def evaluate_alone() -> str:
+    """Rank 0 evaluates, rank 1 does not."""
+    limits = zbpp.Execution(timeout_s=1.0, first_timeout_s=100.0)
+    pipeline, words = make("1F1B", None, execution=limits), ""
+    pipeline.step(*batch(0))  # the first one has time
+    if pipeline.rank == 0:
+        with pytest.raises(PeerError) as caught:
             pipeline.evaluate(*batch(3))
-        elif call:
-            getattr(pipeline, call)(*batch(3))
-    except PeerError as error:
-        words = str(error)
+        words = str(caught.value)
     torch.distributed.barrier()
     return words
 
 
 def test_an_evaluation_that_other_ranks_leave_out(pool: Pool) -> None:
-    first, _ = pool.run(call_apart, 2, "", 1.0)
+    first, _ = pool.run(evaluate_alone, 2)
     assert "rank 1 has left no word" in first
     assert "every rank must call evaluate()" in first
-
-
-@pytest.mark.slow
-def test_an_evaluation_beside_a_step(pool: Pool) -> None:
-    """The activations would fit, so that they must not be taken for the step's."""
-    for words in pool.run(call_apart, 2, "step", 5.0):
-        assert "all ranks wait (rank 0: evaluate, rank 1: step 2)" in words
 
 
 def fail_outside_of_steps() -> list[str]:
@@ -282,64 +260,18 @@ def test_an_error_of_the_script_is_named(pool: Pool) -> None:
     assert first[1].endswith("failed first, in code outside of steps: OSError: no room")
 
 
-def drop_while_the_other_is_late(folder: str) -> str:
-    """Rank 1 is stopped before its last sum, and goes on when rank 0 has dropped."""
-    with inject("stop:1:1:O"):
-        pipeline = make("ZBH1", None)
-        results = [pipeline.step(*batch(step)) for step in range(2)]
-        if pipeline.rank == 0:
-            del pipeline, results
-            gc.collect()
-            Path(folder, "dropped").touch()
-            wait_for(Path(folder, "done"))
-            return ""
-        loss = results[1].loss
-        Path(folder, "done").touch()
-        return f"loss {loss}"
-
-
-@pytest.mark.slow
-def test_a_pipeline_that_is_dropped_waits_for_no_rank(tmp_path: Path) -> None:
-    """And the others receive what they still need of it."""
-    with Ranks(drop_while_the_other_is_late, 2, str(tmp_path)) as ranks:
-        late = psutil.Process(ranks.processes[1].pid)
-        wait_for(tmp_path / "dropped")
-        while late.status() != psutil.STATUS_STOPPED:
-            time.sleep(0.005)
-        late.send_signal(signal.SIGCONT)
-        _, end = ranks.wait()
-    with make("ZBH1", 2) as pipeline:
-        losses = [pipeline.step(*batch(step)).loss for step in range(2)]
-    assert end.value == f"loss {losses[1]}", end.words
-
-
-def train_by_command(folder: str, fault: str, n_bytes: int | None) -> None:
-    """``zbpp train`` as torchrun starts it, with a fault or a full disk."""
-    if n_bytes is not None:
-        import resource
-
-        limits = n_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def train_by_command(fault: str) -> None:
+    """``zbpp train`` as torchrun starts it, with a fault."""
     words = "--steps 3 --stages 2 --microbatches 4 --microbatch_size 1 --seq 16"
-    words += f" --size tiny --device cpu --data {__file__} --save_dir {folder}"
     inject(fault)
-    main(["train", "ZBH1", *words.split()])
+    main(["train", "ZBH1", *words.split(), "--size=tiny", f"--data={__file__}"])
 
 
 @pytest.mark.slow
-def test_a_command_ends_with_one_line_of_its_cause(tmp_path: Path) -> None:
-    other, end = end_of(train_by_command, 2, str(tmp_path), "raise:1:2:1F3", None)
+def test_a_command_ends_with_one_line_of_its_cause() -> None:
+    other, end = end_of(train_by_command, 2, "raise:1:2:1F3")
     assert (end.code, other.code) == (1, 1)
     last = end.words.splitlines()[-1]
     assert last.startswith(f"zbpp: rank 1: {ERRORS['raise']} (in 1F3")
     assert other.words.splitlines()[-1].count("rank 1 failed first, in 1F3") == 1
     assert end.place == 0, "torchrun blames the rank that ends first"
-
-
-@pytest.mark.slow
-def test_a_command_that_cannot_save_its_end_says_so(tmp_path: Path) -> None:
-    for end in end_of(train_by_command, 2, str(tmp_path), "raise:9:9:O", 2**14):
-        assert end.code == 1, end.words
-        assert "the training ended after step 3, but" in end.words.splitlines()[-1]
-        assert "File too large" in end.words
-    assert os.listdir(tmp_path) == []

@@ -1,7 +1,6 @@
-"""Runs that are started for real: ``zbpp train``, and a user's script by torchrun."""
+"""``zbpp train`` as a user starts it: who is named, what is left, what is saved."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -92,10 +91,8 @@ def test_a_killed_worker_is_named(run: Callable[..., Run]) -> None:
     assert_gone(children)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_signal_to_the_launcher_ends_all(
     number: signal.Signals, run: Callable[..., Run]
 ) -> None:
@@ -137,39 +134,3 @@ def test_a_signal_saves_and_the_run_goes_on(
     (tmp_path / "whole").mkdir()
     assert main(words_of(tmp_path / "whole", n_steps, "--stages", "1")) == 0
     assert steps_of(running.metrics) == steps_of(tmp_path / "whole" / "metrics")
-
-
-SCRIPT = """
-import torch, zbpp
-from torch import nn
-
-class Fails(nn.Linear):
-    def forward(self, x):
-        if pipeline.n_steps == 2 and pipeline.rank == 1:
-            raise ValueError("no good")
-        return super().forward(x)
-
-pipeline = zbpp.Pipeline(
-    [Fails(4, 4), Fails(4, 4)], "ZBH1", loss_fn=nn.functional.mse_loss,
-    optimizer=torch.optim.SGD, n_microbatches=4)
-for step in range(5):
-    pipeline.step(torch.ones(8, 4), torch.zeros(8, 4))
-"""
-
-
-def test_under_torchrun_no_other_rank_is_blamed(tmp_path: Path) -> None:
-    """Torchrun ends the other rank at once, with or without its words."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(tmp_path / "script.py")]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode != 0
-    assert "rank 1 failed first, in 1F0: ValueError: no good" in done.stderr
-    assert "rank 0 failed first" not in done.stderr
-    assert "rank 0 has left no word" not in done.stderr
