@@ -46,8 +46,6 @@ ONE, TWO = Placement.single(1), Placement.single(2)
         ({"optimizer": (5.0, 7.0)}, V, "optimizer", (5.0, 7.0)),
         ({"m_b": (2.0, 4.0)}, V, "m_b", (1.0, 2.0, 2.0, 1.0)),
         ({"memory_limit": (3.0, 5.0)}, V, "limit", (3.0, 5.0)),
-        # As many stages as chunks: entries are chunks.
-        ({"f": (1.0, 3.0)}, Placement((1, 0)), "f", (1.0, 3.0)),
         # The loss is a part of the last chunk's F.
         ({"f": 2.0, "loss": 0.5}, V, "f", (1.0, 1.0, 1.0, 1.5)),
         ({"f": (1.0, 2.0), "loss": 0.5}, TWO, "f", (1.0, 2.5)),
@@ -118,18 +116,9 @@ LINKS, EDGES = (1.0, 2.0, 3.0), tuple(range(1, 8))
         (LINKS, WAVE, (1, 2, 3, 0, 3, 2, 1)),
         ((*LINKS, 9.0), WAVE, (1, 2, 3, 0, 3, 2, 1)),
         ((*LINKS, 9.0), ROUND, (1, 2, 3, 9, 1, 2, 3)),
-        ((*LINKS, 9.0), SINGLE, LINKS),
         # One entry an edge is taken as it is, but within a stage.
         (EDGES, ROUND, EDGES),
         (EDGES, WAVE, (1, 2, 3, 0, 5, 6, 7)),
-        # Two stages are neighbours in every placement.
-        ((5.0,), Placement.interleaved(2, 2), (5, 5, 5)),
-        ((5.0, 7.0), Placement.interleaved(2, 2), (5, 5, 5)),
-        # Where a length fits twice it means edges.
-        ((5.0, 7.0), Placement((0, 1, 0)), (5, 7)),
-        # One stage needs no link.
-        ((), Placement.wave(1), (0.0,)),
-        ((3.0,), Placement.wave(1), (0.0,)),
     ],
 )
 def test_delays_of_the_edges(comm, placement, edges):
@@ -137,34 +126,6 @@ def test_delays_of_the_edges(comm, placement, edges):
     there = [times.delay(c, c + 1) for c in range(len(edges))]
     back = [times.delay(c + 1, c) for c in range(len(edges))]
     assert there == back == list(edges) and times.delay(0, 0) == 0.0
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 5, 6, 8])
-def test_another_length_is_refused_with_the_lengths_that_are_right(n):
-    right = r"for 4 stages and 8 chunks; give one number, 3 \(links"
-    with pytest.raises(RequestError, match=f"comm has {n} entries {right}"):
-        Costs(comm=(1.0,) * n).on(WAVE)
-
-
-@pytest.mark.parametrize(
-    ("placement", "message"),
-    [
-        (
-            ROUND,
-            "none joins stage 3 (chunk 3) and stage 0 (chunk 4); add the link from "
-            "stage 3 to 0 as entry 4, or give one entry per edge between chunks, 7 in",
-        ),
-        (
-            Placement((0, 2, 1, 3, 3, 0)),
-            "none joins stage 0 (chunk 0) and stage 2 (chunk 1); give one entry per "
-            "edge between chunks, 5 in all",
-        ),
-    ],
-)
-def test_a_link_that_is_missing_is_named(placement, message):
-    with pytest.raises(RequestError) as error:
-        Costs(comm=LINKS).on(placement)
-    assert message in str(error.value)
 
 
 def test_a_sum_over_the_stages_goes_up_a_tree_and_down_again():

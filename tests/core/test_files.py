@@ -13,22 +13,12 @@ from zbpp.core import (
     parse_costs,
     parse_layers,
     parse_memory,
-    parse_schedule,
     read_costs,
     read_layers,
     read_schedule,
-    schedule_text,
     write_costs,
     write_layers,
 )
-from zbpp.planning import plan
-
-
-def test_broken_json_is_located():
-    text = schedule_text(plan("ZBH1", n_stages=2, n_microbatches=2))
-    for end in range(0, len(text.rstrip()), 7):
-        with pytest.raises(RequestError, match=r"line \d+, column \d+: no JSON"):
-            parse_schedule(text[:end])
 
 
 def test_errors_begin_with_the_file(tmp_path):
@@ -96,22 +86,16 @@ NOT_READ = ("loss", "reduction", "validation")
         ('{"f": "1"}', "f is '1', not a number"),
         ('{"f": true}', "f is True, not a number"),
         ('{"f": [1, null]}', r"f\[1\] is None, not a number"),
-        ('{"f": []}', r"f is \[\], not a number"),
         ('{"f": NaN}', "NaN is not a number that JSON knows"),
-        ('{"w": -Infinity}', "-Infinity is not a number that JSON knows"),
-        ('{"f": 1e999}', "f is inf; it must be finite"),
         ('{"f": 1' + "0" * 400 + "}", r"f is .*(must be finite|at most 1e\+100)"),
         ('{"comm": [1, -2]}', "comm is -2; it must be finite and at least 0"),
         *(
             (f'{{"{x}": [1]}}', f"{x} is a list; it must be one number")
             for x in NOT_READ
         ),
-        *((f'{{"{x}": -1}}', f"{x} is -1; it must be finite") for x in NOT_READ),
-        ('{"splits": true}', "splits is True, not a list of true or false"),
         ('{"splits": [1, 0]}', r"splits is \[1, 0\], not a list of true or false"),
         ('{"memory_limit": -3}', "memory_limit is -3"),
         ('{"f": ' + "9" * 5000 + "}", "no usable JSON: "),
-        ("[" * 10**5, "no usable JSON: "),
         ('{"version": 1}', "unknown key 'version'"),
     ],
 )
@@ -147,15 +131,3 @@ def test_a_text_with_a_unit_is_a_number_of_bytes():
     assert [parse_memory(x) for x in ("1.5", "2KiB", "2 kB")] == [1.5, 2048, 2000]
     for costs in both(m_b="20kB", m_w=8000, memory_limit="16GiB"):
         assert (costs.m_b, costs.m_w, costs.memory_limit) == (20000, 8000, 2.0**34)
-
-
-@pytest.mark.parametrize("limit", ["16GiB", 2**34, ["1MiB", "16GiB"]])
-def test_a_limit_of_bytes_is_refused_for_memories_that_are_none(limit):
-    in_m_b = {"m_b": [1, 2], "m_w": 0.5, "m_fixed": 1000, "memory_limit": limit}
-    for parse, data in ((parse_costs, in_m_b), (parse_layers, in_m_b)):
-        with pytest.raises(
-            RequestError, match="but the largest memory of the costs is"
-        ):
-            parse(json.dumps(data))
-        parse(json.dumps(data | {"m_fixed": 1024}))  # the control: bytes of a tiny one
-        parse(json.dumps(data | {"memory_limit": 1000}))

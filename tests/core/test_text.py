@@ -139,11 +139,6 @@ def test_a_timeline_is_drawn(drawn, unit, picture):
     assert draw(drawn, unit=unit) == picture
 
 
-def test_ten_stages_are_aligned():
-    rows = [(Slot(Pass(F, s, 0), 0.0, 1.0),) for s in range(11)]
-    assert draw(timeline(*rows)).splitlines()[9:] == [" 9 | F0", "10 | F0"]
-
-
 def test_a_picture_that_nobody_could_look_at_is_refused():
     huge = timeline((Slot(Pass(F, 0, 0), 0.0, 1e12),))
     with pytest.raises(RequestError, match=r"a picture of 1e.12 cells a stage; take"):

@@ -1,7 +1,6 @@
 """auto: never worse than a mode that it may use, and what it looks at."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -15,8 +14,6 @@ from zbpp.core import (
     parse_job,
 )
 from zbpp.planning import MODES, Plan, PlanRequest, make_plan, plan
-from zbpp.schedules import without_checks
-from zbpp.simulator import peak_memory, simulate, span, steady_step_time, work
 
 GIB = 2.0**30
 SINGLE, V, ROUND = Placement.single(4), Placement.wave(4), Placement.interleaved(4, 2)
@@ -89,26 +86,6 @@ def test_one_placement_can_be_asked_for():
     assert plan("auto", n_stages=4, n_microbatches=8, effort="fast") == auto().schedule
 
 
-def test_ties_of_the_span_go_to_the_shorter_step_and_then_to_less_memory():
-    figures = []
-    for placement in (
-        Placement.single(8),
-        Placement.wave(8),
-        Placement.interleaved(8, 2),
-    ):
-        schedule = auto(8, 16, placement=placement).schedule
-        timeline = simulate(schedule)
-        step = steady_step_time(without_checks(schedule))
-        figures.append((span(timeline), step, max(peak_memory(timeline, Costs()))))
-    assert figures == [(48, 55, 15), (48, 51.5, 8), (48, 51.5, 12)]
-    best = auto(8, 16)
-    assert best.mode == "ZBV" and best.schedule.placement == Placement.wave(8)
-    assert [str(lost) for lost in best.rejected[:2]] == [
-        "ZB +6.8% (O)",
-        "interleaved ZB as fast with 12",
-    ]
-
-
 def by_hand(text: str) -> Schedule:
     row = tuple(parse_job(cell, stage=0) for cell in text.split())
     return Schedule("by hand", Placement.single(1), 2, ((*row, Step(0)),))
@@ -156,43 +133,6 @@ def test_the_placement_that_balances_the_work_is_taken(heavy, placement):
     """A V puts chunks 0 and 7 on a stage, a round 0 and 4: heavy ones should part."""
     times = tuple(2.0 if chunk in heavy else 1.0 for chunk in range(8))
     assert auto(costs=Costs(times, times, times)).schedule.placement == placement
-
-
-def test_all_placements_compete_for_lists_of_one_entry_a_stage():
-    times = (1.0, 1.2, 0.9, 1.1), (1.1, 1.3, 1.0, 1.2), (0.7, 0.8, 0.6, 0.7)
-    costs = Costs(*times, 0.05, memory_limit=2)
-    best, alone = auto(costs=costs), auto(costs=costs, placement=SINGLE)
-    assert not skipped(best) and best.span < 0.9 * alone.span
-    timelines = [simulate(one.schedule, costs) for one in (best, alone)]
-    assert work(timelines[0]) == pytest.approx(work(timelines[1]))
-    memory = {
-        "m_b": (GIB,) * 4,
-        "m_w": (GIB / 2,) * 4,
-        "m_fixed": (9 * GIB, 8 * GIB, 8 * GIB, 9 * GIB),
-        "peak_b": (GIB / 4,) * 4,
-    }
-    found = auto(costs=Costs(**memory, memory_limit=14 * GIB))
-    assert found.schedule.placement == V  # no bubble in p M_B
-
-
-def test_lists_say_how_many_chunks_are_meant():
-    one = Costs(f=(1.0, 2.0, 1.0, 1.0))
-    assert auto(costs=one, chunks_per_stage=1).schedule.placement == SINGLE
-    both = replace(one, w=(0.5,) * 12)  # per stage, per chunk
-    assert auto(costs=both).schedule.placement.n_chunks == 12
-    fixed = (5 * GIB, *(4 * GIB,) * 6, 5 * GIB)
-    memory = Costs(m_b=GIB, m_w=GIB / 2, m_fixed=fixed, memory_limit=14 * GIB)
-    assert auto(costs=memory).schedule.placement.n_chunks == 8
-    with pytest.raises(RequestError, match="f has 5 entries for 4 chunks"):
-        auto(costs=Costs(f=(1.0,) * 5))
-    with pytest.raises(RequestError, match="f has 8 entries for 12 chunks"):
-        auto(costs=Costs(f=(1.0,) * 8, b=(1.0,) * 12))
-
-
-def test_a_round_without_its_link_is_left_out():
-    without = auto(costs=Costs(1.0, 1.5, 0.5, (0.2,) * 3, memory_limit=3))
-    assert "comm has 3 entries" in skipped(without)["interleaved ZB"]
-    assert not skipped(auto(costs=Costs(1.0, 1.5, 0.5, (0.2,) * 4, memory_limit=3)))
 
 
 def test_a_limit_that_one_placement_cannot_meet_leaves_the_others():

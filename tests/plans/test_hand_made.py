@@ -5,38 +5,30 @@ makes the order. `Schedule` itself checks that each pass stands once, on its sta
 after its input, and that no stages wait for one another (tests/core).
 """
 
-# ruff: noqa: E501  (a picture is one line a stage)
-
 import csv
-import json
-from dataclasses import replace
+import inspect
 from functools import cache
 from itertools import product
 from pathlib import Path
-from textwrap import dedent, indent
+from textwrap import indent
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from judge import judge
 
-import zbpp.schedules
 from zbpp.core import (
     Costs,
     PassKind,
     Schedule,
     draw,
-    lower_bound,
     peaks,
-    schedule_text,
 )
-from zbpp.planning import MODES, PlanRequest, make_plan, plan
+from zbpp.planning import PlanRequest, make_plan, plan
 from zbpp.schedules import (
     plan_combined_1f1b,
     plan_dual_pipe_v,
     plan_fthenb,
     plan_one_f_one_b,
+    plan_placement,
     plan_vpp,
     plan_zb_h1,
     plan_zb_h2,
@@ -56,93 +48,21 @@ HAND_MADE = {
     "DualPipeV": plan_dual_pipe_v,
     "Combined1F1B": plan_combined_1f1b,
 }
-SOURCES = "\n".join(
-    path.read_text(encoding="utf-8")
-    for path in Path(zbpp.schedules.__file__).parent.rglob("*.py")
-)
 UNIT = Costs()
 TWO_CHUNKS = Costs(f=2, b=2, w=2)  # a pass of one of two chunks takes 1
 PAIRS = Costs(f=2, b=2, w=2, fb=4)  # and a pair 2
 
-# mode, stages, micro-batches, costs, picture
 PICTURES = [
-    (
-        "FThenB",
-        3,
-        4,
-        UNIT,
-        """\
-        0 | F0  F1  F2  F3  .   .   .   .   .   .   BW0 -   BW1 -   BW2 -   BW3 -
-        1 | .   F0  F1  F2  F3  .   .   .   BW0 -   BW1 -   BW2 -   BW3 -
-        2 | .   .   F0  F1  F2  F3  BW0 -   BW1 -   BW2 -   BW3 -""",
-    ),
-    (
-        "1F1B",
-        3,
-        4,
-        UNIT,
-        """\
-        0 | F0  F1  F2  .   .   .   .   BW0 -   F3  BW1 -   .   BW2 -   .   BW3 -
-        1 | .   F0  F1  .   .   BW0 -   F2  BW1 -   F3  BW2 -   .   BW3 -
-        2 | .   .   F0  BW0 -   F1  BW1 -   F2  BW2 -   F3  BW3 -""",
-    ),
-    (
-        "VPP",
-        2,
-        4,
-        Costs(f=2, b=1, w=1),
-        """\
-        0 | 0F0  0F1  2F0  2F1  0F2  2BW0 0F3  2BW1 2F2  0BW0 2F3  0BW1 .    2BW2 .    2BW3 0BW2 0BW3
-        1 | .    1F0  1F1  3F0  3BW0 3F1  3BW1 1F2  1BW0 1F3  1BW1 3F2  3BW2 3F3  3BW3 1BW2 1BW3""",
-    ),
-    (
-        "ZBH1",
-        3,
-        4,
-        UNIT,
-        """\
-        0 | F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
-        1 | .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
-        2 | .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3""",
-    ),
-    (
-        "ZBH2",
-        3,
-        6,
-        UNIT,
-        """\
-        0 | F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5
-        1 | .  F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5
-        2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5""",
-    ),
-    (
-        "ZBV",
-        2,
-        3,
-        TWO_CHUNKS,
-        """\
-        0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
-        1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2""",
-    ),
-    (
-        "DualPipeV",
-        2,
-        4,
-        PAIRS,
-        """\
-        0 | 0F0      0F1      0F2      3F0      3B0      3W0      3F1      0F3&3BW1 -        .        3F2&0BW0 -        3BW2     -        3F3&0BW1 -        3BW3     -        0B2      0W2      0B3      0W3
-        1 | .        1F0      2F0      1F1      2F1      1F2      2BW0     -        2F2&1BW0 -        1F3&2BW1 -        2F3&1BW1 -        2BW2     -        1BW2     -        2B3      1B3      2W3      1W3""",
-    ),
-    (
-        "Combined1F1B",
-        2,
-        4,
-        PAIRS,
-        """\
-        0 | 0F0      0F1      2F0      2F1      0F2      .        0F3&2BW0 -        2F2&2BW1 -        2F3&0BW0 -        0BW1     -        2BW2     -        2BW3     -        0BW2     -        0BW3     -
-        1 | .        1F0      1F1      3F0      3F1&3BW0 -        1F2&3BW1 -        1F3&1BW0 -        3F2&1BW1 -        3F3&3BW2 -        3BW3     -        1BW2     -        1BW3     -""",
-    ),
+    ("FThenB", 3, 4, UNIT),
+    ("1F1B", 3, 4, UNIT),
+    ("VPP", 2, 4, Costs(f=2, b=1, w=1)),
+    ("ZBH1", 3, 4, UNIT),
+    ("ZBH2", 3, 6, UNIT),
+    ("ZBV", 2, 3, TWO_CHUNKS),
+    ("DualPipeV", 2, 4, PAIRS),
+    ("Combined1F1B", 2, 4, PAIRS),
 ]
+"""Mode, stages, micro-batches, and costs of the picture in the file of an order."""
 
 
 def drawn(mode: str, p: int, m: int, costs: Costs) -> str:
@@ -151,67 +71,19 @@ def drawn(mode: str, p: int, m: int, costs: Costs) -> str:
 
 @pytest.mark.parametrize("case", PICTURES, ids=lambda case: case[0])
 def test_a_schedule_is_what_is_drawn_on_top_of_its_file(case):
-    *request, picture = case
-    assert drawn(*request) == dedent(picture)
-    assert indent(dedent(picture), "    ") + "\n\n" in SOURCES
+    mode, *_ = case
+    path = inspect.getsourcefile(HAND_MADE[mode])
+    source = Path(path).read_text(encoding="utf-8")
+    assert indent(drawn(*case), "    ") + "\n\n" in source
 
 
-PLANNED = {
-    1: """\
-        0 | F0 .  .  B0 W0 F1 .  .  B1 W1 F2 .  .  B2 W2 F3 .  .  B3 W3
-        1 | .  F0 B0 W0 .  .  F1 B1 W1 .  .  F2 B2 W2 .  .  F3 B3 W3""",
-    2: """\
-        0 | F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
-        1 | .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3""",
-    3: """\
-        0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
-        1 | .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3""",
-}
-
-
-@pytest.mark.parametrize("limit", PLANNED)
+@pytest.mark.parametrize("limit", [1, 2, 3])
 def test_a_plan_is_what_is_drawn_on_top_of_the_planner(limit):
     schedule = plan("ZB", n_stages=2, n_microbatches=4, memory_limit=limit)
-    assert draw(simulate(schedule)) == dedent(PLANNED[limit])
-    first, rest = dedent(PLANNED[limit]).split("\n")
+    first, rest = draw(simulate(schedule)).split("\n")
     picture = f"limit {limit}  {first}\n         {rest}"
-    assert indent(picture, "    ") in SOURCES
-
-
-FEW = [
-    (
-        ("ZBH1", 3, 1, UNIT),
-        """\
-        0 | F0 .  .  .  .  B0 W0
-        1 | .  F0 .  .  B0 W0
-        2 | .  .  F0 B0 W0""",
-    ),
-    (
-        ("ZBH2", 3, 2, UNIT),
-        """\
-        0 | F0 F1 .  .  .  B0 W0 B1 W1
-        1 | .  F0 F1 .  B0 .  B1 W0 W1
-        2 | .  .  F0 B0 F1 B1 W0 W1""",
-    ),
-    (
-        ("1F1B", 3, 1, UNIT),
-        """\
-        0 | F0  .   .   .   .   .   .   BW0 -
-        1 | .   F0  .   .   .   BW0 -
-        2 | .   .   F0  BW0 -""",
-    ),
-    (
-        ("ZBV", 2, 1, TWO_CHUNKS),
-        """\
-        0 | 0F0 .   .   3F0 3B0 3W0 .   0B0 0W0
-        1 | .   1F0 2F0 .   .   2B0 1B0 2W0 1W0""",
-    ),
-]
-
-
-@pytest.mark.parametrize(("request_", "picture"), FEW)
-def test_fewer_microbatches_than_stages(request_, picture):
-    assert drawn(*request_) == dedent(picture)
+    path = inspect.getsourcefile(plan_placement)
+    assert indent(picture, "    ") in Path(path).read_text(encoding="utf-8")
 
 
 def test_groups_of_vpp_when_the_stages_do_not_divide_the_microbatches():
@@ -219,15 +91,6 @@ def test_groups_of_vpp_when_the_stages_do_not_divide_the_microbatches():
     first = drawn("VPP", 2, 5, Costs(f=2, b=1, w=1)).splitlines()[0]
     forwards = [cell for cell in first.split() if "F" in cell]
     assert " ".join(forwards) == "0F0 0F1 2F0 2F1 0F2 0F3 0F4 2F2 2F3 2F4"
-
-
-def test_zb_h2_of_the_paper_has_no_bubble_with_four_stages():
-    """p=4, m=8: every stage works 24 units without a pause; the makespan is 27."""
-    rows = drawn("ZBH2", 4, 8, UNIT).splitlines()
-    cells = [row.split("|")[1].split() for row in rows]
-    assert [row.count(".") for row in cells] == [0, 1, 2, 3]
-    assert [len(row) for row in cells] == [24, 25, 26, 27]
-    assert all("." not in row[stage:] for stage, row in enumerate(cells))
 
 
 # --- closed forms ---------------------------------------------------------------------
@@ -267,17 +130,6 @@ def peak(schedule: Schedule, m_w: float) -> float:
     return max(peaks(schedule.orders, Costs(m_w=m_w).on(schedule.placement)))
 
 
-@pytest.mark.slow
-@given(
-    mode=st.sampled_from(list(HAND_MADE)),
-    p=st.integers(1, 24),
-    m=st.integers(1, 60),
-)
-def test_larger_orders_are_valid_and_hold_what_they_promise(mode, p, m):
-    schedule = hand_made(mode, p, m)
-    assert mode not in PEAK or peak(schedule, 0.5) == pytest.approx(PEAK[mode](p, m))
-
-
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_vpp_has_its_closed_forms_for_any_number_of_chunks(v):
     for p, m in GRID[::2]:
@@ -297,7 +149,7 @@ def test_vpp_has_its_closed_forms_for_any_number_of_chunks(v):
 @pytest.mark.parametrize("mode", PEAK)
 @pytest.mark.parametrize("m_w", [0.0, 0.366, 1.0])
 def test_memory_is_as_promised(mode, m_w):
-    for p, m in GRID[::3]:
+    for p, m in [*GRID[::3], (17, 31), (24, 60)]:
         held = peak(hand_made(mode, p, m), m_w)
         assert held == pytest.approx(PEAK[mode](p, m)), (p, m)
 
@@ -343,12 +195,6 @@ def test_zb_v_never_waits_with_equal_times_and_enough_microbatches():
     assert largest_idle("ZBV", 4, 12, Costs(f=1, b=1.5, w=0.5)) > 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_planning_is_pure(mode):
-    one, two = (plan(mode, n_stages=3, n_microbatches=4) for _ in range(2))
-    assert one == two and hash(one) == hash(two)
-
-
 # --- DualPipeV ------------------------------------------------------------------------
 
 
@@ -361,22 +207,6 @@ def test_dual_pipe_v_is_the_order_of_torch(p):
         of_torch = [[repr(action) for action in order_of(sizes, r)] for r in range(p)]
         ours = to_torch_csv(plan_dual_pipe_v(n_stages=p, n_microbatches=m))
         assert list(csv.reader(ours.splitlines())) == of_torch
-
-
-@pytest.mark.parametrize("p, m", [(1, 1), (2, 1), (3, 4), (4, 3), (4, 7), (5, 12)])
-@pytest.mark.parametrize("fb", [None, 2.5])
-def test_the_judge_agrees_about_pairs(p, m, fb):
-    schedule = plan_dual_pipe_v(n_stages=p, n_microbatches=m)
-    data = {"f": 1.5, "b": 1.2, "w": 0.7, "comm": 0.3, "send_occupies": 0.1}
-    data |= {} if fb is None else {"fb": fb}
-    verdict = judge(json.loads(schedule_text(schedule)), data)
-    assert verdict.span == pytest.approx(span(simulate(schedule, Costs(**data))))
-    memory = Costs().on(schedule.placement)
-    assert verdict.peaks == pytest.approx(peaks(schedule.orders, memory))
-    assert max(verdict.peaks) <= p + 0.5
-    bound = lower_bound(schedule.placement, m, Costs(**data))
-    alone = lower_bound(schedule.placement, m, replace(Costs(**data), fb=None))
-    assert bound <= verdict.span and (bound < alone) == (fb is not None)
 
 
 @pytest.mark.parametrize("fb", [4, 5, 6])

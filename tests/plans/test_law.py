@@ -7,8 +7,14 @@ order that fits is shorter, and everything that takes a plan accepts it.
 """
 
 import json
+import os
 import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +50,7 @@ from zbpp.schedules import (
     post_validated,
 )
 from zbpp.simulator import (
+    bubble_rate,
     critical_path,
     memory_over_time,
     peak_memory,
@@ -283,6 +290,7 @@ def follow(plan: Plan) -> None:
     path = critical_path(plan)
     assert path.length == pytest.approx(step_time(timeline))
     assert len(memory_over_time(timeline, costs)) == schedule.n_stages
+    assert 0 <= bubble_rate(timeline) <= 1
     checked = post_validated(schedule)
     assert steady_step_time(checked, costs) >= 0
     for overlaps in (False, True):
@@ -332,3 +340,27 @@ def test_more_effort_is_never_worse(seed):
         for effort in ("fast", "default", "best:0.1")
     ]
     assert spans[1] <= spans[0] * NEAR and spans[2] <= spans[1] * NEAR
+
+
+def planned_texts() -> Iterator[str]:
+    """Schedules of some requests of every form."""
+    for seed in range(12):
+        yield schedule_text(plan_on_any_placement(random.Random(seed)).schedule)
+        for form in ("chunks", "memory", "parts"):
+            request = request_of(form, random.Random(seed))
+            with suppress(RequestError):
+                yield schedule_text(make_plan(request).schedule)
+
+
+def test_plans_are_the_same_on_every_machine():
+    """In another process, without the compiled loops."""
+    code = "import test_law; print(*test_law.planned_texts())"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "ZBPP_COMPILED": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == " ".join(planned_texts()) + "\n"

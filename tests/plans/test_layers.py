@@ -111,16 +111,6 @@ def test_no_split_has_a_lower_largest_load(kind, limited):
     assert refused < 12  # the limits bind, and leave something
 
 
-def test_a_stage_of_more_chunks_has_more_passes():
-    """A stage with three chunks beside one with one: overheads move layers away."""
-    placement = Placement((0, 1, 0, 2, 0))
-    assert balance(LayerCosts(n_layers=12), placement, 2).load == 4 * 6
-    heavy = LayerCosts(n_layers=12, pass_f=1.0, pass_w=2.0)
-    found = balance(heavy, placement, 2)
-    assert found.is_proved and found.load == 5 * 6 + 6
-    assert sum(found.split[i] for i in (0, 2, 4)) == 3
-
-
 @pytest.mark.parametrize(
     ("placement", "n_layers", "most"),
     [
@@ -360,13 +350,6 @@ def test_no_mode_is_better_than_what_is_chosen():
     for mode in ("1F1B", *(name for name in USUAL_MODES if MODES[name].splits)):
         other = plan_layers(mode, costs, 4, 8)
         assert other.step >= found.step * 0.99 or mode in found.mode
-
-
-def test_auto_takes_the_best_placement_with_its_own_split():
-    found = plan_layers("auto", LAYERS, 4, 6)
-    others = [plan_layers(mode, LAYERS, 4, 6) for mode in ("ZB", "ZBV", "VPP")]
-    assert found.step <= min(one.step for one in others) * (1 + 1e-9)
-    assert found.schedule.name.startswith("auto: ")
 
 
 def test_among_plans_that_are_as_good_as_equal_few_messages_win():

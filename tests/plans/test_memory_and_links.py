@@ -1,6 +1,5 @@
 """Plans in the memory that is there, for the links and losses that they are told."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from zbpp.core import (
     RequestError,
     Schedule,
     ScheduleError,
-    lower_bound,
     peaks,
 )
 from zbpp.planning import plan
@@ -20,7 +18,7 @@ from zbpp.schedules import plan_placement, plan_vpp
 from zbpp.simulator import simulate, span
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 16, 2), (4, 8, 3)])
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 3)])
 @pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.5, 0.5, 0.2, loss=0.5)])
 def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, costs):
     vpp = plan_vpp(n_stages=p, n_microbatches=m, chunks_per_stage=v)
@@ -33,17 +31,6 @@ def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, cost
     with pytest.raises(ScheduleError, match="over the limit"):  # control: .1 less
         less = Costs(memory_limit=held - 0.1)
         Schedule("less", planned.placement, m, planned.orders, less)
-
-
-@pytest.mark.parametrize("model", [Costs(), Costs(18.522, 18.086, 9.337, 0.601)])
-def test_more_memory_makes_no_plan_much_worse(model):
-    before = float("inf")
-    for quarters in range(4, 81, 12):
-        costs = replace(model, m_w=0.366, memory_limit=quarters / 4)
-        schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs)
-        longest = span(simulate(schedule, costs))
-        assert longest <= before * 1.02, quarters
-        before = longest
 
 
 def test_a_plan_for_the_links_and_the_sends_is_shorter_than_one_without():
@@ -63,16 +50,6 @@ def test_the_last_stage_does_the_loss():
     costs = Costs(1.0, 1.0, 0.7, comm=(0.1, 1.5, 0.1), loss=0.3)
     schedule = plan("ZB", n_stages=4, n_microbatches=12, costs=costs)
     assert span(simulate(schedule, costs)) == pytest.approx(37.7)
-
-
-def test_many_stages_with_unequal_links():
-    rng = random.Random(1)
-    p, m = 128, 48
-    links = tuple(rng.choice((0.02, 0.1, 0.5)) for _ in range(p - 1))
-    costs = Costs(comm=links, loss=0.2, memory_limit=p)
-    schedule = plan("ZB", n_stages=p, n_microbatches=m, costs=costs, effort="fast")
-    bound = lower_bound(schedule.placement, m, costs)
-    assert bound * (1 - 1e-9) <= span(simulate(schedule, costs)) <= bound * 1.1
 
 
 def test_one_micro_batch_needs_what_its_passes_need_one_after_the_other():

@@ -24,7 +24,6 @@ from zbpp.core import (
     Reduce,
     RequestError,
     Schedule,
-    ScheduleError,
     Segment,
     Send,
     Step,
@@ -227,16 +226,6 @@ def test_ends_agree_and_no_stage_waits_for_itself(mode, p, m, ahead, costs):
     check(mode, p, m, ahead, costs)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_no_stage_waits_for_itself_at_any_size(mode):
-    for p in (2, 3, 5, 8):
-        for m in (1, p - 1, p, 2 * p, 3 * p + 1):
-            for costs in COSTS:
-                check(mode, p, m, 2, costs)
-
-
 def test_where_receives_are_too_early_or_late_stages_stop_each_other():
     """Control: no depth alone is right; 0 and 2 are not here, 1 is."""
     schedule = plan("ZBH2", n_stages=2, n_microbatches=4)
@@ -283,19 +272,6 @@ def test_a_schedule_without_steps_steps_at_its_end():
     full = plan("ZBH1", n_stages=2, n_microbatches=2)
     bare = Schedule("bare", full.placement, 2, tuple(o[:-1] for o in full.orders))
     assert lower(bare) == lower(full)
-
-
-def test_a_v_that_would_need_another_stages_later_work_is_refused():
-    good = post_validated(plan("ZBH1", n_stages=2, n_microbatches=3))
-    rows = [list(order) for order in good.orders]
-    rows[0].remove(Check(0))
-    rows[0].insert(0, Check(0))  # F0 of stage 1 comes before V, F0 of stage 0 does not
-    wrong = Schedule("wrong", good.placement, 3, tuple(map(tuple, rows)))
-    with pytest.raises(ScheduleError, match="1F0 comes before V, but reads the activ"):
-        lower(wrong)
-    rows[1].remove(Check(1))
-    rows[1].insert(0, Check(1))
-    lower(Schedule("early", good.placement, 3, tuple(map(tuple, rows))))
 
 
 # --- tied parameters ------------------------------------------------------------------
@@ -404,7 +380,7 @@ def run(programs: tuple[Program, ...], schedule: Schedule, costs: Costs) -> None
     assert all(a <= b + 1e-9 for a, b in zip(most, planned, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_segments_end_with_no_more_memory_than_planned(seed):
     rng = random.Random(seed)
     mode = rng.choice(("ZBH1", "ZB", "ZBV", "ZBVPP", "DualPipeV"))

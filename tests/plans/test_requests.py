@@ -12,31 +12,24 @@ from zbpp.core import (
     Costs,
     LayerCosts,
     LimitError,
-    Parts,
-    Placement,
     RequestError,
     passes_in,
     peaks,
     write_schedule,
 )
 from zbpp.planning import MODES, PlanRequest, canonical, make_plan, plan
-from zbpp.simulator import simulate, span
 
 SMALL = {"n_stages": 2, "n_microbatches": 3}
 JOINT = Costs(splits=(True, False))
 CHUNKED = tuple(mode.name for mode in MODES.values() if mode.chunks is None)
-SPELLINGS = {
-    "FThenB": ["fthenb", "F-then-B", "GPipe", "gpipe"],
-    "1F1B": ["1f1b", "1F-1B"],
-    "VPP": ["vpp", "Interleaved1F1B", "interleaved-1f1b", "interleaved_1f1b"],
-    "ZBH1": ["zbh1", "ZB-H1", "zb_h1", "ZB1P", "zb-1p"],
-    "ZBH2": ["zbh2", "ZB-H2", "ZB2P", "zb_2p"],
-    "ZB": ["zb", "Z-B"],
-    "ZBV": ["zbv", "ZB-V", "ZBVZeroBubble", "zbv-zero-bubble"],
-    "ZBVPP": ["zbvpp", "ZB-VPP", "zb_v_pp"],
-    "VHalf": ["vhalf", "V-Half", "v_half"],
-    "VMin": ["vmin", "V-Min", "v_min"],
-    "auto": ["AUTO", "Auto"],
+
+
+ALIASES = {
+    "GPipe": "FThenB",
+    "ZB1P": "ZBH1",
+    "ZB2P": "ZBH2",
+    "Interleaved1F1B": "VPP",
+    "ZBVZeroBubble": "ZBV",
 }
 
 
@@ -44,10 +37,23 @@ SPELLINGS = {
 def test_every_spelling_reaches_its_mode(name):
     mode = MODES[name]
     assert mode.name == name and mode.summary and "\n" not in mode.summary
-    for spelling in (name, *mode.aliases, *SPELLINGS.get(name, ())):
-        assert canonical(spelling) == name
-    planned = plan(SPELLINGS.get(name, [name])[-1], **SMALL)
-    assert planned.name.partition(":")[0] == name
+    aliases = {
+        alias for alias, canonical_name in ALIASES.items() if canonical_name == name
+    }
+    assert aliases <= set(mode.aliases)
+    for spelling in (name, *mode.aliases):
+        for text in (spelling, spelling.lower(), spelling.upper(), "-".join(spelling)):
+            assert canonical(text) == name == canonical(text.replace("-", "_"))
+    assert plan(name.lower(), **SMALL).name.partition(":")[0] == name
+
+
+def test_chunks_per_stage_are_two_or_as_asked():
+    for mode, more, n_chunks in (
+        ("VPP", {}, 4),
+        ("ZBVPP", {"chunks_per_stage": 3}, 6),
+        ("auto", {"chunks_per_stage": 3}, 6),
+    ):
+        assert plan(mode, **SMALL, **more).placement.n_chunks == n_chunks
 
 
 # Mode, what else is asked for, and what the refusal says.
@@ -82,7 +88,6 @@ REFUSED_PLANS = [
     ("FThenB", {"memory_limit": 1}, "limit that works is 3$"),
     ("VPP", {"memory_limit": 1}, "limit that works is 3$"),
     ("ZBH1", {"memory_limit": 0.9}, "no mode fits: take smaller micro-batches"),
-    ("ZB", {"memory_limit": "2GiB"}, "largest memory of the costs is 1;"),
     (
         "ZB",
         {"costs": Costs(m_b=2.0**30, m_w=2.0**29), "memory_limit": "1MiB"},
@@ -185,36 +190,6 @@ def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o, limi
     assert ("FThenB" in str(error.value)) == (held <= limit)
 
 
-def test_lists_of_one_entry_a_stage_do_not_decide_the_number_of_chunks():
-    held = Costs(m_fixed=(14.0, 10.0, 10.0, 14.0), memory_limit=20.0)
-    shape = {"n_stages": 4, "n_microbatches": 12}
-    longest = {}
-    for mode in ("ZBV", "ZBVPP"):
-        schedule = plan(mode, **shape, costs=held)
-        assert schedule.placement == Placement.wave(4, 2)
-        longest[mode] = span(simulate(schedule))
-    assert longest["ZBVPP"] <= longest["ZBV"]
-    assert plan("VPP", **shape, costs=held).placement.n_chunks == 8
-    one = plan("ZBVPP", **shape, costs=held, chunks_per_stage=1)
-    assert one.placement.n_chunks == 4, "the control"
-
-
-def test_chunks_per_stage_are_given_or_follow_from_the_lists():
-    for mode in ("VPP", "ZBVPP"):
-        for n_chunks, more in (
-            (4, {}),
-            (2, {"chunks_per_stage": 1}),
-            (6, {"chunks_per_stage": 3}),
-            (6, {"costs": Costs(w=(1,) * 6)}),
-            (6, {"costs": Costs(comm=(0.1,) * 5)}),
-            (8, {"costs": Costs(m_b=(1,) * 8)}),
-            (4, {"costs": Costs(comm=(0.1,))}),  # links say nothing of the chunks
-            (4, {"costs": Costs(comm=(0.1, 0.2))}),
-        ):
-            assert plan(mode, **SMALL, **more).placement.n_chunks == n_chunks, more
-    assert plan("auto", **SMALL, chunks_per_stage=3).placement.n_chunks == 6
-
-
 @pytest.mark.parametrize("mode", sorted({*MODES} - {"DualPipeV"}))
 def test_no_mode_splits_a_backward_that_cannot_be_split(mode):
     schedule = plan(mode, **SMALL, costs=JOINT)
@@ -263,7 +238,7 @@ def test_costs_are_a_table_a_dict_or_a_file_of_chunks_or_layers(tmp_path):
     assert len(splits) == 1 and sum(splits.pop()) == 8
 
 
-@pytest.mark.parametrize("limit", [3, np.float64(3.0), "3", [3] * 4, np.full(4, 3.0)])
+@pytest.mark.parametrize("limit", [3, "3", np.full(4, 3.0)])
 def test_one_name_for_the_limit(limit):
     by_costs = zbpp.plan("ZB", costs=zbpp.Costs(memory_limit=limit), **SIZES)
     by_name = zbpp.plan("ZB", memory_limit=limit, **SIZES)
@@ -280,14 +255,6 @@ def test_a_limit_replaces_that_of_layers():
         for x in (None, 6.0)
     )
     assert low.peak <= 6.0 < free.peak
-
-
-def test_lanes_of_parts_may_be_words():
-    f, b = [("compute", 1), ("network", 1)], [["compute", np.int64(1)]]
-    words = zbpp.Costs(parts=[Parts(f, b, [("compute", 1)])] * 4)
-    plan = zbpp.make_plan(PlanRequest(schedule="ZBV", n_stages=2, n_microbatches=4,
-                                      costs=words, effort="fast"))  # fmt: skip
-    assert words.f == (2, 2, 2, 2) and plan.schedule.parts is not None
 
 
 def costs(**columns):
@@ -310,18 +277,8 @@ def recomputed(what):
 SCHEDULE = zbpp.plan("1F1B", n_stages=2, n_microbatches=2)
 ACCEPTED_WORDS = "choose auto, all or none, or give numbers"
 REFUSED = {
-    "a word as time": (costs(f="fast"), "f is 'fast', not a number"),
-    "a truth as time": (costs(f=True), "f is True, not a number"),
     "a table": (costs(f=np.ones((2, 2))), r"f\[0\] is \[1.0, 1.0\], not a number"),
-    "an empty list": (costs(f=[]), r"f is \[\], not a number"),
-    "not a number": (costs(f=np.array([1, np.nan])), "f is nan; it must be finite"),
-    "a list of losses": (costs(loss=[1, 2]), "loss is a list; it must be one number"),
     "a unit's typo": (costs(m_b="1 gigs"), "m_b: '1 gigs' is no amount of memory"),
-    "splits": (costs(splits=[1, 0]), "splits is .*, not a list of true or false"),
-    "bytes beside M_B": (
-        planned(memory_limit="6GiB"),
-        "the largest memory of the costs is 1;",
-    ),
     "a float": (planned(n_stages=2.0), "n_stages is 2.0; give a whole number"),
     "half of one": (planned(n_microbatches=2.5), "n_microbatches is 2.5; give a whole"),
     "chunks": (planned(chunks_per_stage="2"), "chunks_per_stage is '2'; give a whole"),
@@ -358,11 +315,6 @@ def test_what_is_ambiguous_is_refused_in_a_line(what):
     with pytest.raises(zbpp.RequestError, match=message) as refusal:
         call()
     assert "\n" not in str(refusal.value)
-
-
-def test_words_and_arrays_that_recompute():
-    for what, recompute in (("all", {0, 1}), (np.array([1]), {1}), ("1", {1})):
-        assert recomputed(what)().recompute == recompute
 
 
 def test_functions_of_schedules_take_plans_with_their_costs():

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from zbpp.core import Costs, Pass, PassKind, Placement, Schedule, Step, lower_bounds
+from zbpp.core import Costs, PassKind, Placement, lower_bounds
 from zbpp.planning import plan
-from zbpp.schedules import plan_one_f_one_b, plan_placement
+from zbpp.schedules import plan_placement
 from zbpp.simulator import simulate, span
 
 F, B, W, _ = PassKind
@@ -20,14 +20,6 @@ def certify(*arguments, seconds=100, **more):
     from solver import certify  # of benchmarks/planner
 
     return certify(*arguments, seconds=seconds, workers=1, **more)
-
-
-def test_joint_backwards_stay_joint():
-    schedule = plan_one_f_one_b(n_stages=2, n_microbatches=3)
-    found = certify(schedule, Costs(memory_limit=2))
-    assert found.is_optimal and found.span == 12
-    jobs = {str(job) for order in found.schedule.orders for job in order}
-    assert "0BW0" in jobs and "0B0" not in jobs
 
 
 @pytest.mark.parametrize(
@@ -59,27 +51,6 @@ def test_no_bound_is_above_an_optimum_and_no_plan_below(costs, p):
     assert found.schedule.costs == costs
     for name, bound in lower_bounds(schedule.placement, 3, costs).items():
         assert bound <= found.span * (1 + 1e-9), name
-
-
-def one_by_one(p: int, m: int, costs: Costs) -> Schedule:
-    """Each stage does all of a micro-batch before it begins the next."""
-    orders = tuple(
-        (*(Pass(kind, s, i) for i in range(m) for kind in (F, B, W)), Step(s))
-        for s in range(p)
-    )
-    return Schedule("one by one", Placement.single(p), m, orders, costs)
-
-
-def test_peaks_and_what_b_adds_are_kept_and_cost_what_they_must():
-    """4 above what is fixed hold nothing beside a B.
-
-    0 | F0 .  .  B0 F1 W0 .  B1 F2 W1 .  B2 W2
-    1 | .  F0 B0 W0 .  F1 B1 W1 .  F2 B2 W2
-    """
-    for peak_b, is_tight in ((3, True), (1, False)):
-        costs = Costs(m_b=1, m_w=2, m_fixed=10, peak_b=peak_b, memory_limit=14)
-        found = certify(one_by_one(2, 3, costs), costs)
-        assert found.is_optimal and (found.span == 13) == is_tight
 
 
 @pytest.mark.slow

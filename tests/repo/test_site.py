@@ -10,7 +10,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-from chromium import Chromium, executable
 from pages import ROOT
 
 from zbpp.cli import main
@@ -23,17 +22,6 @@ MODULES = [
     *("zbpp.runtime", "zbpp.simulator", "zbpp.schedules", "zbpp.planning"),
     *("zbpp.profiling", "zbpp.tuning", "zbpp.core"),
 ]
-FIELD = "input.md-search__input"
-SEARCHED = """new Promise((done) => {
-  let tries = 0;
-  const look = () => {
-    const links = [...document.querySelectorAll("a.md-search-result__link")];
-    if (links.length || ++tries > 400) done(links.map((a) => a.href));
-    else setTimeout(look, 50);
-  };
-  look();
-})"""
-"""Where the search leads, as soon as it leads anywhere, else after 20 s: to nothing."""
 COMMANDS = ["plan", "show", "compare", "mesh", "train", "bench", "profile", "estimate"]
 COMMANDS += ["doctor"]
 
@@ -123,22 +111,3 @@ def test_no_page_fetches_from_another_host(site):
     for page in pages:
         assert not foreign(page.read_text(encoding="utf-8")), page
     assert foreign('<script src="https://example.org/a.js"></script>')
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
-def test_pages_open_as_files_and_the_search_finds(site, tmp_path):
-    browser = Chromium(tmp_path / "profile")
-    try:
-        for page in ("index", "start/which_mode", "reference/python/zbpp"):
-            browser.load(site / f"{page}.html")
-        browser.run(f"document.querySelector('{FIELD}').focus()")
-        browser.call("Input.insertText", text="rollback")
-        found = browser.run(SEARCHED)
-        assert any("post_validation" in link for link in found), found
-        assert not browser.errors
-        assert all(
-            url.startswith(("file:", "data:", "blob:")) for url in browser.requests
-        )
-    finally:
-        browser.close()

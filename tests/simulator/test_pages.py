@@ -1,4 +1,4 @@
-"""Pages as files: tables, figures, what they need; the browser has its own tests."""
+"""Pages as files: tables, figures, and what they need."""
 
 import random
 import re
@@ -9,15 +9,12 @@ from shutil import which
 from xml.etree import ElementTree
 
 import pytest
-from page_data import columns_of, page_data
+from page_data import page_data
 
 from zbpp.core import Costs, RequestError, Slot
 from zbpp.planning import plan
 from zbpp.simulator import (
     PageEntry,
-    critical_path,
-    messages,
-    peak_memory,
     simulate,
     step_time,
     write_page,
@@ -108,23 +105,6 @@ def test_measured_figures_appear_with_measured_timelines(page_text):
     assert row["measured / simulated"] == f"{200 / step_time(one.simulated):.3f}"
     ((row, _),) = cells(page_text([replace(exact, bubble_measured=0.125)]))
     assert row["bubble measured"] == "12.50%", "that of several steps"
-
-
-def test_memory_messages_and_path_are_those_of_the_simulator(page_text):
-    costs = replace(COSTS, m_fixed=10, peak_b=3, memory_limit=40)
-    one = entry_of("ZBV", costs=costs)
-    (panel,) = page_data(page_text([one]))["panels"]
-    columns, timeline = columns_of(panel), one.simulated
-    peak = max(peak_memory(timeline, costs))
-    assert max(columns["during"]) == panel["peak"] == peak
-    assert (panel["fixed"], panel["limit"]) == ([10] * 3, 40)
-    firsts = [sum(panel["lines"][:stage]) for stage in range(3)]
-    arrows = {(n + sender, n) for n, sender in enumerate(columns["awaits"]) if sender}
-    assert arrows == {
-        tuple(firsts[stage] + index for stage, index in (one.source, one.target))
-        for one in messages(timeline)
-    }
-    assert len(panel["path"]) == len(critical_path(one.schedule, costs).slots)
 
 
 def test_charts_need_matplotlib_and_the_rest_of_the_page_does_not(

@@ -147,15 +147,6 @@ def test_every_medium_has_every_box_of_a_timeline(medium, name, tmp_path):
         check_boxes(found, boxes_of(other), named=medium is not in_a_picture)
 
 
-def test_a_page_does_not_round_times_away_in_long_timelines(tmp_path):
-    timeline = timeline_of("1F1B", p=2, m=750)
-    found = on_a_page(timeline, tmp_path / "x.html")
-    lasts = [
-        max(boxes, key=lambda box: box[2]) for boxes in (found, boxes_of(timeline))
-    ]
-    assert lasts[0][1:3] == pytest.approx(lasts[1][1:3], abs=1e-6)
-
-
 # Traces.
 
 
@@ -354,14 +345,6 @@ def test_memory_over_time_is_drawn_below_in_the_largest_unit(
 
 
 @drawn
-def test_several_timelines_share_one_time_axis(tmp_path):
-    timelines = [timeline_of("1F1B"), timeline_of("ZBH1")]
-    upper, lower = plot(timelines, tmp_path / "two.svg", costs=Costs()).axes
-    assert upper.get_xlim() == lower.get_xlim() == (0, step_time(timelines[0]))
-    assert lower.get_title("left").startswith("ZBH1")
-
-
-@drawn
 def test_the_suffix_chooses_the_format_and_svg_is_the_same_each_time(tmp_path):
     timeline = timeline_of("ZBH1", p=2, m=2)
     for suffix, start in (("png", b"\x89PNG"), ("PDF", b"%PDF"), ("svg", b"<?xml")):
@@ -406,3 +389,88 @@ def test_wrong_files_and_a_missing_matplotlib_are_refused(tmp_path, monkeypatch)
     with pytest.raises(RequestError, match=r"pip install 'zbpp\[viz\]'"):
         plot(timeline, tmp_path / "x.png")
     assert not (tmp_path / "x.png").exists()
+
+
+# On a user's axes, for the columns of a paper.
+
+
+def axes_of(width=6.4, height=4.8, rows=2):
+    from matplotlib.figure import Figure
+
+    figure = Figure((width, height), layout="constrained")
+    return list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
+
+
+@drawn
+def test_several_timelines_on_as_many_axes_share_their_time_and_a_legend():
+    panels = axes_of()
+    timelines = [timeline_of("1F1B"), timeline_of("ZBV")]
+    plot(timelines, panels)
+    labels = [text.get_text() for text in panels[0].get_legend().texts]
+    assert [label.split()[0] for label in labels[:4]] == ["F", "B", "W", "BW"]
+    assert panels[1].get_legend() is None
+    assert [axes.get_title("left").split()[0] for axes in panels] == ["1F1B", "ZBV"]
+    limits = [axes.get_xlim() for axes in panels]
+    assert limits == [(0, max(map(step_time, timelines)))] * 2
+    for wrong in (panels[0], axes_of(rows=3)):
+        with pytest.raises(RequestError, match=r"2 timelines cannot .* [13] axes"):
+            plot(timelines, wrong)
+
+
+@drawn
+def test_colours_are_chosen_by_kind():
+    from matplotlib.colors import to_hex
+
+    def colours_of(axes):
+        pairs = ((one.get_gid(), one.get_facecolor()) for one in axes.collections)
+        return {gid: to_hex(colours[0]) for gid, colours in pairs}
+
+    colors = {"F": "tab:red", "W": "0.5", "idle": (1, 1, 1)}
+    plain, coloured = (axes_of(rows=1)[0] for _ in range(2))
+    timeline = timeline_of("ZBV", Costs())
+    plot(timeline, plain)
+    plot(timeline, coloured, colors=colors)
+    before, after = colours_of(plain), colours_of(coloured)
+    found = [after[name] for name in ("F 0", "B 0", "W 0", "idle")]
+    assert found == ["#d62728", before["B 0"], "#808080", "#ffffff"]
+    assert after["F 1"] not in (before["F 1"], after["F 0"])
+    marks = coloured.get_legend().get_patches()[:4]
+    assert [to_hex(patch.get_facecolor()) for patch in marks] == found
+    with pytest.raises(RequestError, match=r"colors has 'f'; the kinds are F, B,"):
+        plot(timeline, plain, colors={"f": "red"})
+
+
+@drawn
+def test_titles_and_legend_fit_a_column_of_a_paper():
+    from matplotlib import rc_context
+    from matplotlib.text import Text
+
+    with rc_context({"font.size": 8}):
+        upper, lower = axes_of(3.3, 3.0)
+        plot([timeline_of("1F1B"), timeline_of("ZBH1")], [upper, lower])
+    upper.figure.draw_without_rendering()
+    box, legend = upper.get_window_extent(), upper.get_legend()
+    assert legend.texts[0].get_fontsize() == pytest.approx(0.9 * 8)
+    assert legend.get_window_extent().x1 <= box.x1 + 1 and box.height > 20
+    for axes in (upper, lower):
+        texts = {text.get_text(): text for text in axes.findobj(Text)}
+        name, facts = (texts[axes.get_title(loc)] for loc in ("left", "right"))
+        assert name.get_fontsize() == pytest.approx(1.1 * 8)
+        assert name.get_text().endswith("\n"), "too wide for one line"
+        ends = name.get_window_extent().x0, facts.get_window_extent().x1
+        assert box.x0 - 1 <= ends[0] and ends[1] <= box.x1 + 1
+    (wide,) = axes_of(8, 3, rows=1)
+    plot(timeline_of("1F1B"), wide)
+    assert not wide.get_title("left").endswith("\n")
+
+
+@drawn
+@pytest.mark.parametrize(
+    ("m", "bands", "expected"),
+    [(24, None, False), (24, True, True), (96, None, True), (96, False, False)],
+)
+def test_boxes_or_bands(m, bands, expected):
+    """A page of a paper is 7 inches wide: 24 micro-batches are boxes."""
+    (axes,) = axes_of(7, 2, rows=1)
+    plot(timeline_of("ZBV", Costs(), p=8, m=m), axes, bands=bands)
+    assert any("bands" in gid for gid, _ in shapes_in(axes)) == expected

@@ -17,7 +17,8 @@ computes, if they are as many. Memory is then looked at at all times.
 import json
 import re
 import sys
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ JOB = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
 PART = re.compile(r"(\d+)(F|B|W)(\d+)\.(\d+)(~?)")
 PAIR = re.compile(rf"\(({JOB.pattern});({JOB.pattern})\)OVERLAP_F_B")
 Pass = tuple[str, int, int]
+"""Kind, chunk, micro-batch."""
+Job = tuple[Pass, ...]
+Part = tuple[str, int, int, int]
+"""Kind, chunk, micro-batch, index."""
+Need = tuple[Any, float]
+"""A job that must have ended, and the time from its end on."""
 
 
 class Verdict:
@@ -50,41 +57,57 @@ def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
     cost = _Costs(costs, stage_of)
     _check_complete(rows, stage_of, m, cost)
     peaks = [_peak(s, row, cost) for s, row in enumerate(plan["jobs"])]
+    _check_limits(peaks, cost)
+    if "parts" in plan and costs.get("parts") is not None:
+        return _judge_parts(plan["parts"], m, cost, costs)
+    job_of = {(k[:1], c, i): job for row in rows for job in row for k, c, i in job}
+
+    def needs(job: Job) -> list[Need]:
+        return [
+            (job_of[k, d, one[2]], delay - cost.sending(k, d))
+            for one in job
+            for k, d, delay in _inputs(one, cost)
+        ]
+
+    starts, ends = _replay(rows, cost.of, needs)
+    work = [sum(cost.of(job) - cost.sends(job) for job in row) for row in rows]
+    return Verdict(_spans(rows, starts, ends), work, peaks)
+
+
+def _replay(
+    lanes: list[list[Any]],
+    lasts: Callable[[Any], float],
+    needs: Callable[[Any], list[Need]],
+) -> tuple[dict[Any, float], dict[Any, float]]:
+    """Start and end of each job: in the order of its lane, when its needs are met."""
+    starts: dict[Any, float] = {}
+    ends: dict[Any, float] = {}
+    left, moved = [[*reversed(lane)] for lane in lanes], True
+    free = [0.0] * len(lanes)
+    while moved:
+        moved = False
+        for number, lane in enumerate(left):
+            while lane and all(other in ends for other, _ in needs(lane[-1])):
+                job = lane.pop()
+                ready = [ends[other] + delay for other, delay in needs(job)]
+                starts[job] = max([free[number], *ready])
+                ends[job] = free[number] = starts[job] + lasts(job)
+                moved = True
+    if waiting := [lane[-1] for lane in left if lane]:
+        raise ValueError(f"waits for ever: {waiting}")
+    return starts, ends
+
+
+def _spans(
+    rows: list[list[Any]], starts: dict[Any, float], ends: dict[Any, float]
+) -> list[float]:
+    return [max(map(ends.get, row)) - min(map(starts.get, row)) for row in rows]
+
+
+def _check_limits(peaks: list[float], cost: "_Costs") -> None:
     for s, (peak, limit) in enumerate(zip(peaks, cost.limit, strict=True)):
         if peak > limit * (1 + 1e-6):
             raise ValueError(f"stage {s} holds {peak}, over its limit {limit}")
-    if "parts" in plan and costs.get("parts") is not None:
-        return _judge_parts(plan["parts"], m, cost, costs)
-    ends: dict[tuple[str, int, int], float] = {}
-    place, free = [0] * len(rows), [0.0] * len(rows)
-    first: list[float | None] = [None] * len(rows)
-    moved = True
-    while moved:
-        moved = False
-        for s, row in enumerate(rows):
-            while place[s] < len(row):
-                passes = row[place[s]]
-                ready = [_ready(kind, c, i, ends, cost) for kind, c, i in passes]
-                if None in ready:
-                    break
-                start = max([free[s], *(time for time in ready if time is not None)])
-                if first[s] is None:
-                    first[s] = start
-                free[s] = start + cost.of(passes)
-                for kind, c, i in passes:
-                    ends[kind[:1], c, i] = free[s] - cost.sending(kind, c)
-                place[s] += 1
-                moved = True
-    for s, row in enumerate(rows):
-        if place[s] < len(row):
-            raise ValueError(f"stage {s} waits for ever at {row[place[s]]}")
-    spans = [end - (begin or 0.0) for end, begin in zip(free, first, strict=True)]
-    work = [sum(cost.of(job) - cost.sends(job) for job in row) for row in rows]
-    return Verdict(spans, work, peaks)
-
-
-Part = tuple[str, int, int, int]
-"""Kind, chunk, micro-batch, index."""
 
 
 def _judge_parts(
@@ -95,64 +118,47 @@ def _judge_parts(
 ) -> Verdict:
     """Replay rows of parts."""
     times = _part_times(costs, cost)
-    rows: list[list[tuple[Part, str]]] = []
+    rows: list[list[Part]] = [[] for _ in texts]
     for s, row in enumerate(texts):
-        matches = [match for text in row if (match := PART.fullmatch(text))]
-        rows.append([])
-        for match in matches:
+        for match in filter(None, map(PART.fullmatch, row)):
             c, kind, i, k = int(match[1]), match[2], int(match[3]), int(match[4])
             lane = "network" if match[5] else "compute"
             if cost.stage_of[c] != s or times[kind, c][k][0] != lane:
                 raise ValueError(f"stage {s} cannot run {match[0]}")
-            rows[-1].append(((kind, c, i, k), lane))
+            rows[s].append((kind, c, i, k))
     due = {
         (kind, c, i, k)
         for (kind, c), parts in times.items()
         for i in range(m)
         for k in range(len(parts))
     }
-    there = [part for row in rows for part, _ in row]
+    there = [part for row in rows for part in row]
     if len(there) != len(due) or set(there) != due:
         raise ValueError("a part is missing or twice")
-    ends: dict[Part, float] = {}
-    starts: dict[Part, float] = {}
-    lanes = [
-        [[part for part, on in row if on == lane] for lane in ("compute", "network")]
-        for row in rows
-    ]
-    firsts = [[part for part, _ in row if part[3] == 0] for row in rows]
+
+    def lane_of(part: Part) -> str:
+        return times[part[0], part[1]][part[3]][0]
+
+    def lasts(part: Part) -> float:
+        return times[part[0], part[1]][part[3]][1]
+
+    firsts = [[part for part in row if part[3] == 0] for row in rows]
     before = {b: a for row in firsts for a, b in pairwise(row)}
-    place = [[0, 0] for _ in rows]
-    moved = True
-    while moved:
-        moved = False
-        for s, both in enumerate(lanes):
-            for lane, row in enumerate(both):
-                while place[s][lane] < len(row):
-                    part = row[place[s][lane]]
-                    ready = _part_ready(part, ends, starts, times, cost, before)
-                    if ready is None:
-                        break
-                    if place[s][lane]:
-                        ready = max(ready, ends[row[place[s][lane] - 1]])
-                    kind, c, _, k = part
-                    starts[part], ends[part] = ready, ready + times[kind, c][k][1]
-                    place[s][lane] += 1
-                    moved = True
-    if len(ends) < len(due):
-        raise ValueError("stages wait for ever")
-    spans = [
-        max(ends[part] for part, _ in row) - min(starts[part] for part, _ in row)
-        for row in rows
-    ]
-    work = [
-        sum(ends[part] - starts[part] for part, lane in row if lane == "compute")
-        for row in rows
-    ]
+
+    def needs(part: Part) -> list[Need]:
+        found = _needs_of_part(part, times, cost)
+        if part in before:  # passes of a stage begin in the order of its row
+            found.append((before[part], -lasts(before[part])))
+        return found
+
+    kinds = "compute", "network"
+    lanes = [[x for x in row if lane_of(x) == kind] for row in rows for kind in kinds]
+    starts, ends = _replay(lanes, lasts, needs)
+    work = [sum(lasts(x) for x in row if lane_of(x) == "compute") for row in rows]
     peaks = []
     for s, row in enumerate(rows):
         changes = [(0.0, cost.fixed[s])]
-        for kind, c, i, k in (part for part, _ in row):
+        for kind, c, i, k in row:
             last = len(times[kind, c]) - 1
             is_joint = kind == "B" and not times["W", c]
             peak = cost.peak["BW" if is_joint else kind][c]
@@ -163,14 +169,9 @@ def _judge_parts(
                 changes.append((starts[kind, c, i, k], peak))
             if k == last:
                 changes.append((ends[kind, c, i, k], left - peak))
-        held = most = 0.0
-        for _, change in sorted(changes):
-            held += change
-            most = max(most, held)
-        if most > cost.limit[s] * (1 + 1e-6):
-            raise ValueError(f"stage {s} holds {most}, over its limit {cost.limit[s]}")
-        peaks.append(most)
-    return Verdict(spans, work, peaks)
+        peaks.append(max(accumulate(change for _, change in sorted(changes))))
+    _check_limits(peaks, cost)
+    return Verdict(_spans(rows, starts, ends), work, peaks)
 
 
 def _part_times(
@@ -197,44 +198,30 @@ def _part_times(
     return times
 
 
-def _part_ready(
-    part: Part,
-    ends: dict[Part, float],
-    starts: dict[Part, float],
-    times: dict[tuple[str, int], list[tuple[str, float]]],
-    cost: "_Costs",
-    before: dict[Part, Part],
-) -> float | None:
-    """Time at which the inputs of a part are there; None: not yet known."""
+def _needs_of_part(
+    part: Part, times: dict[tuple[str, int], list[tuple[str, float]]], cost: "_Costs"
+) -> list[Need]:
+    """The part before it in its pass, or the last parts of what its pass reads."""
     kind, c, i, k = part
-    needs: list[tuple[Part, float]] = []
-    if k:
-        needs.append(((kind, c, i, k - 1), 0.0))
-    last = {(x, d): len(parts) - 1 for (x, d), parts in times.items()}
-    n = len(cost.stage_of)
+    needs: list[Need] = [((kind, c, i, k - 1), 0.0)] if k else []
+
+    def last(kind: str, c: int) -> Part:
+        return kind, c, i, len(times[kind, c]) - 1
+
     if kind == "W":
         on = [j for j, (lane, _) in enumerate(times["B", c]) if lane == "compute"]
         same = len(on) == len(times["W", c])
-        needs.append((("B", c, i, on[k] if same else last["B", c]), 0.0))
-    elif k == 0 and kind == "F" and c > 0:
-        needs.append((("F", c - 1, i, last["F", c - 1]), cost.edges[c - 1]))
-    elif k == 0 and kind == "B":
-        needs.append((("F", c, i, last["F", c]), 0.0))
-        if c < n - 1:
-            needs.append((("B", c + 1, i, last["B", c + 1]), cost.edges[c]))
-    if not all(need in ends for need, _ in needs):
-        return None
-    if k == 0 and part in before and before[part] not in starts:
-        return None
-    begun = starts[before[part]] if k == 0 and part in before else 0.0
-    return max([begun, *(ends[need] + delay for need, delay in needs)])
+        needs.append((("B", c, i, on[k]) if same else last("B", c), 0.0))
+    elif k == 0:
+        needs += [(last(x, d), delay) for x, d, delay in _inputs(part, cost)]
+    return needs
 
 
-def _passes(job: str) -> list[Pass]:
+def _passes(job: str) -> Job:
     """The passes of a job: one, two that run at the same time, or none."""
     if not (JOB.fullmatch(job) or PAIR.fullmatch(job)):
-        return []
-    return [(kind, int(c), int(i)) for c, kind, i in JOB.findall(job)]
+        return ()
+    return tuple((kind, int(c), int(i)) for c, kind, i in JOB.findall(job))
 
 
 class _Costs:
@@ -248,7 +235,7 @@ class _Costs:
         def per_chunk(key: str, default: float) -> list[float]:
             value = costs.get(key, default)
             entries = value if isinstance(value, list) else [value] * p
-            numbers = [_number(entry) for entry in entries]
+            numbers = [float(entry) for entry in entries]
             if len(numbers) == n:
                 if isinstance(value, list):
                     return numbers
@@ -281,7 +268,7 @@ class _Costs:
         limit = costs.get("memory_limit")
         limit = float("inf") if limit is None else limit
         limits = limit if isinstance(limit, list) else [limit] * p
-        self.limit = [_number(one) for one in limits]
+        self.limit = [float(one) for one in limits]
         self.occupied = self._edges(costs.get("send_occupies", 0.0))
         hops = zip(self._edges(costs.get("comm", 0.0)), self.occupied, strict=True)
         self.edges = [max(both) for both in hops]
@@ -304,14 +291,14 @@ class _Costs:
         at_the_end = not 0 <= edge < len(self.occupied)
         return 0.0 if kind == "W" or at_the_end else self.occupied[edge]
 
-    def of(self, passes: list[Pass]) -> float:
+    def of(self, passes: Job) -> float:
         """Time of a job, with that in which it only sends."""
         if len(passes) == 2 and self.fb is not None:
             return self.fb[passes[0][1]] + self.sends(passes)
         alone = [self.times[letter][c] for kind, c, _ in passes for letter in kind]
         return sum(alone) + self.sends(passes)
 
-    def sends(self, passes: list[Pass]) -> float:
+    def sends(self, passes: Job) -> float:
         return sum(self.sending(kind, c) for kind, c, _ in passes)
 
     def delay(self, c: int, d: int) -> float:
@@ -320,26 +307,20 @@ class _Costs:
         return float(self.edges[min(c, d)])
 
 
-def _ready(
-    kind: str, c: int, i: int, ends: dict[tuple[str, int, int], float], cost: _Costs
-) -> float | None:
-    """The time at which all inputs of a pass are there; None: one is not computed."""
-    last = len(cost.stage_of) - 1
-    needs = [("B", c, 0.0)] if kind == "W" else []
-    if kind == "F" and c > 0:
-        needs = [("F", c - 1, cost.delay(c - 1, c))]
-    if kind in ("B", "BW"):
-        needs = [("F", c, 0.0)]
-        if c < last:
-            needs.append(("B", c + 1, cost.delay(c + 1, c)))
-    times = [(ends.get((k, d, i)), delay) for k, d, delay in needs]
-    if any(end is None for end, _ in times):
-        return None
-    return max([end + delay for end, delay in times if end is not None], default=0.0)
+def _inputs(one: Pass | Part, cost: _Costs) -> list[tuple[str, int, float]]:
+    """Kind and chunk of the passes whose results a pass reads, and the delays."""
+    kind, c, *_ = one
+    if kind == "W":
+        return [("B", c, 0.0)]
+    if kind == "F":
+        return [("F", c - 1, cost.delay(c - 1, c))] if c else []
+    is_last = c == len(cost.stage_of) - 1
+    above = [] if is_last else [("B", c + 1, cost.delay(c + 1, c))]
+    return [("F", c, 0.0), *above]
 
 
 def _check_complete(
-    rows: list[list[list[Pass]]], stage_of: list[int], m: int, cost: _Costs
+    rows: list[list[Job]], stage_of: list[int], m: int, cost: _Costs
 ) -> None:
     for s, jobs in enumerate(rows):
         row = [each for job in jobs for each in job]
@@ -351,19 +332,6 @@ def _check_complete(
         wanted = {(k, c, i) for k in "FBW" for c in mine for i in range(m)}
         if len(parts) != len(wanted) or set(parts) != wanted:
             raise ValueError(f"stage {s} does not run every pass of its chunks once")
-
-
-def _number(value: float | str) -> float:
-    """A number, or bytes as in "1.5 GiB"."""
-    if not isinstance(value, str):
-        return value
-    found = re.fullmatch(
-        r"\s*([\d.e+]+)\s*(?:([KMGT]?)(i?)B)?\s*", value, re.IGNORECASE
-    )
-    if found is None:
-        raise ValueError(f"{value!r} is no amount of memory")
-    power = " KMGT".index((found[2] or " ").upper())
-    return float(found[1]) * (1024 if found[3] else 1000) ** power
 
 
 def _peak(s: int, row: list[str], cost: _Costs) -> float:
