@@ -23,9 +23,9 @@ from pool import Pool
 MODELS = (
     ["lm", "dicts"],
     ["lm tied", "lm tied thrice"],
-    ["exchange, dropout", "draws"],
+    ["exchange, dropout", "draws", "buffers"],
     ["nested", "named tuple", "tuples", "OrderedDict", "frozen dataclass"],
-    ["buffers", "in place", "written mask", "auxiliary loss"],
+    ["in place", "written mask", "auxiliary loss"],
     ["twice", "hooks", "expanded", "frozen"],
 )
 FACTORS: dict[str, Any] = {

@@ -32,6 +32,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "buckets": {"post_validation": True, "buckets": True},
 }
 
+WRITES_TO_INPUT = {"in place", "auxiliary loss", "written mask"}
+
 Row = dict[str, Any]
 """A level of each factor."""
 
@@ -93,7 +95,13 @@ def label(row: Row) -> str:
 
 
 def fits(row: Row) -> bool:
-    """Costs of parts are for equal stages; calls of one step have equal batches."""
+    """Costs of parts are for equal stages; calls of one step have equal batches.
+
+    Layers that write to their input cannot be recomputed.
+    """
+    models = row["model"] if isinstance(row["model"], list) else [row["model"]]
+    if row.get("recompute") and not WRITES_TO_INPUT.isdisjoint(models):
+        return False
     if row.get("parts") and row["n_stages"] == 3:
         return False
     is_even = row.get("samples", 8) == 8 and row.get("loss") != "tokens"

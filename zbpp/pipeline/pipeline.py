@@ -529,18 +529,13 @@ class Pipeline:
             RequestError: names one of them.
         """
         for executor in self.stages.executors.values():
-            for module, name in executor.replay.changing:
-                if (
-                    any(
-                        module in loss.modules() for loss in executor.stage.loss.modules
-                    )
-                    and name not in module._non_persistent_buffers_set
-                ):
-                    raise RequestError(
-                        f"loss_fn changes its buffer {name}, and a checkpoint holds no "
-                        "state of a loss; move it into the last layer, or register it "
-                        "with persistent=False if it need not be saved"
-                    )
+            name = executor.stage.loss.changed_buffer()
+            if name is not None:
+                raise RequestError(
+                    f"loss_fn changes its buffer {name}, and a checkpoint holds no "
+                    "state of a loss; move it into the last layer, or register it "
+                    "with persistent=False if it need not be saved"
+                )
 
     def switch(self, schedule: Schedule | Plan) -> None:
         """Run the next steps by another schedule (every rank must call, with the same).

@@ -256,7 +256,7 @@ def _bind_pass(bound: BoundProgram, job: Pass) -> PassHandler:
     # no function of ours: each would be one more frame above a layer
     compute = partial(methods[job.kind], job.chunk, job.microbatch)
     is_forward = job.kind is PassKind.F and bound.training
-    if is_forward and (bound.overlaps or executor.replay.replays):
+    if is_forward and (bound.overlaps or executor.optimizer.speculates):
         overlap = executor.overlap if bound.overlaps else None
         compute = partial(_run_watched, executor.replay, overlap, job, compute)
     return PassHandler(bound, job, compute)
@@ -270,8 +270,8 @@ def _run_watched(
     inputs: Tensors | None,
 ) -> Tensors | None:
     """Run an F that may run once more, or whose chunk may have overlap points."""
-    watching = _NOTHING if overlap is None else overlap.watching(job.chunk)
-    with watching, replay.forward(job):
+    replay.before(job)
+    with _NOTHING if overlap is None else overlap.watching(job.chunk):
         return forward(inputs)
 
 
@@ -607,7 +607,7 @@ class Executor:
         self.collectives = collectives or Collectives({})
         self.times = times or JobTimes(stage.device)
         self.overlap = overlap
-        self.replay = Replay(stage, replays=optimizer.speculates)
+        self.replay = Replay(stage)
         self.opening: Opening | None = Opening(1)
         """Begins the messages of the next step; None: its shapes are known."""
         self._is_part = False
@@ -726,7 +726,6 @@ class Executor:
         if bound.reduces:
             self.stage.watch_weights(self._progress)
         yield bound.rest
-        self.replay.end()
 
     def _finish_forwards(self) -> None:
         """Leave no F open while another stage draws from the same generators."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,9 @@ class Loss:
         self._loss_fn = loss_fn
         self._device = device
         self.modules = loss_modules(loss_fn)
+        self._first_versions = [
+            (name, x, x._version) for name, x in self._saved_buffers()
+        ]
         self.adds = False
         """The loss of the batch is the sum over micro-batches, not their mean."""
         self.names: tuple[str, ...] | None = None
@@ -121,6 +125,23 @@ class Loss:
         # A copy: mse_loss's scalar holds the memory of all its summands.
         self.values[self._first + microbatch] = loss.detach().clone()
         return loss
+
+    def changed_buffer(self) -> str | None:
+        """Name a persistent buffer of the loss that has changed since it was made."""
+        pairs = zip(self._first_versions, self._saved_buffers(), strict=False)
+        for (name, before, version), (_, now) in pairs:
+            if now is not before or now._version != version:
+                return name
+        return None
+
+    def _saved_buffers(self) -> list[tuple[str, Tensor]]:
+        """Persistent buffers of the loss, by name."""
+        return [
+            (name, x)
+            for module in chain.from_iterable(x.modules() for x in self.modules)
+            for name, x in module._buffers.items()
+            if x is not None and name not in module._non_persistent_buffers_set
+        ]
 
     def discard(self) -> None:
         """Forget the losses so far; they will be computed once more."""

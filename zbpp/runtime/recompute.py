@@ -2,45 +2,67 @@
 
     F   keeps the layer's input              a non-reentrant checkpoint
     B   runs its forward again, once, then its backward
-    W   holds the operands, as ever
 
 The second run must see what the first one saw, and leave no trace. While it runs, the
 random generators and the buffers (of a BatchNorm, say) are what they were in F; after
-it they are what they were in B. A layer that works in place on its input is given a
-copy, and hooks that it registers on its input again are not called. Other state of a
-layer, as a counter in Python, changes twice.
+it they are what they were in B. Hooks that a layer registers on its input again are not
+called. A layer that writes to its input is refused; writes through ``buffer.data`` and
+other state of a layer, as a counter in Python, change twice.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext
-from functools import cache, partial
-from itertools import count
+from contextlib import contextmanager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom
-from zbpp.runtime.state_recorder import BufferRecorder, ForwardState
-from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
-from zbpp.runtime.support.strides import copy_of
 
-__all__ = ["Recomputed", "recomputed_of"]
+__all__ = ["Buffers", "Recomputed", "recomputed_of"]
+
+
+class Buffers:
+    """The buffers of some layers at one moment, with copies."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        modules = dict.fromkeys(m for layer in layers for m in layer.modules())
+        self._tables = [(m, dict(m._buffers)) for m in modules if m._buffers]
+        every = {x: None for _, table in self._tables for x in table.values()}
+        self._copies = [
+            (x, x.detach().clone(), x._version) for x in every if x is not None
+        ]
+
+    def drop_constants(self) -> None:
+        """Drop the copies of those that have not been written to since."""
+        self._copies = [
+            entry for entry in self._copies if entry[0]._version != entry[2]
+        ]
+
+    def restore(self) -> None:
+        """Give every module the buffers that it had, with their values.
+
+        Through ``data``: graphs that hold a buffer must not notice.
+        """
+        for buffer, copy, _ in self._copies:
+            buffer.data.copy_(copy)
+        for module, table in self._tables:
+            module._buffers.clear()
+            module._buffers.update(table)
 
 
 class Recomputed:
     """Runs a layer so that B computes it again.
 
-    In its first forward it learns whether the layer changes buffers, or its input;
-    then only that is copied.
-
     Args:
         layer: any module.
         name: of the layer, in errors.
         random: seeds the layer.
-        call: what runs its forward; None: the layer itself.
+        call: what runs its forward.
     """
 
     def __init__(
@@ -48,67 +70,55 @@ class Recomputed:
         layer: nn.Module,
         name: str,
         random: LayerRandom,
-        call: Callable[[object], object] | None = None,
+        call: Callable[[object], object],
     ) -> None:
-        self._call = layer if call is None else call
-        self._name = name
-        self._random = random
-        self._recorder = BufferRecorder([layer])
-        self._is_first = True
-        self._changes_input = False
+        self._layer, self._name = layer, name
+        self._random, self._call = random, call
 
     def __call__(self, value: object) -> object:
-        """Run the forward; where no gradients are asked for, as ever.
+        """Run the forward; as it is where no gradients are asked for.
 
         Raises:
-            RuntimeError: the forward changes what it never changed before.
+            RequestError: the layer writes to its input.
         """
         if not torch.is_grad_enabled():
             return self._call(value)
         is_tuple = type(value) is tuple
         arguments = value if isinstance(value, tuple) and is_tuple else (value,)
-        state = ForwardState(self._recorder, self._random)
+        before = [(x, x._version) for x in tensors_in(value)]
+        buffers, is_second = Buffers([self._layer]), False
+
+        def forward(*arguments: object) -> object:
+            value = arguments if is_tuple else arguments[0]
+            return self._call(
+                map_tensors(value, cache(_cut_off)) if is_second else value
+            )
+
+        @contextmanager
+        def as_in_f(seed: int) -> Iterator[None]:
+            nonlocal is_second
+            is_second, now = True, Buffers([self._layer])
+            buffers.restore()
+            try:
+                with self._random.again(seed):
+                    yield
+            finally:
+                now.restore()
+
         output: object = checkpoint(
-            partial(
-                self._forward,
-                is_tuple=is_tuple,
-                copies=self._is_first or self._changes_input,
-                runs=count(),
-            ),
+            forward,
             *arguments,
             use_reentrant=False,
-            preserve_rng_state=False,  # `ForwardState` seeds all generators
-            context_fn=lambda: (nullcontext(), state),
+            preserve_rng_state=False,  # `again` seeds all generators
+            context_fn=lambda: (nullcontext(), as_in_f(self._random.latest)),
         )
-        if lost := state.buffers.lost():
-            raise RuntimeError(
-                f"{self._name}: {lost} was constant so far and has changed, so the "
-                "layer cannot be recomputed; leave it out of recompute"
+        buffers.drop_constants()
+        if any(x._version != version for x, version in before):
+            raise RequestError(
+                f"{self._name} writes to its input, so it cannot be recomputed; let it "
+                "write to x.clone(), or leave it out of recompute"
             )
-        state.end()
-        self._is_first = False
         return output
-
-    def _forward(
-        self, *arguments: object, is_tuple: bool, copies: bool, runs: Iterator[int]
-    ) -> object:
-        value: object = arguments if is_tuple else arguments[0]
-        if next(runs) > 0:
-            value = map_tensors(value, cache(_cut_off))
-        constants = _Copies()
-        if copies:
-            value = map_tensors(value, constants.copy)
-        before = [(tensor, mark(tensor)) for tensor in tensors_in(value)]
-        output = self._call(value)
-        if any(mark(tensor) != at for tensor, at in before):
-            self._changes_input = True
-            if not copies:
-                raise RuntimeError(
-                    f"{self._name} has changed its input in place, which it did not do "
-                    "before, so it cannot be recomputed; let it copy its input, or "
-                    "leave it out of recompute"
-                )
-        return map_tensors(output, constants.original) if copies else output
 
 
 def recomputed_of(
@@ -136,28 +146,3 @@ def _cut_off(tensor: Tensor) -> Tensor:
     input of the first.
     """
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
-class _Copies:
-    """Copies of inputs, and the way back: a constant stays the same object.
-
-    A tensor that comes twice has one copy: gradients of all its uses have one sum.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, Mark, Tensor]] = {}
-        self._of: dict[int, Tensor] = {}
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy, the same one for a tensor that comes twice."""
-        made = self._of.get(id(tensor))
-        if made is None:
-            made = self._of[id(tensor)] = copy_of(tensor)
-            if not tensor.requires_grad:
-                self._made[id(made)] = made, mark(made), tensor
-        return made
-
-    def original(self, tensor: Tensor) -> Tensor:
-        """Return what an output is a copy of, if that was not written to."""
-        made, before, original = self._made.get(id(tensor), (None, None, tensor))
-        return original if made is None or mark(made) == before else tensor

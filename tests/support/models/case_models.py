@@ -390,20 +390,21 @@ class _Norms(nn.Module):
 
 
 class _Buffers(_Norms):
-    """Changes a buffer behind its version counter, or puts another in its place.
+    """Writes to a buffer, behind its version counter too, or puts another in its place.
 
     The first is read through a view, so that it must be restored in place.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, hides: bool = False) -> None:
         super().__init__()
-        self.register_buffer("table", torch.zeros(64, 128))  # 32 KiB: not small
-        self.index, self.row = index, self.table[0, :WIDTH]
+        self.register_buffer("table", torch.zeros(64, 128))
+        self.index, self.row, self.hides = index, self.table[0, :WIDTH], hides
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.index % 2:
             mean = x.detach().float().mean((0, 1))
-            self.table.data[0, :WIDTH].lerp_(mean, 0.5)
+            table = self.table.data if self.hides else self.table
+            table[0, :WIDTH].lerp_(mean, 0.5)
         elif self.training:
             self.table = self.table + 0.1
         row = self.row if self.index % 2 else self.table[0, :WIDTH]
@@ -673,6 +674,7 @@ MODELS: dict[str, Model] = {
     "tuples": Model(_tuples),
     "norms": Model(lambda index: _Norms() if index % 2 else _linear()),
     "buffers": Model(lambda index: _Buffers(index) if index in (1, 4) else _linear()),
+    "buffers by data": Model(partial(_Buffers, hides=True)),
     "in place": Model(_InPlace),
     "auxiliary loss": Model(_Auxiliary, loss_fn=_auxiliary_loss),
     "convolutions": Model(lambda index: _Convolutions()),
