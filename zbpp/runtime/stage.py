@@ -31,10 +31,10 @@ from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.streams import sent_ahead
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.values import (
-    GivenConstants,
     Tensors,
+    UnfitValueError,
+    as_tensors,
     as_value,
-    gradients_in,
     gradients_of,
     handed_over,
     isolated,
@@ -51,6 +51,8 @@ class Saved:
     """The state of a micro-batch on a chunk from F to W."""
 
     graph: SplitGraph
+    inputs: Sequence[Tensor]
+    """Those that need a gradient, until B."""
     ends: Tensors
     """The losses that B starts from, without their graph; of the last chunk."""
 
@@ -225,12 +227,11 @@ class Stage:
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
         read = self._first_inputs(microbatch) if inputs is None else inputs
-        held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         with torch.no_grad(), self._computes:
-            value = held.run(
+            value = self.chunks[chunk].run(
                 as_value(read), self._recomputed, self._seeds(chunk, microbatch)
             )
-            outputs = mapped(self._finish(chunk, microbatch, value, passed), isolated)
+            outputs = mapped(self._finish(chunk, microbatch, value), isolated)
         has_loss = self.loss.targets is not None  # then it has kept what came before it
         if chunk == self._last and self.outputs is not None and not has_loss:
             self.outputs[microbatch] = as_value(outputs)
@@ -256,13 +257,12 @@ class Stage:
             # No layer may write in place to a leaf. And autocast casts a leaf once for
             # all its uses, whose gradients would then be added in 16 bits.
             read, versions = mapped(taken, alias_of), [x._version for x in asked]
-        held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         queue = WeightQueue(self._lent.get(chunk, ()))
         with queue, self._computes:
-            value = held.run(
+            value = self.chunks[chunk].run(
                 as_value(read), self._recomputed, self._seeds(chunk, microbatch)
             )
-            outputs = self._finish(chunk, microbatch, value, passed)
+            outputs = self._finish(chunk, microbatch, value)
         if versions is not None and versions == [x._version for x in asked]:
             self._only_reads.add(chunk)
         if chunk == self._last and not outputs[0].requires_grad:
@@ -271,7 +271,7 @@ class Stage:
         graph = SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
         cut_off = mapped(outputs, handed_over)
         ends = cut_off if chunk == self._last else ()
-        self._saved[chunk, microbatch] = Saved(graph, ends)
+        self._saved[chunk, microbatch] = Saved(graph, asked, ends)
         return cut_off
 
     def backward_input(
@@ -311,10 +311,11 @@ class Stage:
             gradients = self.loss.gradients(saved.ends, microbatch, self.loss_scale)
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report(self.chunks[chunk].leaves_once())
-        input_gradients = run(microbatch, saved.graph, gradients_in(gradients))
+        found = run(microbatch, saved.graph, gradients)
         self.defers = self.defers or saved.graph.defers()
-        saved.ends = ()
-        return gradients_of(input_gradients)
+        input_gradients = gradients_of(saved.inputs, found)
+        saved.inputs, saved.ends = (), ()
+        return input_gradients
 
     def backward_weight(self, chunk: int, microbatch: int, _: None = None) -> None:
         """W: the weight gradients that B has deferred."""
@@ -349,20 +350,12 @@ class Stage:
         number = self.first + microbatch
         return partial(self.random.seed_layer, self.step, number)
 
-    def _passed_on(self, chunk: int, inputs: Tensors) -> GivenConstants | None:
-        """The inputs that the chunk may pass on as they are; None: there are none."""
-        if len(inputs) == 1 and inputs[0].requires_grad:
-            return None
-        return GivenConstants(self.chunks[chunk], inputs)
+    def _finish(self, chunk: int, microbatch: int, value: object) -> Tensors:
+        """Return what a chunk puts out: a value as it travels, or the loss.
 
-    def _finish(
-        self,
-        chunk: int,
-        microbatch: int,
-        value: object,
-        passed: GivenConstants | None,
-    ) -> Tensors:
-        """Return what a chunk puts out: a value as it travels, or the loss."""
+        Raises:
+            RequestError: the value cannot travel.
+        """
         if chunk == self._last and self.loss.targets is not None:
             if self.outputs is not None:
                 self.outputs[microbatch] = map_tensors(value, isolated)
@@ -370,10 +363,13 @@ class Stage:
             value = self.loss(value, microbatch)
             if is_first:
                 refuse_foreign(value, {p for *_, p in self.named_leaves()})
-        if isinstance(value, Tensor):
-            return ready((value,))
-        held = self.chunks[chunk]
-        return ready((passed or GivenConstants(held, ())).flatten(value))
+        try:
+            return ready(as_tensors(value))
+        except UnfitValueError as error:
+            first, n = self.chunks[chunk].first, len(self.chunks[chunk].layers)
+            raise RequestError(
+                f"chunk {chunk} (layers {first} to {first + n - 1}) puts out {error}"
+            ) from None
 
     def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:
         """Refuse a loss from which no gradient leads back, if one is waited for.

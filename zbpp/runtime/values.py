@@ -1,37 +1,28 @@
 """Values between chunks: their tensors in order, and the structure that holds them.
 
-    value       {"h": h, "mask": m, "cache": None, "router": (r0, r1)}
-    tensors     (h, m, r0, r1)
-    structure   containers    torch's TreeSpec of the value, with the types of all
-                entries       [[], [-1, 1], null, [], []], as JSON: one for each leaf
-
-    []        the next tensor
-    [c, i]    the next one too, which chunk c put out as its tensor i, and the chunks
-              since then have handed on as they got it; c = -1: the batch
-    [i]       tensor i again
-    else      itself: None, a number or a text
+    value       {"h": h, "mask": m, "cache": None, "router": (r0, h)}
+    tensors     (h, m, r0)
+    structure   containers    torch's TreeSpec of the value
+                entries       0, 1, None, 2, 0: the place of each leaf's tensor, or a
+                              constant
 
 Containers are what torch's pytrees know (tuples, lists, dicts, named tuples, classes
 that are registered with them, as transformers' ModelOutput is) and dataclasses. A
 tensor, and a tuple of several, have no structure.
 
-A tensor that a value holds twice travels once, and is one tensor for who reads it too.
-Gradients of all its uses are then added in the order in which they would be without a
-cut: two copies would have two sums, which are rounded apart.
+What crosses a cut is contiguous and complete, in one process and between many: a
+strided tensor is copied, and an input that has no influence on the loss gets a gradient
+of zeros. A tensor that a value holds twice travels once, and is one tensor for its
+reader too: two copies would have two sums of gradients, which are rounded apart.
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zbpp.core import RequestError
-from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import (
     LEAF,
     REGISTERED,
@@ -40,48 +31,44 @@ from zbpp.runtime.support.pytree import (
     register_dataclass,
     unflatten_tree,
 )
-from zbpp.runtime.support.strides import copy_of
 from zbpp.runtime.support.torch_internals import arrived
 
 __all__ = [
-    "GivenConstants",
     "Nested",
-    "Origin",
-    "SomeGradients",
     "Structure",
     "Tensors",
     "UnfitValueError",
     "as_tensors",
     "as_value",
-    "described",
-    "detached",
-    "gradients_in",
+    "filled",
     "gradients_of",
     "handed_over",
     "isolated",
     "leaves",
     "mapped",
     "nested",
-    "origins_in",
     "ready",
-    "some_gradients",
     "with_tensors",
 ]
 
 Tensors = tuple[Tensor, ...]
 """Value handed from chunk to chunk, or a micro-batch: one tensor or several."""
 
-Origin = tuple[int, int]
-"""A chunk, and the place of a tensor among those that it put out; -1: the batch."""
-
 _PLAIN = {type(None), bool, int, float, str}
+
+
+class _Constant(NamedTuple):
+    """A leaf that is no tensor; its class tells 1 from True."""
+
+    kind: type
+    value: Any
 
 
 class Structure(NamedTuple):
     """The rest of a value; see above."""
 
     containers: TreeSpec
-    entries: str
+    entries: tuple[int | _Constant, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without torch's class of leaves, which warns when it is loaded."""
@@ -95,7 +82,7 @@ def _dump_containers(spec: TreeSpec) -> Any:
     return spec.type, spec.context, [*map(_dump_containers, spec.children())]
 
 
-def _load_structure(containers: Any, entries: str) -> Structure:
+def _load_structure(containers: Any, entries: Any) -> Structure:
     return Structure(_load_containers(containers), entries)
 
 
@@ -115,17 +102,6 @@ class Nested(tuple[Tensor, ...]):
     structure: Structure
 
 
-class SomeGradients(tuple[Tensor, ...]):
-    """The gradients of a chunk's inputs, of which some have no influence on the loss.
-
-    These have no gradient rather than one of zeros: the chunks below then have none
-    either, and weight decay, say, leaves their parameters alone, as without a cut.
-    """
-
-    missing: tuple[int, ...]
-    """Places among the inputs that need a gradient; the others' are here, in order."""
-
-
 class UnfitValueError(TypeError):
     """Something in a value cannot travel; its text is what, and what could."""
 
@@ -137,14 +113,11 @@ class UnfitValueError(TypeError):
         )
 
 
-def as_tensors(
-    value: Any, origins: Mapping[int, Origin] | None = None, *, leaf: type = Tensor
-) -> Tensors:
+def as_tensors(value: Any, *, leaf: type = Tensor) -> Tensors:
     """Return a value as it travels.
 
     Args:
         value: a tensor, or containers of tensors, None, bools, numbers and texts.
-        origins: of the tensors that were handed on as they came, by ``id``.
         leaf: class of what stands for tensors.
 
     Raises:
@@ -154,83 +127,44 @@ def as_tensors(
         return (value,)  # type: ignore[return-value]
     items, containers = flatten_tree(value)
     tensors: list[Any] = []
-    entries: list[str] = []
+    entries: list[int | _Constant] = []
     places: dict[int, int] = {}
     for item in items:
-        if not isinstance(item, leaf):
-            kind: type = type(item)
-            if is_dataclass(kind):
-                register_dataclass(kind)
-                return as_tensors(value, origins, leaf=leaf)
-            entries.append(_plain(item))
-        elif id(item) in places:
-            entries.append(f"[{places[id(item)]}]")
+        kind: type = type(item)
+        if isinstance(item, leaf):
+            place = places.setdefault(id(item), len(tensors))
+            if place == len(tensors):
+                tensors.append(item)
+            entries.append(place)
+        elif kind in _PLAIN:
+            entries.append(_Constant(kind, item))
+        elif is_dataclass(kind):
+            register_dataclass(kind)
+            return as_tensors(value, leaf=leaf)
         else:
-            places[id(item)] = len(tensors)
-            origin = origins.get(id(item)) if origins else None
-            entries.append("[]" if origin is None else json.dumps(origin))
-            tensors.append(item)
-    is_flat = type(value) is tuple and all(isinstance(x, leaf) for x in value)
-    if is_flat and len(entries) > 1 and all(entry == "[]" for entry in entries):
+            raise UnfitValueError(f"a {kind.__name__}")
+    is_flat = type(value) is tuple and len(value) == len(tensors) > 1
+    if is_flat and all(isinstance(x, leaf) for x in value):
         return tuple(tensors)
-    return nested(tensors, Structure(containers, f"[{', '.join(entries)}]"))
-
-
-def _plain(item: Any) -> str:
-    if item is None:
-        return "null"
-    if type(item) not in _PLAIN:
-        raise UnfitValueError(f"a {type(item).__name__}")
-    return json.dumps(item)
-
-
-@lru_cache(1024)
-def _parsed(entries: str) -> list[Any]:
-    """The entries of the leaves of a value."""
-    parsed: list[Any] = json.loads(entries)
-    return parsed
-
-
-def _filled(structure: Structure, items: Sequence[Any]) -> Any:
-    """Put items in the places of the tensors of a value."""
-    following = iter(items)
-    return unflatten_tree(
-        [
-            entry
-            if type(entry) is not list
-            else (items[entry[0]] if len(entry) == 1 else next(following))
-            for entry in _parsed(structure.entries)
-        ],
-        structure.containers,
-    )
+    return nested(tensors, Structure(containers, tuple(entries)))
 
 
 def as_value(tensors: Tensors) -> Any:
     """Return what a layer takes: the inverse of `as_tensors`."""
     if isinstance(tensors, Nested):
-        return _filled(tensors.structure, tensors)
+        return filled(tensors.structure, tensors)
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-@lru_cache(1024)
-def origins_in(entries: str) -> tuple[Origin | None, ...]:
-    """Origin of each tensor of a value, None for those that are new."""
-    tensors = (x for x in _parsed(entries) if type(x) is list and len(x) != 1)
-    return tuple((entry[0], entry[1]) if entry else None for entry in tensors)
-
-
-def described(structure: Structure | None, texts: Iterable[str]) -> str:
-    """Return words for a value whose tensors are described by texts."""
-    if structure is None:
-        return ", ".join(texts)
-    return repr(_filled(structure, [*map(_Shown, texts)]))
-
-
-class _Shown(str):
-    """A text that is shown without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
+def filled(structure: Structure, tensors: Sequence[Any]) -> Any:
+    """Put tensors, or what stands for them, in their places of a structure."""
+    return unflatten_tree(
+        [
+            x.value if isinstance(x, _Constant) else tensors[x]
+            for x in structure.entries
+        ],
+        structure.containers,
+    )
 
 
 def with_tensors(tensors: Tensors, others: Iterable[Tensor]) -> Tensors:
@@ -254,36 +188,33 @@ def nested(tensors: Iterable[Tensor], structure: Structure) -> Nested:
     return value
 
 
-def gradients_of(gradients: Sequence[Tensor | None]) -> Tensors:
-    """Return gradients as they travel; None: the input has no influence."""
-    there = tuple([dx for dx in gradients if dx is not None])
-    if len(there) == len(gradients):
-        return there
-    return some_gradients(there, [i for i, dx in enumerate(gradients) if dx is None])
-
-
-def some_gradients(there: Iterable[Tensor], missing: Iterable[int]) -> SomeGradients:
-    """Make `SomeGradients` of their two parts."""
-    value = SomeGradients(there)
-    value.missing = tuple(missing)
-    return value
-
-
-def gradients_in(tensors: Tensors) -> Sequence[Tensor | None]:
-    """Return one gradient, or None, for each input: the inverse of `gradients_of`."""
-    if not isinstance(tensors, SomeGradients):
-        return tensors
-    following = iter(tensors)
-    n = len(tensors) + len(tensors.missing)
-    return [None if i in tensors.missing else next(following) for i in range(n)]
+def gradients_of(
+    inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Tensors:
+    """Return the gradients of inputs as they travel; None: it has no influence."""
+    return tuple(
+        [
+            torch.zeros_like(x) if dx is None else dx.contiguous()
+            for x, dx in zip(inputs, gradients, strict=True)
+        ]
+    )
 
 
 def ready(tensors: Tensors) -> Tensors:
-    """Return the same value, with what a collective still writes awaited."""
+    """Return the same value contiguous, with what a collective still writes awaited."""
     for y in tensors:
-        if type(y) is not Tensor:
-            return mapped(tensors, arrived)
+        if type(y) is not Tensor or not _is_contiguous(y):
+            return mapped(tensors, _contiguous)
     return tensors
+
+
+def _is_contiguous(y: Tensor) -> bool:
+    return y.layout is not torch.strided or y.is_contiguous()
+
+
+def _contiguous(y: Tensor) -> Tensor:
+    y = arrived(y)
+    return y if _is_contiguous(y) else y.contiguous()
 
 
 def detached(tensors: Tensors) -> Tensors:
@@ -299,10 +230,7 @@ def isolated(y: Tensor) -> Tensor:
     graph may be any of these, and so may one that was written to in place.
     """
     cut_off = y.detach()
-    if y.is_leaf or y._version:
-        is_strided = y.layout is torch.strided
-        cut_off = copy_of(cut_off) if is_strided else cut_off.clone()
-    return cut_off
+    return cut_off.clone() if y.is_leaf or y._version else cut_off
 
 
 def handed_over(y: Tensor) -> Tensor:
@@ -320,47 +248,3 @@ def leaves(tensors: Tensors) -> Tensors:
         if x.requires_grad and x.is_leaf:
             return tensors
     return detached(tensors)
-
-
-class GivenConstants:
-    """The inputs of one forward that need no gradient, as they were before it.
-
-    A chunk hands a tensor on if it puts out the very object that it was given, needs no
-    gradient for it and has not written to it. So a mask travels as far as the layers
-    hand it on, and no further; `comm.passthrough` tells why.
-
-    Args:
-        chunk: whose forward it is.
-        inputs: the objects that its first layer is given.
-    """
-
-    def __init__(self, chunk: Chunk, inputs: Tensors) -> None:
-        origins: Sequence[Origin | None] = (None,) * len(inputs)
-        if isinstance(inputs, Nested):
-            origins = origins_in(inputs.structure.entries)
-        self._chunk = chunk
-        self._given: list[tuple[Tensor, Mark, Origin]] = [
-            (x, mark(x), origin or (chunk.index - 1, place))
-            for place, (x, origin) in enumerate(zip(inputs, origins, strict=True))
-            if not x.requires_grad
-        ]
-
-    def flatten(self, value: object) -> Tensors:
-        """Return an output as it travels, with the origins of what it hands on.
-
-        Raises:
-            RequestError: it cannot travel.
-        """
-        unchanged = {
-            id(x): origin
-            for x, before, origin in self._given
-            if before is not None and mark(x) == before
-        }
-        try:
-            return as_tensors(value, unchanged)
-        except UnfitValueError as error:
-            first, n = self._chunk.first, len(self._chunk.layers)
-            raise RequestError(
-                f"chunk {self._chunk.index} (layers {first} to {first + n - 1}) puts "
-                f"out {error}"
-            ) from None

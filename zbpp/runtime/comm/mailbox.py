@@ -14,7 +14,7 @@ import atexit
 import logging
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -36,7 +36,6 @@ from zbpp.runtime.comm.links import (
     StreamWaits,
     sum_on_hosts,
 )
-from zbpp.runtime.comm.passthrough import PassthroughCache, omitted
 from zbpp.runtime.comm.ping import Ping, ping
 from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
@@ -49,14 +48,7 @@ from zbpp.runtime.support.errors import (
     SumsError,
 )
 from zbpp.runtime.support.streams import SideStream
-from zbpp.runtime.support.strides import with_strides
-from zbpp.runtime.values import (
-    Nested,
-    SomeGradients,
-    Tensors,
-    nested,
-    some_gradients,
-)
+from zbpp.runtime.values import Tensors, nested
 
 __all__ = ["Mailbox", "StageLinks", "connect"]
 
@@ -73,13 +65,11 @@ class StageLinks:
     """The stages that exchange messages, the same on all stages.
 
     Args:
-        stage_of: stage of every chunk.
         neighbours: of every stage, those that it sends to, and receives from.
         parents: of every stage, the one that tells it the kinds of a step's
             micro-batches; None: it reads the inputs.
     """
 
-    stage_of: Sequence[int]
     neighbours: Sequence[set[int]]
     parents: Sequence[int | None]
 
@@ -95,7 +85,6 @@ class _PostedReceive(Expected):
     Args:
         mailbox: to which it was announced.
         like: its shapes, if this end knows them without the other.
-        omitted: places of the tensors that this stage has had.
     """
 
     mailbox: "Mailbox"
@@ -103,7 +92,6 @@ class _PostedReceive(Expected):
     peer: int
     like: Spec | None = None
     spec: Spec | None = None
-    omitted: Collection[int] = ()
     buffers: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
 
@@ -140,12 +128,10 @@ class Mailbox(Transport):
         self.stage = self._failures.stage
         self.peers = peers
         self.on_device = link.on_device
-        self._stage_of = tuple(stages.stage_of)
         self._parent = stages.parents[self.stage]
         self._children = stages.children(self.stage)
         self._steady_timeout_s = timeout_s
-        self._shapes = Shapes(tells_gradients=not link.on_device)
-        self._passthrough = PassthroughCache(self.stage, stages.stage_of)
+        self._shapes = Shapes()
         self._is_step = False
         self._posted: dict[_PostedReceive, None] = {}
         """Announced values that are not received yet, in order."""
@@ -176,7 +162,6 @@ class Mailbox(Transport):
         self._failures.withdraw()
         self._is_step = opening is not None and opening.training
         self._link.begin(training=self._is_step)
-        self._passthrough.kept.clear()
         self._shapes.begin()
         if opening is None:
             return None
@@ -213,31 +198,19 @@ class Mailbox(Transport):
         if self._is_step and is_first:
             self._failures.limit_waits(self._steady_timeout_s)
         assert not self._posted, f"never received: {[x.value for x in self._posted]}"
-        assert not self._passthrough.kept, "constants were left over"
         self._link.end()
 
     # Values.
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Start to send; the tensors are kept until they have left."""
-        places: Collection[int] = ()
         if isinstance(value, Value):
             known_spec = self._shapes.known(value)
-            if known_spec is not None and isinstance(tensors, SomeGradients):
-                tensors = known_spec.complete(tensors, self._failures.device)
             if known_spec is None or not known_spec.fits(tensors):
                 self._announce(value, known_spec, spec_of(value, tensors), peer)
-            if isinstance(tensors, Nested):
-                entries = tensors.structure.entries
-                places = omitted(entries, value.chunk, self._stage_of)
-                self._passthrough.keep(value, entries, tensors)
         device = self._link.device
         for place, tensor in enumerate(tensors):
-            if place in places:
-                continue
             payload = tensor if tensor.device == device else tensor.detach().to(device)
-            if not payload.is_contiguous():
-                payload = payload.detach().contiguous()
             self._link.send(value, place + 1, payload, peer)
 
     def _announce(
@@ -292,27 +265,12 @@ class Mailbox(Transport):
 
     def _value_of(self, posted: _PostedReceive, spec: Spec) -> Tensors:
         """Put a value together from what has come."""
-        value, tensors = posted.value, posted.buffers
-        device = self._failures.device
+        tensors, device = posted.buffers, self._failures.device
         if self._link.device != device:
             tensors = [buffer.to(device) for buffer in tensors]
-        if spec.strides:
-            sent = [x for i, x in enumerate(spec.strides) if i not in posted.omitted]
-            tensors = [
-                tensor if strides is None else with_strides(tensor, strides)
-                for tensor, strides in zip(tensors, sent, strict=True)
-            ]
-        if posted.omitted:
-            assert isinstance(value, Value) and spec.entries is not None
-            places = posted.omitted
-            tensors = self._passthrough.fill(value, spec.entries, places, tensors)
-        if self._passthrough.kept and isinstance(value, Value):
-            self._passthrough.release(value)
         for tensor, needs in zip(tensors, spec.needs_grad, strict=True):
             if needs:
                 tensor.requires_grad_()
-        if spec.missing:
-            return some_gradients(tensors, spec.missing)
         if spec.structure is None:
             return tuple(tensors)
         return nested(tensors, spec.structure)
@@ -333,14 +291,11 @@ class Mailbox(Transport):
 
     def _start(self, posted: _PostedReceive, spec: Spec) -> None:
         value, posted.spec = posted.value, spec
-        if spec.structure is not None:
-            posted.omitted = omitted(spec.entries, value.chunk, self._stage_of)
         for place in range(len(spec.shapes)):
-            if place not in posted.omitted:
-                buffer = spec.empty(place, self._link.device)
-                work = self._link.receive(value, place + 1, buffer, posted.peer)
-                posted.buffers.append(buffer)
-                posted.works.append(work)
+            buffer = spec.empty(place, self._link.device)
+            work = self._link.receive(value, place + 1, buffer, posted.peer)
+            posted.buffers.append(buffer)
+            posted.works.append(work)
 
     def _read_header(self, posted: _PostedReceive, job: Job) -> Spec:
         """Wait for the shapes of a value."""
@@ -385,14 +340,7 @@ class Mailbox(Transport):
 
     def message_bytes(self) -> dict[int, int]:
         """Sizes of the activations that steps send or receive here, by chunk."""
-        return {
-            chunk: sum(
-                n_bytes
-                for place, n_bytes in enumerate(spec.bytes_each)
-                if place not in omitted(spec.entries, chunk, self._stage_of)
-            )
-            for chunk, spec in self._shapes.latest.items()
-        }
+        return {chunk: spec.n_bytes for chunk, spec in self._shapes.latest.items()}
 
     # Failures.
 

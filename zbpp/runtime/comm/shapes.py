@@ -10,21 +10,15 @@ for a kind is told by a header the first time; afterwards both ends know it, and
 receiver makes its buffers early. So shapes may change from step to step and within one:
 a change costs a header for each channel, once for each kind.
 
-What travels is contiguous. A header also tells the strides that a tensor had, and the
-receiver lays it out so: how sums are rounded depends on them. Hence gradients have
-headers too where messages go from host to host. Where they occupy devices, a receive
-that begins early matters more, and gradients are taken to be contiguous.
-
-Such a header also tells which gradients are missing (`SomeGradients`). It is not
-learnt: the next micro-batch of the kind may have them. Where the shapes are known, with
-or without headers, zeros are sent for what is missing.
+What travels is contiguous, and the gradients of a value are known with it: there is one
+for each tensor that needs one.
 """
 
 import math
 import pickle
 import zlib
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
@@ -32,15 +26,7 @@ from torch import Tensor
 
 from zbpp.core import Message, Value, What
 from zbpp.runtime.support.errors import ShapeError
-from zbpp.runtime.support.strides import Strides, strides_of
-from zbpp.runtime.values import (
-    Nested,
-    SomeGradients,
-    Structure,
-    Tensors,
-    described,
-    gradients_in,
-)
+from zbpp.runtime.values import Nested, Structure, Tensors, filled
 
 __all__ = [
     "HEADER_BYTES",
@@ -85,40 +71,30 @@ class Spec:
     needs_grad: tuple[bool, ...]
     structure: Structure | None = None
     """Of a `Nested` value."""
-    strides: tuple[Strides | None, ...] = field(default=(), compare=False)
-    """Of each tensor as `strides_of` tells them; empty: all are contiguous."""
-    missing: tuple[int, ...] = ()
-    """Of `SomeGradients`."""
 
     def __str__(self) -> str:
-        texts = (
+        texts = [
             f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
-        return described(self.structure, texts)
-
-    @property
-    def entries(self) -> str | None:
-        """Of the structure."""
-        return None if self.structure is None else self.structure.entries
+        ]
+        if self.structure is None:
+            return ", ".join(texts)
+        return str(filled(self.structure, texts))
 
     @cached_property
-    def bytes_each(self) -> tuple[int, ...]:
-        """Size of each tensor."""
+    def n_bytes(self) -> int:
+        """Size of all tensors."""
         sizes = zip(self.shapes, self.dtypes, strict=True)
-        return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
 
     @classmethod
     def of(cls, tensors: Tensors) -> "Spec":
         """Describe plain tensors."""
-        strides = tuple(map(strides_of, tensors))
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
             tensors.structure if isinstance(tensors, Nested) else None,
-            strides if any(strides) else (),
-            tensors.missing if isinstance(tensors, SomeGradients) else (),
         )
 
     def fits(self, tensors: Tensors) -> bool:
@@ -137,19 +113,12 @@ class Spec:
 
     @cached_property
     def of_gradients(self) -> "Spec":
-        """The gradients, contiguous: one for each tensor that needs one."""
+        """The gradients: one for each tensor that needs one."""
         learning = [i for i, needs in enumerate(self.needs_grad) if needs]
         return Spec(
             tuple(self.shapes[i] for i in learning),
             tuple(self.dtypes[i] for i in learning),
             (False,) * len(learning),
-        )
-
-    def complete(self, gradients: SomeGradients, device: torch.device) -> Tensors:
-        """Return gradients of this spec: the given ones, zeros for those missing."""
-        return tuple(
-            self.empty(i, device).zero_() if dx is None else dx
-            for i, dx in enumerate(gradients_in(gradients))
         )
 
     def empty(self, place: int, device: torch.device) -> Tensor:
@@ -226,14 +195,9 @@ def unpack(header: Tensor, expected: Value) -> Spec:
 
 
 class Shapes:
-    """The shapes that one stage knows.
+    """The shapes that one stage knows."""
 
-    Args:
-        tells_gradients: they have headers; False: they are known with the activations.
-    """
-
-    def __init__(self, *, tells_gradients: bool) -> None:
-        self._tells_gradients = tells_gradients
+    def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._oldest = 0
         self._kinds: Sequence[int] | None = None
@@ -282,11 +246,10 @@ class Shapes:
 
     def learn(self, value: Value, spec: Spec) -> None:
         """Note the shapes of a message; in an evaluation no kinds are known."""
-        if self._kinds is not None and not spec.missing:
+        if self._kinds is not None:
             kind = self._kinds[value.microbatch]
             self._specs[kind, value.what, value.chunk] = spec
             if value.what is What.ACTIVATION:
                 self.latest[value.chunk] = spec
-                if not self._tells_gradients:
-                    above = value.chunk + 1
-                    self._specs[kind, What.GRADIENT, above] = spec.of_gradients
+                above = value.chunk + 1
+                self._specs[kind, What.GRADIENT, above] = spec.of_gradients

@@ -96,14 +96,7 @@ def make_transports(
     """
     if place.everyone is None or place.n_ranks == 1:
         return dict(enumerate(LocalHub(len(programs)).transports()))
-    stage_of = {
-        job.chunk: stage
-        for stage, program in enumerate(programs)
-        for job in program
-        if isinstance(job, Pass)
-    }
     links = StageLinks(
-        stage_of=[stage_of[chunk] for chunk in range(len(stage_of))],
         neighbours=[{i.peer for i in x if isinstance(i, Send)} for x in programs],
         parents=[_first_source(program) for program in programs],
     )
