@@ -4,10 +4,14 @@ Wrong requests are in tests/cli/test_wrong_command_lines.py.
 """
 
 import json
+import os
+import sys
 from collections import Counter
 
 import pytest
-from commands import run
+from ranks import end_of
+
+from zbpp.cli import main
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.needs("torch")]
 
@@ -47,17 +51,25 @@ def dicts():
 CONTENDERS = ["zbpp:ZBV", "torch:1F1B", "torch:ZBVZeroBubble"]
 
 
+def run(folder, words):
+    """Run the command on a rank, as torchrun would."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.exit(main(words))
+
+
 @pytest.fixture
 def bench(tmp_path):
-    """Run a bench of two processes; gives its results, and the process."""
+    """Run a bench of two processes; gives its results, and what rank 0 printed."""
     (tmp_path / "models.py").write_text(MODELS)
 
     def start(flags, *, code=0):
         sizes = "--stages 2 --microbatches 4 --warmup 1 --rounds 1 --out report"
-        done = run("bench", *sizes.split(), *flags.split(), cwd=tmp_path)
-        assert done.returncode == code, done.stderr
+        words = ["bench", *sizes.split(), *flags.split()]
+        ended, *_ = end_of(run, 2, str(tmp_path), words)
+        assert ended.code == code, ended.words
         results = tmp_path / "report" / "results.json"
-        return json.loads(results.read_text()) if results.exists() else None, done
+        return json.loads(results.read_text()) if results.exists() else {}, ended.words
 
     return start
 
@@ -130,8 +142,8 @@ def test_a_contender_with_another_loss_is_refused_and_not_timed(bench, flags, sa
     ],
 )
 def test_a_contender_that_cannot_run_is_one_line(bench, flags, words):
-    _, done = bench(flags, code=2)
-    assert words in done.stderr and "Traceback" not in done.stderr
+    _, printed = bench(flags, code=2)
+    assert words in printed and "Traceback" not in printed
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from page_data import boxes_in, page_data
 
-from zbpp.core import Costs, read_costs, read_schedule
+from zbpp.core import read_costs, read_schedule
 from zbpp.planning import MODES, plan
 from zbpp.schedules import add_collectives, post_validated, to_torch_csv
 from zbpp.simulator import (
@@ -36,9 +36,6 @@ LINES = {
         "--parallelism.pipeline_parallel_degree 2 "
         "--parallelism.pipeline_parallel_microbatch_size 1 "
         "--training.local_batch_size 3\n",
-    ],
-    "plan ZBVPP -p 2 -m 3 --chunks_per_stage 3 -o plan.json --csv torch.csv": [
-        "torchtitan: no schedule name places the chunks as 0 1 1 0 0"
     ],
     "plan VPP -p 2 -m 3 --chunks_per_stage 3 -o plan.json --csv torch.csv": [
         f"{TORCHTITAN} Interleaved1F1B ",
@@ -89,7 +86,6 @@ ZBH2, 2 iterations, post-validated:
 """,
         "steady step    9 post-validated (a rollback adds 3), 10 behind a barrier\n",
     ],
-    "show 1F1B -p 2 -m 2 --costs sends.json": ["sends", " >"],
     "show ZBV -p 2 -m 4 --costs bytes.json --memory_limit 13GiB": [
         re.compile(r"peak memory +1[123]\.\d GiB\n"),
         re.compile(r"│ +1[012]\.\d GiB │"),
@@ -114,10 +110,6 @@ ZBH2, 2 iterations, post-validated:
         re.compile(rf"{mode} with .*needs memory")
         for mode in ("FThenB", "VPP", "DualPipeV", "Combined1F1B")
     ],
-    f"compare ZBH2 -p 4 -m 8 {VALIDATED}": [
-        re.compile(r"│ ZBH2 .*│ +27 │ +24 │\n"),
-        "step: the time of one among many",
-    ],
     "compare ZBH1 ZBV -p 2 -m 4 --layers layers.json": [
         re.compile(r"ZBH1 +split 5 3: 9\.7% shorter than even chunks"),
         re.compile(r"ZBV +split \d \d \d \d: 12\.5% shorter"),
@@ -132,12 +124,6 @@ ZBH2, 2 iterations, post-validated:
         "pp 1 x dp 8: no split of 8 layers",
     ],
     # others
-    "doctor": [
-        f"zbpp           {version('zbpp')}\n",
-        "CPU cores",
-        "matplotlib",
-        "torch",
-    ],
     "--version": [f"zbpp {version('zbpp')}\n"],
 }
 """What a command prints, in part: texts, or patterns."""
@@ -160,8 +146,7 @@ def test_a_command_prints_and_writes(zbpp, line):
     [
         "show ZBH1 -p 2 -m 3 -o x.png",
         "show 1F1B,ZBV -p 2 -m 3 -o x.svg",
-        "show ZBH1 -p 2 -m 3 --iterations 2 -o x.pdf",
-        "compare 1F1B ZBV ZBH1 -p 2 -m 3 -o x.svg",
+        "compare 1F1B ZBV ZBH1 -p 2 -m 3 -o x.pdf",
         "compare 1F1B ZBV ZBH1 -p 2 -m 3 -o x.html",
     ],
 )
@@ -169,14 +154,14 @@ def test_a_command_writes_a_picture_and_names_it(zbpp, line):
     name = Path(line.split()[-1])
     assert zbpp(line).endswith(f"{name}\n")
     assert name.read_bytes().startswith(MATPLOTLIB.get(name.suffix, b"<!"))
-    if "1F1B" in line:
+    if name.suffix in (".svg", ".html"):
         assert "ZBV" in name.read_text(encoding="utf-8")
 
 
 # Plans.
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBH2", "ZBV", "auto"])
 def test_plan_and_show_have_the_figures_of_the_mode(zbpp, mode):
     costs = read_costs("costs.json")
     schedule = plan(mode, n_stages=3, n_microbatches=7, costs=costs)
@@ -214,32 +199,6 @@ def test_modes_stand_bare_and_flags_have_several_spellings(zbpp, line):
     assert read_schedule("x.json") == plan("ZBV", n_stages=2, n_microbatches=4)
 
 
-@pytest.mark.parametrize(
-    ("mode", "jobs"), [("zb-h1", 24), ("ZB2P", 24), ("v-half", 48)]
-)
-def test_long_searches_are_announced_with_the_number_of_jobs(zbpp, mode, jobs):
-    zbpp(f"plan {mode} -p 2 -m 4 --effort best:0.01 -o plan.json")
-    assert f"planning {jobs} jobs, 0.01 s of CPU time" in zbpp.err
-
-
-def test_the_lower_bound_is_within_the_memory_limit(zbpp):
-    names = ("memory_bound", "lower_bound")
-    free = zbpp.json("show 1F1B -p 4 -m 8")
-    more = zbpp.json("show 1F1B -p 4 -m 8 --memory_limit 7")
-    assert [free[name] for name in names] == [4, 27]
-    assert [more[name] for name in names] == [7, 24]
-
-
-def test_costs_name_links_loss_and_joint_stages(zbpp):
-    zbpp("plan ZBH1 -p 2 -m 3 --costs links.json -o plan.json")
-    text = Path("plan.json").read_text()
-    assert '"1BW0"' in text and '"1W0"' not in text
-    shown = zbpp.json("show plan.json --costs links.json")
-    costs = Costs(comm=(0.5,), loss=0.25, splits=(True, False))
-    assert shown["span"] == span(simulate(read_schedule("plan.json"), costs))
-    assert zbpp.json("show ZBH1 -p 2 -m 3")["span"] < shown["span"]
-
-
 def test_a_plan_is_shown_with_the_times_of_its_own_split(zbpp):
     zbpp("plan ZBH1 -p 2 -m 4 --layers layers.json --split 2,6 -o plan.json")
     assert read_schedule("plan.json").split == (2, 6)
@@ -258,14 +217,11 @@ def test_the_smallest_limit_is_told_in_bytes_and_works(zbpp):
     zbpp(f"{line} {float(limit) - 0.1}GiB", code=2)
 
 
-@pytest.mark.parametrize("mode", ["ZB", "ZBV"])
-def test_recomputing_shortens_plans_where_memory_is_short(zbpp, mode):
+def test_recomputing_shortens_plans_where_memory_is_short(zbpp):
     costs = "--costs again.json --memory_limit 1.1"
     found = {}
     for recompute in ("none", "auto"):
-        out = zbpp(
-            f"plan {mode} -p 3 -m 6 {costs} --recompute {recompute} -o plan.json"
-        )
+        out = zbpp(f"plan ZB -p 3 -m 6 {costs} --recompute {recompute} -o plan.json")
         found[recompute] = zbpp.json(f"show plan.json {costs}")
     assert "recompute: chunks 0" in out
     assert found["none"]["recompute"] is None
@@ -289,10 +245,7 @@ def test_chunks_or_layers_to_recompute_are_named(zbpp):
     ):
         zbpp(f"plan {flags} -m 6 -o plan.json".replace("plan.json -m 6", "plan.json"))
         assert read_schedule("plan.json").recompute == expected, flags
-    zbpp("plan ZBV -p 3 -m 6 --costs again.json --recompute all -o plan.json")
-    span = zbpp.json("show plan.json --costs again.json")["span"]
-    assert span >= 6 * (2 * 1 + 1 + 1)
-    assert "recompute      chunks 0-5\n" in zbpp("show plan.json")
+    assert "recompute      chunks 1\n" in zbpp("show plan.json")
 
 
 # Steps in a row.
@@ -315,11 +268,6 @@ def test_a_flag_chooses_one_of_the_protocols_that_are_drawn(zbpp):
     drawn = zbpp(line).splitlines()
     for flag, chosen in ((BARRIER, drawn[1:4]), (VALIDATED, drawn[4:7])):
         assert zbpp(f"{line} {flag}").splitlines()[1:5] == [*chosen, ""]
-    zbpp(f"{line} -o x.json")
-    events = json.loads(Path("x.json").read_text())["traceEvents"]
-    names = [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
-    assert [names.count((run, "V")) for run in (0, 1)] == [0, 2 * 2]
-    assert [names.count((run, "O")) for run in (0, 1)] == [2 * 2, 2 * 2]
 
 
 def test_show_json_has_the_steady_step_times(zbpp):
@@ -342,7 +290,6 @@ def test_show_json_has_the_steady_step_times(zbpp):
     [
         ("none", {"shards": False}, 4),
         ("optimizer", {"shards": True}, 4),
-        ("gradients", {"shards": True, "reduces": "every"}, 12),
         ("parameters", {"shards": False, "reduces": "every"}, 12),
     ],
 )
@@ -358,21 +305,6 @@ def test_plans_for_replicas_have_collectives(zbpp, shard, expected, n_sums):
     out = zbpp(f"show plan.json {costs}")
     assert f" {n_sums} REDUCE_GRAD" in out
     assert ("UNSHARD" in out) == expected["shards"]
-
-
-def test_plans_are_for_passes_that_gather(zbpp):
-    """What passes gather decides the order, not only its figures."""
-    gather = {"f": 2, "b": 2, "w": 2, "all_gather": [0, 2, 0, 2]}
-    Path("gather.json").write_text(json.dumps(gather))
-    Path("sums.json").write_text('{"f": [2, 4, 2, 4], "b": [2, 4, 2, 4], "w": 2}')
-    shard = "--costs gather.json --data_parallel 2 --shard parameters"
-    gathering = zbpp.json(f"show ZB -p 4 -m 8 {shard}")
-    summed = zbpp.json("show ZB -p 4 -m 8 --costs sums.json")
-    for figure in ("span", "bubble_rate", "lower_bound", "gap"):
-        assert gathering[figure] == summed[figure]
-    zbpp("plan ZB -p 4 -m 8 --costs gather.json -o plan.json")
-    blind = zbpp.json(f"show plan.json {shard}")
-    assert gathering["span"] < blind["span"], "the control: gathers change the order"
 
 
 def test_times_and_memory_of_replicas_follow_from_the_layers(zbpp):
@@ -401,15 +333,6 @@ def test_the_best_mesh_is_the_one_with_the_shortest_step(zbpp):
     assert set(steps) == {4, 8}
     sharded = zbpp.json(f"{line} --shard gradients")["meshes"]
     assert {one["n_stages"] for one in sharded if "step" in one} == {2, 4, 8}
-
-
-def test_chunks_of_a_costs_file_are_split_over_meshes(zbpp):
-    line = (
-        "mesh --devices 2 -m 4 --costs parts.json --replica_bandwidth 1e9 --mode 1F1B"
-    )
-    one, two = zbpp.json(f"{line} --parameters 4")["meshes"]
-    assert one["step"] == pytest.approx(2 * (6 + 4 + 4)) and one["split"] == [4]
-    assert two["split"] in ([2, 2], [3, 1])
 
 
 # Comparisons.
@@ -442,13 +365,6 @@ def test_compare_has_the_figures_of_each_mode_and_of_each_costs_file(zbpp):
     behind = zbpp.json(f"compare ZBH1 -p 2 -m 3 --costs costs.json {BARRIER}")
     ((row,),) = [one["modes"] for one in behind["comparisons"]]
     assert row["step"] == row["step_time_barrier"] > row["step_time_post_validation"]
-
-
-def test_compare_takes_some_modes_and_their_chunks(zbpp):
-    data = zbpp.json("compare ZBV VPP 1F1B -p 2 -m 3 --chunks_per_stage 3")
-    (found,) = data["comparisons"]
-    chunks = {row["mode"]: len(row["placement"]) // 2 for row in found["modes"]}
-    assert chunks == {"ZBV": 2, "VPP": 3, "1F1B": 1}
 
 
 def test_a_mode_that_does_not_fit_has_a_reason_in_data_and_page(zbpp):

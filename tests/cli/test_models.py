@@ -3,7 +3,9 @@
 import importlib
 import re
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,11 +100,6 @@ def test_estimate_names_what_fits_and_its_files_feed_the_planner(zbpp):
 
 
 @pytest.mark.slow
-def test_without_a_model_that_of_training_is_estimated(zbpp):
-    assert "ZBV" in zbpp("estimate -p 2 -m 4 --size tiny --modes ZBV")
-
-
-@pytest.mark.slow
 def test_a_mesh_is_chosen_by_the_bytes_and_operations_of_a_model(zbpp):
     one, two = zbpp.json(
         "mesh --model my_models:triple --devices 2 -m 4 --device_flops 1e6 "
@@ -144,3 +141,33 @@ def test_train_writes_a_trace_of_the_jobs_of_its_plan(zbpp):
     for row, jobs in zip(measured.rows, order, strict=True):
         ran = [slot.job for slot in row if isinstance(slot.job, Pass)]
         assert ran == [job for job in jobs if isinstance(job, Pass)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_devices", "lines"),
+    [
+        (
+            "xpu",
+            1,
+            [
+                "accelerator    xpu, its messages by xccl",
+                "xpu 0          Max 1550, 64.0 GiB",
+            ],
+        ),
+        ("xpu", 0, ["accelerator    no xpu device visible"]),
+        ("mps", 1, ["accelerator    none: torch is built for CPUs"]),
+    ],
+)
+def test_doctor_names_the_accelerator(zbpp, monkeypatch, kind, n_devices, lines):
+    import torch
+
+    about = SimpleNamespace(name="Max 1550", total_memory=2**36)
+    for name, value in (
+        ("accelerator.current_accelerator", torch.device(kind)),
+        ("accelerator.is_available", n_devices > 0),
+        ("accelerator.device_count", n_devices),
+        (f"{kind}.get_device_properties", about),
+    ):
+        answer = partial(lambda value, *_: value, value)
+        monkeypatch.setattr(f"torch.{name}", answer, raising=False)
+    assert {*lines} <= {*zbpp("doctor").splitlines()}

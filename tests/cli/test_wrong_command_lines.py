@@ -50,63 +50,45 @@ WRONG = {
     "": "choose plan, show",
     "traim": 'Did you mean "train"?',
     "polt ZBV -p 2 -m 3": "Available commands: plan, show",
-    "messh --devices 2": 'Did you mean "mesh"?',
-    "frobnicate": "Available commands: plan, show",
     "--stages 4 show": "Available commands: plan, show",
-    "-p 4": "Available commands: plan, show",
     # flags
     "show ZBV --stage 4": "Did you mean --stages?",
-    "show ZBV --micro-batches 4": "Did you mean --microbatches?",
-    "show ZBV -p 2 -m 3 --memory-limt 3": "Did you mean --memory_limit?",
     "train --pipeline_mode ZBV": "Did you mean --pipeline_schedule_mode?",
     "show ZBV -x 2": "-x. (see zbpp show --help)",
-    "show ZBV -p": "-p requires an argument",
-    "show ZBV -p 2 -m 3 --effort": "--effort requires an argument",
     "show ZBV --stages --microbatches 3": "--stages requires an argument",
     "show ZBV -p 2 -m 3 --json=perhaps": "--json: unable to convert",
     "show ZBV -p 2 -m 3 --no_json": "--json",
     "plan ZBV -p 2 -m 3": "--out requires an argument",
-    "estimate --microbatches 4": "--stages requires an argument",
     "compare -p 4": "--microbatches requires an argument",
     "mesh --devices 8 -m 16 --layers mesh.json --stages 2": "Unknown option: --stages",
-    "mesh --devices 8 -m 16 --layers mesh.json --out x.html": "Unknown option: --out",
     # modes and other bare words
     "show ZBW -p 2 -m 3": "did you mean",
-    "plan ZVB -p 2 -m 3 -o x.json": "did you mean",
     "show 1F1B,ZZZ -p 2 -m 3 -o x.html": "unknown schedule mode 'ZZZ'",
     "show": "give a schedule file",
     "plan -p 2 -m 3 -o x.json": "--pipeline_schedule_mode requires an argument",
     "show ZBV ZBH1 -p 2 -m 3": "several schedules are named",
     "plan ZBV ZBH1 -p 2 -m 3 -o x.json": "'ZBH1' is one word too many",
-    "show ZBV --mode ZBH1 -p 2 -m 3": "one word too many",
     "plan ZBV --mode ZBH1 -p 2 -m 3 -o x.json": "one word too many",
     "doctor torch": "zbpp doctor --help",
     # numbers
     "show ZBV --stages four -m 3": "give whole numbers",
-    "show ZBV --stages 2.5 -m 3": "give whole numbers",
     "show ZBV --stages -2 -m 3": "at least 1",
-    "show ZBV -p 2 -m 0": "at least 1",
     "show ZBV -p 2": "--microbatches is missing",
     "show ZBV -p 2 -m 3 --iterations 0": "at least 1",
     "show ZBV -p 2 -m 3 --data_parallel 0": "--data_parallel is 0; it must be at",
     "show ZBV -p 2 -m 3 --chunks_per_stage 3": "chunks_per_stage i",
     "show VPP -p 2 -m 3 --chunks_per_stage 0": "--chunks_per_stage",
     "mesh --devices 0 -m 16 --layers mesh.json": "--devices is 0",
-    "mesh --devices 2 -m 3 --layers x.json --tensor_parallel two": "give whole numbers",
     "train --lr fast": "--lr: unable to convert",
     "train --stages 0": "--stages is 0; it must be at least 1",
-    "train --microbatches 0": "--microbatches is 0",
     "train --steps -1": "at least 1",
-    "train --lr -1": "--lr is -1.0; it must be at least 0",
     "train --lr nan": "--lr is nan",
     "train --seed -1": "--seed is -1",
-    "train --clip_grad_norm nan": "above 0",
     "train --clip_grad_norm 0": "--clip_grad_norm is 0.0",
     "bench -o out": "--stages is missing",
     "bench -p 2 -o out --rounds 0": "at least 1",
     "bench -p 1 -o out": "it needs 2 or more",
     "estimate -p 2 -m 3 --microbatch_size 0": "at least 1",
-    "estimate -p 2 -m 3 --split 3 x": "give whole numbers",
     "profile -o x.json --rounds 0": "at least 1",
     "playground --port 70000": "--port 70000 cannot be had",
     # choices
@@ -120,7 +102,6 @@ WRONG = {
     "bench -p 2 -o out --modes ZBX": "ZBX",
     "bench -p 2 -o out --modes none": "nothing is to be compared",
     "bench -p 2 -o out --peers torch:ZBV": "--peers torch:ZBV: write torch",
-    "bench -p 2 -o out --peers jax": "--peers jax: write torch",
     # limits
     "show ZBV -p 2 -m 3 --memory_limit lots": "40GiB",
     "show ZBV -p 4 -m 8 --memory_limit 0.1": "needs memory",
@@ -128,7 +109,6 @@ WRONG = {
     "plan ZBH1 -p 2 -m 4 -o x.json --layers layers.json --memory_limit 2": "works is 4",
     "compare -p 2 -m 3 --memory_limit 0.9": "no mode can be had",
     "mesh --devices 8 -m 16 --layers mesh.json --memory_limit 1GiB": "nearest is pp 8",
-    "train ZBX": "unknown schedule mode 'ZBX'",
     "train --size tiny --stages 7": "6 layers cannot fill 7 chunks",
     "train --memory_limit 0.5": "over the limit 0.5",
     "estimate -p 40 -m 3 --model their_model:layers --modes 1F1B": "6 layers cannot",
@@ -136,7 +116,7 @@ WRONG = {
     **{
         f"show {mode} -p 1000000 -m 1000000": f"are {jobs},000,000,000,000 jobs (F, B "
         "and W of each"
-        for mode, jobs in {"1F1B": 3, "ZBH1": 3, "VPP": 6, "ZBV": 6, "auto": 3}.items()
+        for mode, jobs in {"1F1B": 3, "ZBV": 6, "auto": 3}.items()
     },
     "show ZBV -p 1000000 -m 1": "are 2,000,000 chunks; at most 8,192 are",
     # files
@@ -144,13 +124,10 @@ WRONG = {
     "show old.json": "'mode' is missing",
     "show torch.csv": "torch.csv: line 1, column 2: no JSON",
     "show ZBV -p 2 -m 3 --costs missing.json": "cannot be read",
-    "compare -p 2 -m 3 --costs costs.json,missing.json": "missing.json: cannot be read",
+    "compare 1F1B -p 2 -m 3 --costs costs.json,missing.json": "missing.json: cannot",
     "show ZBV -p 2 -m 3 --costs broken.json": "broken.json",
-    "show ZBV -p 2 -m 3 --costs list.json": "list.json",
     "show ZBV -p 2 -m 3 --costs unknown.json": "forward",
     "show ZBV -p 2 -m 3 --costs negative.json": "negative.json",
-    "show ZBV -p 2 -m 3 --costs text.json": "text.json",
-    "show ZBV -p 2 -m 3 --layers missing.json": "cannot be read",
     "train --costs missing.json": "missing.json: cannot be read",
     "train --data nowhere": "nowhere does not exist",
     # contradictions
@@ -161,7 +138,6 @@ WRONG = {
     "plan ZBV -p 2 -m 3 -o x.json --recompute 0,9": "the chunks are 0 to 3",
     "plan ZBV -p 2 -m 3 -o x.json --recompute some": "choose auto, all or none",
     "plan ZBV -p 2 -m 3 -o x.json --recompute all --memory_limit 2": "no m_r",
-    "compare -m 3": "--stages requires an argument",
     "compare -p 2 --devices 4 -m 3": "--devices",
     "mesh --devices 8 -m 16 --layers mesh.json --node 4": "go together",
     "mesh --devices 8 -m 16 --layers mesh.json --costs costs.json": "--layers",
@@ -174,7 +150,6 @@ WRONG = {
         "torch:1F1B cannot run with --emulate"
     ),
     # outputs
-    "compare -p 4 -m 8 --out x.txt": ".html",
     "compare -p 4 -m 8 --out x.gif": "x.gif: the name of a picture must end in",
     "show ZBV -p 2 -m 3 -o x.gif": ".svg",
     "show ZBV -p 2 -m 3 -o no/x.html": "there is no folder no",
@@ -188,8 +163,6 @@ WRONG = {
     "bench -p 2 -o list.json": "is a file; name a folder",
     # what a profile would not heed
     "profile -o x.json --save_dir out": "zbpp profile",
-    "profile -o x.json --metrics out": "zbpp profile",
-    "profile -o x.json --steps 3": "zbpp profile",
     "profile -o x.json --model a:b --layers flat.json": "does not go with --model",
     "train --model a:b": "hf:PATH",
     # models
@@ -239,9 +212,8 @@ def test_a_wrong_command_line_is_refused_in_one_line(refused, line):
 
 
 @pytest.mark.parametrize(
-    "key", ["f", "b", "w", "comm", "optimizer", "loss", "reduction", "m_b"]
+    ("key", "value"), [("f", "1e+308"), ("comm", "1e+101"), ("m_b", "1e+101")]
 )
-@pytest.mark.parametrize("value", ["1e+308", "1e+101"])
 def test_numbers_whose_sums_would_overflow_are_refused(refused, key, value):
     Path("text.json").write_text(f'{{"{key}": {value}}}')
     assert refused("show ZBV -p 2 -m 3 --costs text.json") == (
@@ -250,13 +222,12 @@ def test_numbers_whose_sums_would_overflow_are_refused(refused, key, value):
     )
 
 
-@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
 @pytest.mark.parametrize(
     "costs", ['{"f": 1e100, "b": 1e100}', '{"optimizer": 1e16}', '{"w": 1e-100}']
 )
-def test_numbers_far_apart_are_shown_without_a_picture_of_them(zbpp, mode, costs):
+def test_numbers_far_apart_are_shown_without_a_picture_of_them(zbpp, costs):
     Path("far.json").write_text(costs)
-    out = zbpp(f"show {mode} -p 2 -m 3 --costs far.json")
+    out = zbpp("show ZBV -p 2 -m 3 --costs far.json")
     assert "nan" not in out and "bubble rate" in out
     assert ("(no picture: the longest job takes 1e+16" in out) == ("16" in costs)
 

@@ -16,7 +16,8 @@ import pytest
 from training_here import run_train
 
 import zbpp
-from zbpp.core import Costs, write_costs, write_schedule
+from zbpp.checkpoint import locked, newest
+from zbpp.core import write_schedule
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and finds no other one"
 
@@ -93,11 +94,8 @@ def test_modes_and_stages_do_not_change_a_bit(
     assert same(found) == same(train(pipeline_schedule_mode="1F1B", stages=1))
 
 
-@pytest.mark.parametrize(
-    "changed", [{"seed": 1}, {"microbatches": 3, "microbatch_size": 2}, {"lr": 1.01e-2}]
-)
-def test_other_trainings_have_another_hash(train: Train, changed: Any) -> None:
-    assert train(**changed)[-1]["params_sha256"] != train()[-1]["params_sha256"]
+def test_another_training_has_another_hash(train: Train) -> None:
+    assert train(seed=1)[-1]["params_sha256"] != train()[-1]["params_sha256"]
 
 
 def test_the_first_figures_are_those_of_this_model_and_text(train: Train) -> None:
@@ -108,12 +106,6 @@ def test_the_first_figures_are_those_of_this_model_and_text(train: Train) -> Non
     assert norms == pytest.approx([1.13392, 1.14119, 0.98413, 1.19843], rel=1e-3)
     assert final["val_loss"] == pytest.approx(5.18717, rel=1e-4)
     assert steps[0]["loss"] == pytest.approx(math.log(256), abs=0.1), "a guess"
-
-
-def test_the_loss_falls(train: Train) -> None:
-    *steps, final = train(steps=20)
-    assert steps[-1]["loss"] < steps[0]["loss"] - 1
-    assert final["val_loss"] < steps[0]["loss"] - 1
 
 
 def test_a_schedule_file_is_trained_with(train: Train, tmp_path: Path) -> None:
@@ -204,18 +196,6 @@ def test_a_run_goes_on_in_other_stages_and_writes_each_line_once(
     assert "of another training: seed" in capsys.readouterr().err
 
 
-def folder_of(tmp_path: Path) -> Path:
-    """Forty files of one repeated character each; names decide what is held out."""
-    folder = tmp_path / "folder"
-    (folder / "below").mkdir(parents=True)
-    for i in range(40):
-        name = f"below/{i}.txt" if i % 2 else f"file_{i}.txt"
-        (folder / name).write_text(chr(40 + i) * 100)
-    (folder / ".hidden").write_text("not read")
-    (folder / "empty.txt").write_text("")
-    return folder
-
-
 def test_the_text_is_divided_by_the_names_of_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,7 +211,13 @@ def test_the_text_is_divided_by_the_names_of_its_files(
         files, n_bytes, held_out = (int(x.replace(",", "")) for x in figures.groups())
         return files, n_bytes, held_out
 
-    folder = folder_of(tmp_path)
+    folder = tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    for i in range(40):  # one repeated character each
+        name = f"below/{i}.txt" if i % 2 else f"file_{i}.txt"
+        (folder / name).write_text(chr(40 + i) * 100)
+    (folder / ".hidden").write_text("not read")
+    (folder / "empty.txt").write_text("")
     files, n_bytes, held_out = described(folder)
     separators = 40 - 2
     assert (files, n_bytes) == (40, 40 * 100 + separators)
@@ -240,8 +226,6 @@ def test_the_text_is_divided_by_the_names_of_its_files(
     for i in range(40, 44):
         (folder / f"file_{i}.txt").write_text("x" * 1000)
     assert described(folder)[2] in {held_out + 1001 * n for n in range(5)}
-    (tmp_path / "book.txt").write_bytes(bytes(range(100)) * 10)
-    assert described(tmp_path / "book.txt") == (1, 1000, 50)
 
 
 def test_without_data_the_library_of_python_is_the_text(
@@ -257,20 +241,11 @@ def test_without_data_the_library_of_python_is_the_text(
 @pytest.mark.parametrize(
     ("content", "changed", "words"),
     [
-        (None, {}, "does not exist; give --data a text file"),
         ("", {}, "holds no text; give --data a text file"),
         ("x" * 200, {}, "leaves 10 bytes for validation; --seq 16 needs at least 17"),
         ("x" * 999, {"stages": 9}, "6 layers"),
-        ("x" * 999, {"steps": 0}, "--steps is 0"),
-        ("x" * 999, {"clip_grad_norm": 0.0}, "--clip_grad_norm is 0"),
-        ("x" * 999, {"model": "my:model"}, "zbpp train takes hf:PATH"),
         ("x" * 999, {"memory_limit": "1GiB"}, "largest memory of the costs is 1;"),
         ("x" * 999, {"layers": "layers.json"}, "10 layers, but the model has 6"),
-        (
-            "x" * 999,
-            {"layers": "layers.json", "costs": "costs.json"},
-            "leave --costs out",
-        ),
         (
             "x" * 999,
             {"pipeline_schedule_mode": "plan.json", "stages": 2},
@@ -279,7 +254,7 @@ def test_without_data_the_library_of_python_is_the_text(
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(
-    content: str | None,
+    content: str,
     changed: dict[str, Any],
     words: str,
     tmp_path: Path,
@@ -287,10 +262,8 @@ def test_what_cannot_be_trained_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if content is not None:
-        Path("text.txt").write_text(content)
+    Path("text.txt").write_text(content)
     Path("layers.json").write_text(json.dumps({"n_layers": 10, "f": [1, *[2] * 8, 6]}))
-    write_costs(Costs(), "costs.json")
     write_schedule(zbpp.plan("ZBV", n_stages=3, n_microbatches=6), "plan.json")
     assert run_train(*words_of(data="text.txt", **changed)) == 2
     error = capsys.readouterr().err
@@ -311,6 +284,43 @@ def test_auto_trains_as_every_mode_does_and_names_what_it_chose(
     assert "the smallest limit that works is" in capsys.readouterr().err
 
 
+def test_a_loss_scale_goes_on(train: Train, book: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics"
+    more = {"dtype": "fp16", "data": book, "metrics": metrics, "save_dir": tmp_path}
+    for steps in (2, 4):
+        assert run_train(*words_of(steps=steps, **more)) == 0
+    assert same(rows_of(metrics)) == same(train(dtype="fp16"))
+    before = metrics.read_text().splitlines()[:-1]
+    assert run_train(*words_of(**more)) == 0  # no step
+    assert metrics.read_text().splitlines()[:-1] == before
+
+
+@pytest.mark.parametrize("torn", [b"[1]\n", b"\xff\xfe\n", b'{"step": 9'])
+def test_torn_metrics_go_on_behind_the_last_whole_step(
+    torn: bytes, book: Path, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "metrics"
+    saved = {"data": book, "metrics": metrics, "save_dir": tmp_path / "run"}
+    assert run_train(*words_of(steps=1, **saved)) == 0
+    metrics.write_bytes(metrics.read_bytes() + torn)
+    assert run_train(*words_of(steps=2, **saved)) == 0
+    assert [row.get("step") for row in rows_of(metrics)] == [1, 2, None]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk to write to")
+def test_a_folder_has_one_run_and_a_full_disk_for_metrics_loses_none(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {"data": book, "steps": 2, "save_dir": tmp_path, "metrics": "/dev/full"}
+    with locked(tmp_path):
+        assert run_train(*words_of(**run)) == 2
+    assert "--save_dir: another run saves" in capsys.readouterr().err
+    assert run_train(*words_of(**run)) == 1
+    words = capsys.readouterr().err
+    assert "ended after step 2, but --metrics" in words and "No space left" in words
+    assert newest(tmp_path) == tmp_path / "step-00000002"
+
+
 def run_processes(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *command],
@@ -326,7 +336,11 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("start", [(), TORCHRUN], ids=["own", "torchrun"])
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param((), marks=pytest.mark.nightly), TORCHRUN],
+    ids=["own", "torchrun"],
+)
 def test_two_processes_train_the_same(
     train: Train, book: Path, tmp_path: Path, start: tuple[str, ...]
 ) -> None:
