@@ -93,8 +93,6 @@ class _RareGenerator:
     ) -> None:
         self.state, self.restore = state, restore
         self._seed, self._draw = seed, draw
-        self._first: tuple[Any, object] | None = None
-        """A state, and what it draws next."""
         self._next: object = None
         """Its next draw, if no layer has drawn since it was seeded."""
         self.is_watched = True
@@ -102,24 +100,15 @@ class _RareGenerator:
         self.is_used = False
         """A layer has drawn from it."""
 
-    def begin(self) -> None:
-        """The caller's numbers are over; the layers' begin."""
-        if self._first is None:
-            self._seed(0)
-            self._first = self.state(), self._draw()
-        state, self._next = self._first
-        self.restore(state)
-
     def seed(self, number: int) -> None:
-        """Seed it before a layer; notice if the layer before has drawn."""
-        if not self.is_used:
-            self.look()
-            self._seed(number)
-            self._next = self._draw()
+        """Seed it; `look` then notices whether a layer has drawn."""
         self._seed(number)
+        if not self.is_used:
+            self._next = self._draw()
+            self._seed(number)
 
     def look(self) -> None:
-        """Notice if a layer has drawn since the last seed; this draws a number."""
+        """Notice whether a layer has drawn since it was seeded; this draws a number."""
         self.is_used = self.is_used or self._draw() != self._next
 
 
@@ -163,7 +152,7 @@ class LayerRandom:
         states = [(g, g.get_state()) for g in self._generators]
         rare = [(x, x.state()) for x in self._rare.values() if may_draw]
         for generator, _ in rare:
-            generator.begin()
+            generator.seed(0)
         self._seeded = [x for x, _ in rare if x.is_used or x.is_watched]
         try:
             yield
@@ -187,6 +176,7 @@ class LayerRandom:
         for torchs in self._generators:
             torchs.manual_seed(number & _SIGNED)
         for rare in self._seeded:
+            rare.look()
             rare.seed(number)
 
     @contextmanager
