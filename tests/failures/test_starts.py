@@ -96,7 +96,7 @@ OF_ONE_RANK: dict[str, Row] = {
     "another threshold": (
         2,
         lambda: make(clip_grad_norm=last_has(2.0, 1.0)),
-        r"rank\(s\) \[1\] and rank 0 were started with different",
+        "ranks 0 and 1 were started with different",
     ),
     "processes": (
         2,
@@ -227,7 +227,31 @@ def other_names() -> zbpp.Pipeline:
     return make(mesh=mesh)
 
 
+def differing(dim: str, change: Callable[[nn.Module], object]) -> zbpp.Pipeline:
+    """Layers of which one is other on the last process along a dimension."""
+    sizes = {"tp": "tensor", "dp": "data"}
+    mesh = zbpp.mesh(stages=2, **{f"{sizes[dim]}_parallel": 2})
+    layers = linears()
+    if mesh.get_local_rank(dim):
+        change(layers[1])
+    return make(layers, mesh=mesh)
+
+
+def widen(layer: Any) -> None:
+    layer.more = nn.Parameter(torch.ones(1))
+
+
 OF_MESHES: dict[str, Row] = {
+    "layers of a replica": (
+        4,
+        lambda: differing("dp", widen),
+        "ranks 0 and 1 were started with different layers of stage 0",
+    ),
+    "parts of layers": (
+        4,
+        lambda: differing("tp", lambda layer: nn.init.ones_(layer.weight)),
+        r"layers\.1\.weight: plain parameters that differ along 'tp', .*DTensors",
+    ),
     "size": (4, lambda: zbpp.mesh(stages=3), "there are 4; start as many"),
     "stages": (4, lambda: on_mesh(n_stages=4), "give it a dimension 'pp' of 4"),
     "shard": (4, lambda: on_mesh(shard="all"), "choose one of 'none', 'optimizer'"),
@@ -336,6 +360,69 @@ def test_one_rank_warns_once(
 
 
 # ---- Models.
+
+
+def first_numbers(shard: str) -> tuple[bool, list[Tensor]]:
+    """If replicas were alike before; parameters and a buffer of a step of 0 since."""
+    mesh = zbpp.mesh(stages=2, data_parallel=2)
+    torch.manual_seed(dist.get_rank())
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(N_LAYERS)]
+    for layer in layers:
+        layer.register_buffer("scale", torch.rand(1))
+    before = torch.stack([layer.weight.detach() for layer in layers])
+    theirs = before.clone()
+    dist.broadcast(theirs, group=mesh.get_group("dp"), group_src=0)
+    processes = zbpp.DataParallel(mesh=mesh, shard=shard)
+    with make(layers, mesh=processes) as pipeline:
+        here = [layer for _, layer in pipeline.named_layers()]
+        numbers = [x for layer in here for x in layer.state_dict().values()]
+        numbers = [getattr(x, "full_tensor", lambda x=x: x)() for x in numbers]
+        numbers = [x.detach().clone() for x in numbers]
+    weights = [x for x in numbers if x.dim() == 2]
+    assert all(any(map(partial(torch.equal, x), theirs)) for x in weights)
+    return torch.equal(before, theirs), numbers
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_replicas_begin_with_the_numbers_of_the_first(pool: Pool, shard: str) -> None:
+    by_rank = pool.run(first_numbers, 4, shard)
+    for (is_first, first), (was_alike, second) in (by_rank[:2], by_rank[2:]):
+        assert is_first and not was_alike
+        assert all(map(torch.equal, first, second))
+
+
+def place_of_layer() -> float:
+    mesh = zbpp.mesh(stages=1, tensor_parallel=2)
+    layer = nn.Linear(WIDTH, WIDTH)
+    nn.init.ones_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    layer.register_buffer("place", torch.tensor(float(mesh.get_local_rank("tp"))))
+    with make([layer], mesh=mesh):
+        return float(layer.place)
+
+
+@pytest.mark.dist
+def test_buffers_may_depend_on_the_place_within_a_replica(pool: Pool) -> None:
+    assert pool.run(place_of_layer, 2) == [0.0, 1.0]
+
+
+def drawn(seed: int) -> tuple[list[Tensor], Tensor]:
+    """What a builder draws in a process of two, and what is drawn afterwards."""
+    torch.manual_seed(seed)
+    model = zbpp.layers_from(
+        lambda indices: [nn.Linear(WIDTH, WIDTH) for _ in indices], n_layers=N_LAYERS
+    )
+    with make(model, "ZBV") as pipeline:
+        return [p.detach() for _, p in pipeline.named_parameters()], torch.rand(1)
+
+
+@pytest.mark.dist
+def test_chunks_of_one_seed_draw_other_weights(pool: Pool) -> None:
+    (one, next_one), (other, next_other) = pool.run(drawn, 2, 3)
+    weights = [x for x in (*one, *other) if x.dim() == 2]
+    assert len({float(x[0, 0]) for x in weights}) == N_LAYERS
+    assert torch.equal(next_one, next_other)
 
 
 @pytest.mark.parametrize("mode", ["VPP", "ZBV"])

@@ -56,11 +56,11 @@ from zbpp.runtime.driver.build import (
     build_executors,
     build_layers,
     compare_experts,
+    describe_layers,
     make_transports,
     share_first_bits,
 )
 from zbpp.runtime.driver.compile_chunks import check_compile
-from zbpp.runtime.driver.first_weights import FirstWeights, describe_first_weights
 from zbpp.runtime.driver.release import release
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
 from zbpp.runtime.executor import drive
@@ -138,7 +138,6 @@ class Pipeline:
         step: StepPolicy = StepPolicy(),
         execution: Execution = Execution(),
     ) -> None:
-        own_seed = next_seed()
         self.device = device_of(device)
         waits = execution if isinstance(execution, Execution) else Execution()
         self.place, replicas = join(
@@ -190,6 +189,26 @@ class Pipeline:
             shared = check_ties(set(self.layered.ties), self.n_layers)
             self._ties = TiePlan(shared, self.split, placement, self.layered.own_name)
             programs = lower(self.schedule, ties=self._ties.chunks)
+            weigh = weigh_of(
+                loss_fn,
+                numerics.weigh,
+                self.layered.weigh
+                or ("tokens" if self.place.n_sequence_slices > 1 else "samples"),
+            )
+        request = (
+            schedule_text(self.schedule),
+            self.split,
+            self._ties.ties,
+            rules,
+            # a function looks different on each rank
+            replace(numerics, weigh=None if callable(weigh) else weigh),
+            execution.compile,
+            execution.overlap,  # else processes would communicate in other orders
+            replicas.shard,
+            replicas.alternating_buffers,
+        )
+        check_agreement(self.place.gather, {"schedules, splits or settings": request})
+        seed: int = self.place.gather(next_seed())[0]
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
         transports = make_transports(
             programs,
@@ -210,8 +229,6 @@ class Pipeline:
             replicas=replicas,
             recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
         )
-        is_builder = self.layered.parts is None
-        weights: FirstWeights = {}
         with refuse_together(transport.gather):
             if transport.on_device:
                 check_one_queue(os.environ)
@@ -220,11 +237,9 @@ class Pipeline:
                 self._ties,
                 transports,
                 self.device,
-                at_once=is_builder,
+                seed=seed if self.layered.parts is None else None,
             )
-            if is_builder:
-                chunks = (chunk for chunks, _ in layers.values() for chunk in chunks)
-                weights = describe_first_weights(chunks, shared)
+        check_agreement(transport.gather, describe_layers(layers, self._ties))
         with refuse_together(transport.gather):
             executors = build_executors(
                 layers, self._ties, transports, self._options, self.place
@@ -236,12 +251,6 @@ class Pipeline:
         self.n_switches = 0
         """Times that the schedule was changed."""
         self._n_steps = numerics.first_step
-        weigh = weigh_of(
-            loss_fn,
-            numerics.weigh,
-            self.layered.weigh
-            or ("tokens" if self.place.n_sequence_slices > 1 else "samples"),
-        )
         self._batches = Batches(
             executors,
             placement,
@@ -263,18 +272,9 @@ class Pipeline:
         """The call that was last, of a step that is not taken yet."""
         self._forward_programs = lower_forward(placement, n_microbatches=1)
         self._forward_size = 1
-        request = (
-            schedule_text(self.schedule),
-            self.split,
-            rules,
-            # a function looks different on each rank
-            replace(numerics, weigh=None if callable(weigh) else weigh),
-            execution.compile,
-            execution.overlap,  # else processes would communicate in other orders
+        self.stages.first.stage.random.use(
+            seed if numerics.seed is None else numerics.seed
         )
-        seed = own_seed if numerics.seed is None else numerics.seed
-        seed = check_agreement(executors, request, self._ties, weights, seed=seed)
-        self.stages.first.stage.random.use(seed)
         share_first_bits(executors, self._ties)
         if optimizer is not None:
             warning = check_chosen(executors)
@@ -567,8 +567,9 @@ class Pipeline:
         lower(schedule, ties=self._ties.chunks)  # it may be that it cannot be run
         layers = recomputed_layers(schedule, [len(layers) for layers in self.split])
         self.synchronize()
-        request = ("switch", schedule_text(schedule))
-        check_agreement(self.stages.executors, request, self._ties)
+        check_agreement(
+            self.stages.transport.gather, {"schedules": schedule_text(schedule)}
+        )
         self._use(schedule)
         for executor in self.stages.executors.values():
             executor.stage.recompute(layers)

@@ -3,18 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.backward.data_parallel import check_hooks
-from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.comm.transport import Reduction
-from zbpp.runtime.driver.agreement import check_first_step
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import (
@@ -98,11 +94,12 @@ class Batches:
         self._executors = executors
         self._first, self._last = placement.stage_of[0], placement.stage_of[-1]
         self._transport = next(iter(executors.values())).transport
-        self._has_compared = False
-        peers = self._transport.peers
         self._samples = self._compare_samples()
-        self._late = [
-            _LateParameters(executor, peers) for executor in executors.values()
+        self._modules: list[nn.Module] = [
+            module
+            for executor in executors.values()
+            for _, layer in executor.stage.numbered()
+            for module in layer.modules()
         ]
         self._cut_batch = cut_batch
         self._weigh = find_weigh(weigh or "samples")
@@ -150,8 +147,8 @@ class Batches:
             key: numbers of the samples.
 
         Raises:
-            RequestError: a batch is missing, or cannot be cut so; or a parameter came
-                into a layer that nobody would train.
+            RequestError: a batch is missing, or cannot be cut so; or a module has a
+                hook that is refused.
         """
         m = n_microbatches
         call = "predict" if predicts else "evaluate"
@@ -160,8 +157,8 @@ class Batches:
         cut_targets: Any = None
         weights = n_filled = part_total = None
         try:
-            for late in self._late if training else ():
-                late.check()
+            if training:
+                check_hooks(self._modules)
             if self._first in self._executors:
                 cut_inputs = split_inputs(inputs, m)
                 n_filled = len(cut_inputs)
@@ -171,9 +168,6 @@ class Batches:
                 weights += [0.0] * (m - len(weights))
                 if part is not None and not self._adds:
                     part_total = part.total(sum(weights))
-            if training and not self._has_compared:
-                check_first_step(self._executors, self.samples(inputs, targets))
-                self._has_compared = True
             if not predicts:
                 check_samples(*self.samples(inputs, targets))
                 check_filled(n_filled, cut_targets and len(cut_targets))
@@ -244,71 +238,3 @@ class Batches:
 
 def _number(total: Reduction) -> float:
     return float(total.result())
-
-
-class _LateParameters:
-    """Notices parameters that are put into layers after the pipeline was built.
-
-        layer.weight = nn.Parameter(...)    the optimizer steps the one before
-
-    Optimizers, sums over replicas and norms hold the parameters of the start. One that
-    comes later would be trained by nobody, without a word.
-
-    Args:
-        executor: of the stage.
-        peers: processes of the stage.
-    """
-
-    def __init__(self, executor: Executor, peers: StageGroup) -> None:
-        self._executor = executor
-        self._has_peers = peers.n > 1
-        stage = executor.stage
-        both = (*stage.named_leaves(), *stage.named_stepped())
-        self._held: set[Tensor] = {p for *_, p in both}
-        self._look()
-
-    def check(self) -> None:
-        """Compare what the layers hold now; in C, as every step does so.
-
-        Raises:
-            RequestError: it names the parameters that nobody would train; or a module
-                has a deprecated backward hook.
-        """
-        check_hooks(self._modules)
-        now = chain.from_iterable(map(dict.values, self._tables))
-        if sum(map(len, self._tables)) == len(self._seen) and all(
-            map(is_, now, self._seen)
-        ):
-            return
-        trained = self._trained()
-        late = [
-            name
-            for _, name, p in self._executor.stage.named_leaves()
-            if p.requires_grad and p not in trained
-        ]
-        if late:
-            raise RequestError(
-                f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''} was put into "
-                "its layer after the pipeline was built, so nothing would train it; "
-                "write into the parameter that was there (with torch.no_grad(): "
-                "p.copy_(...)), or build a new Pipeline"
-            )
-        self._look()
-
-    def _trained(self) -> set[Tensor]:
-        """The parameters of the start; without peers, also those of the optimizers."""
-        if self._has_peers:
-            return self._held
-        return self._held | set(self._executor.optimizer.optimizers.parameters())
-
-    def _look(self) -> None:
-        """Remember the parameters and the modules of each module."""
-        self._modules: list[Any] = [
-            module
-            for _, layer in self._executor.stage.numbered()
-            for module in layer.modules()
-        ]
-        self._tables: list[dict[str, Any]] = [
-            table for x in self._modules for table in (x._parameters, x._modules)
-        ]
-        self._seen = tuple(chain.from_iterable(map(dict.values, self._tables)))

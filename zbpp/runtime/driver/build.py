@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -37,7 +38,7 @@ from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage
-from zbpp.runtime.support.sharded import own_shard
+from zbpp.runtime.support.sharded import layout_of, own_shard
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
 from zbpp.runtime.ties.stage import StageTies
@@ -48,6 +49,7 @@ __all__ = [
     "build_executors",
     "build_layers",
     "compare_experts",
+    "describe_layers",
     "make_transports",
     "share_first_bits",
 ]
@@ -132,7 +134,7 @@ def build_layers(
     stages: Iterable[int],
     device: torch.device,
     *,
-    at_once: bool,
+    seed: int | None = None,
 ) -> StageLayers:
     """Build the layers of this process's stages, on its device.
 
@@ -141,18 +143,22 @@ def build_layers(
         plan: chunks, their placement, and the parameters that layers share.
         stages: of this process.
         device: of this process.
-        at_once: see `build_chunks`.
+        seed: for a function that builds layers; None: they are there.
 
     Raises:
         RequestError: the builder or the sharing of parameters is wrong.
     """
     chunks_of = {stage: plan.placement.chunks_of[stage] for stage in stages}
+    here = list(chain.from_iterable(chunks_of.values()))
+    is_whole = len(here) == len(plan.ranges)
+    if seed is not None and not is_whole:
+        build = partial(_build_seeded, build, seed, device)
     built = build_chunks(
         build,
         plan.ranges,
-        list(chain.from_iterable(chunks_of.values())),
+        here,
         may_share=bool(plan.ties),
-        at_once=at_once,
+        at_once=seed is not None,
         own_name=plan.own_name,
     )
     chunks = {chunk.index: chunk for chunk in built}
@@ -163,6 +169,45 @@ def build_layers(
     return bind_ties(
         plan, {stage: [chunks[i] for i in chunks_of[stage]] for stage in stages}
     )
+
+
+def _build_seeded(
+    build: Callable[[range], Sequence[nn.Module]],
+    seed: int,
+    device: torch.device,
+    layers: range,
+) -> Sequence[nn.Module]:
+    """Build a chunk that draws other numbers than other chunks, on other processes.
+
+    The generators are as before afterwards, so that loaders shuffle alike on all ranks.
+    """
+    kind, on_gpu = device.type, device.type not in ("cpu", "meta")
+    devices = [device.index or 0] if on_gpu else []
+    with torch.random.fork_rng(devices, device_type=kind if on_gpu else "cuda"):
+        torch.manual_seed((seed + layers.start) % 2**63)
+        return build(layers)
+
+
+def describe_layers(layers: StageLayers, plan: TiePlan) -> dict[str, object]:
+    """Facts on the parameters of a stage that all who hold them must agree on."""
+    facts: dict[str, object] = {}
+    for stage, (chunks, ties) in layers.items():
+        facts[f"layers of stage {stage}"] = [
+            (name, *_describe(p))
+            for chunk in chunks
+            for _, name, p in chunk.all_leaves()
+        ]
+        for number, tie in ties.held.items():
+            placements = layout_of(tie.parameter)[1:]
+            facts[f"copies of {plan.name(number)}"] = (
+                _describe(tie.parameter),
+                placements,
+            )
+    return facts
+
+
+def _describe(p: nn.Parameter) -> tuple[object, ...]:
+    return tuple(p.shape), p.dtype, p.requires_grad
 
 
 def build_executors(

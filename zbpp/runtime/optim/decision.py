@@ -8,7 +8,7 @@ A step that was taken before the sums were known is invalid in the last two case
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,27 +66,25 @@ def decide(norm: float, max_norm: float | None, loss: float = 0.0) -> Decision:
 class StepVectorLayout:
     """The places of a step's numbers in the vector that is summed over the stages.
 
-        squared norms | losses, weights       | tied parameters | samples
-        by layer      | rows of micro-batches | by slot         | by end
+        squared norms | losses, weights       | samples
+        by layer      | rows of micro-batches | by end
 
     Args:
         n_layers: of the whole model.
         n_microbatches: of the step.
         adds: the loss of the batch is the sum over micro-batches.
-        n_tied: numbers that stages tell of their copies of tied parameters.
         n_samples: numbers that tell which samples a stage was given.
     """
 
     n_layers: int
     n_microbatches: int
     adds: bool = False
-    n_tied: int = 0
     n_samples: int = 0
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of each kind, in their order."""
-        return [self.n_layers, 2 * self.n_microbatches, self.n_tied, self.n_samples]
+        return [self.n_layers, 2 * self.n_microbatches, self.n_samples]
 
     def vector(
         self,
@@ -94,7 +92,6 @@ class StepVectorLayout:
         *,
         norms: Iterable[tuple[int, Tensor]],
         losses: Tensor | None,
-        tied: Mapping[int, Tensor],
         samples: SameSamples | None,
     ) -> Tensor:
         """Make one stage's vector, float64; each entry of another stage is zero.
@@ -104,18 +101,15 @@ class StepVectorLayout:
             norms: layers and their squared norms.
             losses: of the stage with the last chunk; None: another process of the
                 stage counts them.
-            tied: fingerprints by slot.
             samples: of this process; None: they are not compared.
         """
         sizes = self.sizes
         vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        norm_part, loss_part, tied_part, end_part = torch.split(vector, sizes)
+        norm_part, loss_part, end_part = torch.split(vector, sizes)
         for layer, squared in norms:
             norm_part[layer] = squared
         if losses is not None:
             loss_part.copy_(losses.flatten())
-        for slot, fingerprint in tied.items():
-            tied_part[slot] = fingerprint
         if samples is not None:
             samples.write(end_part)
         return vector
@@ -187,13 +181,9 @@ class StepSums:
         """Judge the step."""
         return decide(self.norm(job), max_norm, self.loss())
 
-    def tied(self) -> Tensor:
-        """Fingerprints of tied parameters, of this process's peers on other stages."""
-        return self._part(2)[self._peers.row]
-
     def samples(self) -> Tensor:
         """Numbers of the samples that processes were given, a row for each peer."""
-        return self._part(3)
+        return self._part(2)
 
     def _part(self, number: int, job: Job | None = None) -> Tensor:
         """The numbers of one kind, a row for each peer."""

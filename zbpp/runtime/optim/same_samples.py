@@ -19,7 +19,6 @@ from torch import Tensor
 
 from zbpp.core import RequestError, a_kind
 from zbpp.runtime.comm.stage_group import StageGroup, row_of
-from zbpp.runtime.support.fingerprint import bits
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded, own_shard
 from zbpp.runtime.support.streams import sent_ahead
@@ -41,6 +40,7 @@ _MOST = 1024
 _MODULUS = 2**52
 """Integers below it are exact in float64."""
 _ODD = 7046029254386353131
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SameSamples:
@@ -189,7 +189,7 @@ def _content(tensor: Tensor) -> Tensor | int:
     """A number for some elements of a tensor, computed where it is."""
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return 0
-    flat = bits(tensor)
+    flat = _bits(tensor)
     if len(flat) > _MOST:
         flat = flat[:: len(flat) // _MOST | 1][:_MOST]
     weights = _weights(tensor.device)[: len(flat)]
@@ -197,6 +197,14 @@ def _content(tensor: Tensor) -> Tensor | int:
         return int(flat.numpy().dot(weights.numpy())) % _MODULUS
     total: Tensor = (flat * weights).sum()
     return total % _MODULUS
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of a dense tensor as integers, flat."""
+    data = tensor.detach()
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    return data.resolve_neg().reshape(-1).view(_INTEGERS[data.element_size()])
 
 
 @cache

@@ -223,7 +223,6 @@ class StageOptimizer:
             self._n_layers,
             stage.first + stage.n_microbatches,
             adds=stage.loss.adds,
-            n_tied=len(stage.ties.plan.slots),
             n_samples=0 if self.samples is None else N_NUMBERS,
         )
         peers = transport.peers
@@ -232,7 +231,6 @@ class StageOptimizer:
             stage.device,
             norms=squared_norms(stage, counted, peers),
             losses=stage.loss.table() if peers.counts_losses else None,
-            tied=stage.ties.fingerprints(),
             samples=self.samples,
         )
         speculative = self.history.speculates
@@ -348,7 +346,6 @@ class StageOptimizer:
             self.history.note(decision, pending.sums)
         except NonFiniteError as error:
             self._error = error
-        self._error = self._error or self._stage.ties.difference(pending.sums.tied())
 
     def _other_samples(self, sums: StepSums) -> str | None:
         """Say where processes were given other samples; None: nowhere."""

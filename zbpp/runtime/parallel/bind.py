@@ -15,6 +15,7 @@ from zbpp.core import RequestError
 from zbpp.core.sharding import reduces_every
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.stage_group import EXPERT_DIM
+from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import BufferedCollectives
 from zbpp.runtime.parallel.experts import (
@@ -69,8 +70,9 @@ def bind_parallel(
             "alternating_buffers hold whole layers, and experts are dealt out apart "
             "from the rest of theirs; leave alternating_buffers out"
         )
+    broadcast_first(chunks, place, plain)
     every_layer = (layer for chunk in chunks for layer in chunk.layers)
-    unsharded = wrap(every_layer, place, shard, experts, plain, set(tied))
+    wrap(every_layer, place, shard, experts, set(tied))
     plain, experts = names.find(chunks)
     wrapped = [
         module
@@ -122,7 +124,6 @@ def bind_parallel(
         layers,
         reduces=often if groups or wrapped else "none",
         tied=Buckets(tied, groups) if groups and tied else None,
-        unsharded=unsharded,
         uses=UseTable(
             summed,
             experts,

@@ -29,7 +29,6 @@ __all__ = [
     "UseTable",
     "check_experts",
     "kept_dims",
-    "sharded_dims",
 ]
 
 
@@ -102,16 +101,6 @@ class ExpertNames:
                 if name in self.plain or name in self.dtensors:
                     every.add(p)
         return frozenset(plain), frozenset(every)
-
-
-def sharded_dims(p: Tensor, experts: Collection[Tensor]) -> tuple[str, ...]:
-    """Dimensions along which processes hold other numbers of a parameter.
-
-    Args:
-        p: the parameter, or its gradient's part with ``experts`` telling of it.
-        experts: plain parameters that are a process's own on ``ep``.
-    """
-    return (*local_part(p).names, *((EXPERT_DIM,) if p in experts else ()))
 
 
 def kept_dims(p: Tensor, experts: Collection[Tensor]) -> tuple[str, ...]:

@@ -38,14 +38,18 @@ from zbpp.runtime.support.errors import PeerError
 
 __all__ = [
     "DATA_DIMS",
+    "REPLICA_DIMS",
+    "TENSOR_DIM",
     "Place",
     "find_place",
     "make_mesh",
     "shard_mesh",
 ]
 
-_STAGES, _CONTEXT, _TENSOR = "pp", "cp", "tp"
+_STAGES, _CONTEXT, TENSOR_DIM = "pp", "cp", "tp"
 _REPLICATE = "dp_replicate"
+REPLICA_DIMS = frozenset({"dp", _REPLICATE, "dp_shard"})
+"""Along these all processes of a stage hold the same model."""
 _SAMPLE_DIMS = ("dp", _REPLICATE, "dp_shard", EXPERT_DIM)
 """Along these each process reads other samples."""
 DATA_DIMS = ("dp", _REPLICATE, "dp_shard", _CONTEXT, EXPERT_DIM)
@@ -98,6 +102,11 @@ class Place:
     def n_sequence_slices(self) -> int:
         """Slices of every sequence, over ``cp``."""
         return self._size(_CONTEXT)
+
+    @property
+    def dims(self) -> list[str]:
+        """Dimensions but that of the stages along which there are other processes."""
+        return [dim for dim in self.peers.place if self._size(dim) > 1]
 
     @property
     def n_summands(self) -> int:
@@ -221,7 +230,7 @@ def make_mesh(
         **data,
         _CONTEXT: context_parallel,
         EXPERT_DIM: expert_parallel,
-        _TENSOR: tensor_parallel,
+        TENSOR_DIM: tensor_parallel,
     }
     n = dist.get_world_size() if dist.is_initialized() else 1
     needed = prod(sizes.values())
@@ -297,7 +306,7 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
         RequestError: a name is unknown, or dp stands beside its parts.
     """
     names = mesh.mesh_dim_names or ()
-    known_names = (_STAGES, *DATA_DIMS, _TENSOR)
+    known_names = (_STAGES, *DATA_DIMS, TENSOR_DIM)
     unknown = [name for name in names if name not in known_names]
     if unknown or not names:
         raise RequestError(

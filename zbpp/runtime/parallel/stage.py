@@ -33,7 +33,6 @@ from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.experts import UseTable
 from zbpp.runtime.parallel.progress import LayerProgress, LayerSums
-from zbpp.runtime.parallel.wrap import Unsharded
 from zbpp.runtime.support.fsdp import Unit
 
 __all__ = ["Collectives", "LayerSum"]
@@ -60,7 +59,6 @@ class Collectives:
         layers: by chunk; empty: nothing is to be done.
         reduces: after which W's of a chunk its gradients are reduced.
         tied: parameters whose gradients other stages add to first.
-        unsharded: what parameters were before ``shard`` dealt them out.
         uses: of the parameters that are summed; None: there are none.
         now: reads the clock by which the stage's jobs are timed.
     """
@@ -71,12 +69,10 @@ class Collectives:
         *,
         reduces: Literal["none", "last", "every"] = "none",
         tied: Buckets | None = None,
-        unsharded: Mapping[nn.Parameter, Unsharded] | None = None,
         uses: UseTable | None = None,
         now: Callable[[], Any] = time.perf_counter,
     ) -> None:
         self._layers = layers
-        self.unsharded = unsharded or {}
         self._reduces = reduces
         self._tied = tied
         self._n_begun: dict[int, int] = {}

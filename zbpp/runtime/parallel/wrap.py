@@ -8,7 +8,6 @@ parameters   parameters whole for a pass only (ZeRO 3)
 """
 
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,30 +16,10 @@ from zbpp.core import RequestError
 from zbpp.core.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.stage_group import EXPERT_DIM
-from zbpp.runtime.parallel.experts import sharded_dims
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place, shard_mesh
-from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.fsdp import units_in
 
-__all__ = ["Unsharded", "check_bare", "check_shard", "wrap"]
-
-
-@dataclass(frozen=True)
-class Unsharded:
-    """A parameter as it was before it was dealt out over the replicas.
-
-    Each replica keeps its part of its own values: of replicas that began with other
-    values a patchwork would be trained.
-
-    Args:
-        fingerprint: of the bits that this process held.
-        dims: dimensions of the mesh that it was dealt over by then.
-        part: fingerprint of the part that is left; another one: it was loaded since.
-    """
-
-    fingerprint: int
-    dims: tuple[str, ...]
-    part: int
+__all__ = ["check_bare", "check_shard", "wrap"]
 
 
 def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
@@ -99,9 +78,8 @@ def wrap(
     place: Place,
     shard: str,
     experts: Set[nn.Parameter] = frozenset(),
-    plain: Set[nn.Parameter] = frozenset(),
     tied: Set[nn.Parameter] = frozenset(),
-) -> dict[nn.Parameter, Unsharded]:
+) -> None:
     """Shard the layers that have parameters and are not wrapped yet.
 
     Experts are dealt out over the processes that hold the same ones, module by module;
@@ -112,17 +90,13 @@ def wrap(
         place: of this process.
         shard: see above.
         experts: parameters of which each process along ``ep`` has its own.
-        plain: those of them that are no DTensors.
         tied: parameters of several layers, which stay whole.
-
-    Returns:
-        What the sharded parameters were before.
 
     Raises:
         RequestError: experts cannot be dealt out apart from others.
     """
     if shard == "none" or place.mesh is None:
-        return {}
+        return
     from torch.distributed.fsdp import fully_shard
 
     mesh = shard_mesh(place.mesh)
@@ -132,9 +106,6 @@ def wrap(
         for layer in dict.fromkeys(layers)
         if any(True for _ in layer.parameters()) and not any(units_in(layer))
     ]
-    whole = [p for layer in to_wrap for p in layer.parameters()]
-    numbers = fingerprints(whole)
-    dims = [sharded_dims(p, plain) for p in whole]
     resharded = shard == "parameters"
     expert_mesh = shard_mesh(place.mesh, kept=(EXPERT_DIM,))
     is_apart = expert_mesh is not None and expert_mesh.size() > 1
@@ -153,9 +124,6 @@ def wrap(
                 reshard_after_forward=resharded,
                 ignored_params=ignored or None,
             )
-    parts = [p for layer in to_wrap for p in layer.parameters()]
-    rows = zip(parts, numbers, dims, fingerprints(parts), strict=True)
-    return {p: Unsharded(number, names, part) for p, number, names, part in rows}
 
 
 def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Module]:

@@ -110,38 +110,9 @@ class TiePlan:
         stage_of = self.placement.stage_of
         return tuple(dict.fromkeys(stage_of[c] for c in self.chunks[tie]))
 
-    @cached_property
-    def slots(self) -> dict[tuple[int, int], int]:
-        """Place of a number that a stage tells of its copy, by (tie, stage).
-
-        Ties of one stage alone have none.
-        """
-        pairs = [
-            (tie, stage)
-            for tie in range(len(self.ties))
-            for stage in self.stages(tie)
-            if len(self.stages(tie)) > 1
-        ]
-        return {pair: place for place, pair in enumerate(pairs)}
-
     def name(self, tie: int) -> str:
         """Name a tie for a message to the user."""
         return " = ".join(self.own_name(*place) for place in self.ties[tie])
-
-    def compare(self, numbers: Sequence[float]) -> str | None:
-        """Say which copies differ by what their stages have told, None if none do."""
-        copies: dict[int, dict[int, float]] = {}
-        for (tie, stage), slot in self.slots.items():
-            copies.setdefault(tie, {})[stage] = numbers[slot]
-        for tie, by_stage in copies.items():
-            if len(set(by_stage.values())) > 1:
-                return (
-                    f"the copies of the tied parameter {self.name(tie)} on the stages "
-                    f"{sorted(by_stage)} were no longer equal when the step began: "
-                    "load, change and step all of them alike (same learning rate, same "
-                    "options), or none"
-                )
-        return None
 
 
 NO_TIES = TiePlan((), (), Placement((0,)))

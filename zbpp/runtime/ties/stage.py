@@ -1,4 +1,4 @@
-"""The ties of one stage: gradients that are sent and added, copies that are compared.
+"""The ties of one stage: gradients that are sent and added.
 
     backward   each layer that holds the parameter adds up a gradient of its own
     send       a chunk's own, after its last W, to the other stages that hold it
@@ -17,17 +17,12 @@ from torch import Tensor, nn
 
 from zbpp.core import Job, RequestError, TiedGradient
 from zbpp.runtime.comm.transport import Expected, Transport
-from zbpp.runtime.support.errors import SumsError
-from zbpp.runtime.support.fingerprint import bits
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.sharded import as_sharded, own_shard, place_gradients
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan
 from zbpp.runtime.values import Tensors
 
 __all__ = ["HeldTie", "Source", "StageTies"]
-
-_MODULUS = 2**52
-"""Integers below it are exact in float64."""
 
 
 @dataclass
@@ -116,21 +111,6 @@ class StageTies:
         for tie in self.held.values():
             if tie.is_in_layers:
                 tie.source.seen = mark(tie.parameter)
-
-    def fingerprints(self) -> dict[int, Tensor]:
-        """A number for each copy's bits, by its slot of the plan."""
-        return {
-            self.plan.slots[number, self.stage]: _fingerprint(tie.parameter)
-            for number, tie in self.held.items()
-            if (number, self.stage) in self.plan.slots
-        }
-
-    def difference(self, fingerprints: Tensor) -> SumsError | None:
-        """Compare the copies of all stages by their fingerprints."""
-        if not self.plan.slots:
-            return None
-        text = self.plan.compare(fingerprints.tolist())
-        return None if text is None else SumsError(text)
 
     # The gradients.
 
@@ -225,9 +205,3 @@ class StageTies:
                 "sparse=False"
             )
         return gradient
-
-
-def _fingerprint(parameter: Tensor) -> Tensor:
-    """The sum of a tensor's bits here, as integers, exact in float64, on its device."""
-    total = bits(own_shard(parameter)).sum(dtype=torch.int64)
-    return torch.remainder(total, _MODULUS).double()

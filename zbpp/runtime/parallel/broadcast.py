@@ -1,0 +1,98 @@
+"""Let the processes of a stage begin with the numbers of the first one, as DDP does.
+
+    parameters   along each dimension of the mesh on which they are replicated
+    buffers      along dp alone: on others a layer may have some that tell its place
+
+What has been dealt out by then, as DTensors, is broadcast part by part.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.core import RequestError
+from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.comm.stage_group import EXPERT_DIM, single_dims
+from zbpp.runtime.parallel.mesh import REPLICA_DIMS, TENSOR_DIM, Place
+from zbpp.runtime.support.sharded import local_part, own_shard
+
+__all__ = ["broadcast_first"]
+
+_PARTS = {
+    TENSOR_DIM: "parallelize_module on mesh['tp']",
+    EXPERT_DIM: "or expert_parameters=lambda name, parameter: ...",
+}
+"""Along these a plain parameter that differs is a part of another, by all odds."""
+
+
+@torch.no_grad()
+def broadcast_first(
+    chunks: Iterable[Chunk], place: Place, experts: Iterable[Tensor] = ()
+) -> None:
+    """Broadcast parameters and buffers; all processes of the stage must call.
+
+    Args:
+        chunks: of the stage, on their device.
+        place: of this process.
+        experts: plain parameters that differ along ``ep``.
+
+    Raises:
+        RequestError: plain parameters differ along ``tp`` or ``ep``: broadcast, parts
+            of a tensor would become copies of the first.
+    """
+    if place.mesh is None:
+        return
+    experts = set(experts)
+    differ: dict[str, list[str]] = {}
+    seen: set[Tensor] = set()
+    for chunk in chunks:
+        for _, name, p in chunk.all_leaves():
+            names = local_part(p).names
+            if p in seen or not place.peers.has_dims(names):
+                continue
+            seen.add(p)
+            parts = {*single_dims(names), *((EXPERT_DIM,) if p in experts else ())}
+            for dim in place.dims:
+                if dim not in parts and _broadcast(p, place.group(dim)):
+                    differ.setdefault(dim, []).append(name)
+        for _, layer in chunk.numbered():
+            for buffer in layer.buffers():
+                for dim in place.dims:
+                    if dim in REPLICA_DIMS:
+                        _broadcast(buffer, place.group(dim))
+    for dim, way in _PARTS.items():
+        if dim in differ:
+            shown = ", ".join(differ[dim][:3]) + ", ..." * (len(differ[dim]) > 3)
+            raise RequestError(
+                f"{shown}: plain parameters that differ along {dim!r}, and nothing "
+                f"tells that they are parts of others; deal them out as DTensors "
+                f"({way}), or let every process begin with the same"
+            )
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Broadcast a tensor's bits; True if they were others here."""
+    differed = False
+    for part in _dense_parts(own_shard(tensor)):
+        before = part.detach().contiguous()
+        after = before.clone()
+        flat = after.view(-1).view(torch.uint8)
+        dist.broadcast(flat, group=group, group_src=0)
+        if not torch.equal(flat, before.view(-1).view(torch.uint8)):
+            part.copy_(after)
+            differed = True
+    return differed
+
+
+def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The dense tensors that hold the bits of a tensor, of any library's class."""
+    if nn.parameter.is_lazy(tensor) or tensor.is_meta or not tensor.numel():
+        return
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _dense_parts(getattr(tensor, name))
+    elif tensor.layout is torch.strided and not tensor.is_quantized:
+        yield tensor
