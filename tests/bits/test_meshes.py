@@ -27,6 +27,7 @@ FACTORS: dict[str, list[Any]] = {
     "recompute": ["none", "some", "within"],
     "halfway": ["switch", "resume", "elsewhere"],
 }
+MOST_PROCESSES = {"dp ep", "cp ep"}
 WHOLE_PASSES = {"parameters", "buffers", "fsdp resharded", "dp ep"}
 """Every pass gathers its layer, so all processes must run it."""
 
@@ -108,7 +109,7 @@ def rows_of(kind: str) -> list[MeshCase]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["dp", "optimizer", "buffers", "tp dp", "cp", "dp ep"],
+    ["optimizer", "buffers", "tp dp", "cp"],
 )
 def test_each_mesh_trains_as_one_process(pool: Pool, tmp_path: Path, kind: str) -> None:
     row = min(
@@ -119,7 +120,13 @@ def test_each_mesh_trains_as_one_process(pool: Pool, tmp_path: Path, kind: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.nightly] * (kind in MOST_PROCESSES))
+        for kind in KINDS
+    ],
+)
 def test_no_setting_changes_the_numbers(pool: Pool, tmp_path: Path, kind: str) -> None:
     assert_right(pool, rows_of(kind), tmp_path, n_references=1)
 

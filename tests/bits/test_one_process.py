@@ -14,10 +14,9 @@ from arrays import (
     SINGLE,
     STEPS,
     V_SHAPED,
-    case_of,
+    cases_of,
     covering_array,
     fits,
-    label,
 )
 from cases import Case, difference, make, plain, reference, run
 from torch import nn
@@ -43,9 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*of a Tensor that is not a leaf"),  # in dynamo
 ]
 
-MARKS = {
-    "ModelOutput": [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
-}
 FACTORS: dict[str, Any] = {
     "model": MODELS,
     "mode": (SINGLE, V_SHAPED, INTERLEAVED),
@@ -114,13 +110,10 @@ COMPILED = {
 }
 
 CASES = [
-    *(
-        pytest.param(case_of(row), id=label(row), marks=MARKS.get(row["model"], ()))
-        for row in covering_array(FACTORS, fits)
-    ),
+    *cases_of(covering_array(FACTORS, fits)),
     *(pytest.param(case, id=name) for name, case in OTHERS.items()),
     *(
-        pytest.param(case, id=name, marks=pytest.mark.slow)
+        pytest.param(case, id=name, marks=[pytest.mark.slow, pytest.mark.nightly])
         for name, case in COMPILED.items()
     ),
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import costs_in_parts
+from cases import plan_in_parts
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -141,12 +141,7 @@ def pipeline_of(layers: list[Any], mode: Any = "DualPipeV", **more: Any) -> Any:
     return zbpp.Pipeline(layers, mode, **(settings | more))
 
 
-def in_parts(mode: str = "ZB") -> zbpp.Plan:
-    """A plan for the parts of two layers."""
-    request = zbpp.PlanRequest(
-        schedule=mode, n_stages=1, n_microbatches=M, costs=costs_in_parts(2)
-    )
-    return zbpp.make_plan(request)
+IN_PARTS = {"n_stages": 1, "n_microbatches": M, "n_layers": 2}
 
 
 def batch(step: int = 0) -> tuple[Tensor, Tensor]:
@@ -241,7 +236,9 @@ def test_parts_run_in_the_order_of_their_plan() -> None:
         logs[overlap] = log = Log()
         layers = [Layer(i, log, 0) for i in range(2)]
         execution = zbpp.Execution(overlap=overlap)
-        with pipeline_of(layers, in_parts(), execution=execution) as pipeline:
+        with pipeline_of(
+            layers, plan_in_parts("ZB", **IN_PARTS), execution=execution
+        ) as pipeline:
             pipeline.step(*batch())
     in_turns, in_a_row = ([name for _, name in logs[x].computed] for x in (True, False))
     drawn = [
@@ -277,11 +274,13 @@ def test_pairs_in_turns_have_times_of_their_own() -> None:
 
 
 def test_parts_have_times_and_layers_without_points_have_none() -> None:
-    jobs, costs = jobs_of([Layer(i, Log(), 0) for i in range(2)], in_parts())
+    jobs, costs = jobs_of(
+        [Layer(i, Log(), 0) for i in range(2)], plan_in_parts("ZB", **IN_PARTS)
+    )
     assert {"0F0.0", "0B0.1", "0W0.0"} <= jobs
     assert all(min(times) > 0 for times in (costs.f, costs.b, costs.w))
     layers = [Layer(i, Log(), 0, has_points=False) for i in range(2)]
-    jobs, _ = jobs_of(layers, in_parts())
+    jobs, _ = jobs_of(layers, plan_in_parts("ZB", **IN_PARTS))
     assert {"0F0", "0B0", "0W0"} <= jobs and "0F0.0" not in jobs
 
 
@@ -334,7 +333,9 @@ def test_an_error_ends_all_open_passes_with_its_words(
 
     chunks = (0, 1) if mode == "DualPipeV" else (0, 0)
     layers = [Layer(i, Log(), chunks[i], watch=watch) for i in range(2)]
-    pipeline = pipeline_of(layers, mode if mode == "DualPipeV" else in_parts(mode))
+    pipeline = pipeline_of(
+        layers, mode if mode == "DualPipeV" else plan_in_parts(mode, **IN_PARTS)
+    )
     with pytest.raises(error, match=f"{half} breaks") as caught:
         pipeline.step(*batch())
     assert n_threads() == 0
@@ -484,7 +485,7 @@ def mixed(mode: str, *, overlap: bool, functional: bool = False) -> Any:
     issued.clear()
     with pipeline_of(
         layers,
-        mode if mode == "DualPipeV" else in_parts(mode),
+        mode if mode == "DualPipeV" else plan_in_parts(mode, **IN_PARTS),
         n_stages=None,
         mesh=zbpp.mesh(stages=1, data_parallel=2),
         numerics=zbpp.Numerics(seed=3),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+import pytest
 from allpairspy import AllPairs
 from cases import Case
 
@@ -16,9 +17,9 @@ __all__ = [
     "V_SHAPED",
     "Row",
     "case_of",
+    "cases_of",
     "covering_array",
     "fits",
-    "label",
 ]
 
 SINGLE = ["ZBH1", "1F1B", "ZB", "FThenB", "ZBH2"]
@@ -89,9 +90,19 @@ def _mix(
         pairs.update(combinations(enumerate(row), 2))
 
 
-def label(row: Row) -> str:
-    """A row as the name of a test."""
-    return " ".join(str(x) for x in row.values() if x not in (None, "", False))
+def cases_of(rows: Sequence[Row]) -> list[Any]:
+    """Rows as parameters of a test; slow ones have only levels of rows before them."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for row in rows:
+        levels = {(name, str(level)) for name, level in row.items()}
+        marks = [pytest.mark.slow] if levels <= seen else []
+        if row["model"] == "ModelOutput":
+            marks += [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
+        seen |= levels
+        label = " ".join(str(x) for x in row.values() if x not in (None, "", False))
+        found.append(pytest.param(case_of(row), id=label, marks=marks))
+    return found
 
 
 def fits(row: Row) -> bool:

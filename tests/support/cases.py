@@ -30,12 +30,12 @@ from zbpp.runtime.testing import small_buckets
 __all__ = [
     "Case",
     "Trace",
-    "costs_in_parts",
     "difference",
     "make",
     "merged",
     "on_ranks",
     "plain",
+    "plan_in_parts",
     "reference",
     "run",
     "unknown",
@@ -254,15 +254,19 @@ def make(
     if case.given == "builder":
         model = zbpp.layers_from(case.of.build, n_layers=N_LAYERS, ties=case.of.ties)
     settings = _settings(case) | more
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        n_stages = dist.get_world_size()
+    else:
         settings["n_stages"] = n_stages
     schedule: Any = mode
+    if case.parts:
+        schedule = plan_in_parts(
+            schedule, n_stages, case.n_microbatches, N_LAYERS // n_stages
+        )
     planned = {name: getattr(case, name) for name in ("recompute", "split")}
-    if any(x is not None for x in planned.values()) or case.parts:
-        if case.parts:
-            planned["costs"] = costs_in_parts(N_LAYERS // n_stages)
+    if any(x is not None for x in planned.values()):
         alike = {k: x for k, x in settings.items() if k != "clip_grad_norm"}
-        schedule = zbpp.plan_model(model, mode, **planned, **alike)
+        schedule = zbpp.plan_model(model, schedule, **planned, **alike)
     return zbpp.Pipeline(model, schedule, **settings)
 
 
@@ -306,12 +310,23 @@ def unknown(make: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def costs_in_parts(n_layers: int) -> zbpp.Costs:
-    """A stage of layers that compute, exchange, compute and exchange."""
+@cache
+def plan_in_parts(
+    mode: str, n_stages: int, n_microbatches: int, n_layers: int
+) -> zbpp.Plan:
+    """A plan for stages of layers that compute, exchange, compute and exchange."""
     from zbpp.core import Lane, Parts
 
     c, n = (Lane.COMPUTE, 0.5 / n_layers), (Lane.NETWORK, 0.33 / n_layers)
-    return zbpp.Costs(parts=Parts((c, n, c, n), (n, c, n, c), (c, c), n_layers))
+    costs = zbpp.Costs(parts=Parts((c, n, c, n), (n, c, n, c), (c, c), n_layers))
+    request = zbpp.PlanRequest(
+        schedule=mode,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        costs=costs,
+        effort="fast",
+    )
+    return zbpp.make_plan(request)
 
 
 def _train(case: Case, pipeline: zbpp.Pipeline, trace: Trace, steps: range) -> None:
