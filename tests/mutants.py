@@ -31,7 +31,7 @@ TESTS = {
     "core": "tests/core tests/files tests/simulator/test_times.py tests/plans",
     "simulator": "tests/simulator",
     "schedules": "tests/plans",
-    "planning": "tests/plans tests/planning tests/cli",
+    "planning": "tests/plans tests/cli",
     "tuning": "tests/tuning",
     "comm": "tests/comm tests/failures tests/bits/test_processes.py",
     "parallel": "tests/failures/test_starts.py tests/bits/test_meshes.py "

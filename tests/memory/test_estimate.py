@@ -1,6 +1,7 @@
 """Bytes of layers and of stages, against sums done by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import zbpp
-from zbpp.cli import main
-from zbpp.core import Placement, RequestError, read_costs
+from zbpp.core import LayerCosts, Placement, RequestError, write_schedule
 from zbpp.memory import StageEstimate, estimate, layer_memory
+from zbpp.planning import PlanRequest
+from zbpp.simulator import peak_memory, simulate
 
 N, D = 32, 16
 SIZE = N * D * 4  # bytes of an activation
@@ -175,22 +177,7 @@ def test_a_tied_weight_counts_on_each_stage_that_holds_it() -> None:
     assert (both.buffers, other) == (apart.buffers, same)
 
 
-TIED = """
-import torch
-from torch import nn
-
-def build():
-    ends = nn.Embedding(512, 16), nn.Linear(16, 512, bias=False)
-    ends[1].weight = ends[0].weight
-    tokens = torch.zeros(2, dtype=torch.long)
-    blocks = [nn.Linear(16, 16) for _ in range(2)]
-    return [ends[0], *blocks, ends[1]], (tokens, tokens), nn.functional.cross_entropy
-"""
-
-
-def test_a_planner_counts_what_the_ends_of_a_tie_receive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planner_counts_what_the_ends_of_a_tie_receive() -> None:
     size = 512 * D * 4
     tokens = torch.zeros(8, dtype=torch.long)
     tied, untied = (
@@ -202,12 +189,40 @@ def test_a_planner_counts_what_the_ends_of_a_tie_receive(
         for tied in (True, False)
     )  # fmt: skip
     assert (tied.peak_o, untied.peak_o) == ((size, size), (0.0, 0.0))
-    (tmp_path / "tied_model.py").write_text(TIED)
-    monkeypatch.chdir(tmp_path)
-    sizes = "--stages 2 --microbatches 4 --modes 1F1B --optimizer sgd"
-    command = f"estimate --model tied_model:build {sizes} --costs_out costs.json"
-    assert main(command.split()) == 0
-    assert read_costs("costs.json").peak_o == (size, size)
+
+
+def test_a_plan_of_layers_has_the_memory_of_the_estimate() -> None:
+    tokens = torch.zeros(2, dtype=torch.long)
+    costs = layer_memory(
+        with_ends(tied=True), (tokens, tokens), nn.functional.cross_entropy,
+        optimizer=sgd, post_validation=False,
+    )  # fmt: skip
+    sizes = {"n_stages": 4, "n_microbatches": 4}
+
+    def peaks(costs: LayerCosts) -> list[float]:
+        request = PlanRequest(schedule="1F1B", costs=costs, split="even", **sizes)
+        plan = zbpp.make_plan(request)
+        return peak_memory(simulate(plan), plan.costs)
+
+    estimated = [stage.peak for stage in stages_of("1F1B", 4, tied=True)]
+    for planned, true in zip(peaks(costs), estimated, strict=True):
+        assert 0.95 * true - 2048 <= planned <= 1.5 * true + 2048
+    forgotten = peaks(replace(costs, tied=()))
+    assert forgotten[-1] < 0.6 * estimated[-1]  # the control
+
+
+@pytest.mark.slow
+def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
+    path, x = tmp_path / "plan.json", torch.zeros(8, 64)
+    found = {}
+    for mode in ("FThenB", "1F1B"):
+        schedule = zbpp.plan(mode, n_stages=2, n_microbatches=8)
+        write_schedule(schedule, path)
+        found[mode] = estimate(
+            [nn.Linear(64, 64) for _ in range(4)], (x, x), mse_loss,
+            modes=[str(path)], n_stages=2, n_microbatches=8,
+        ).modes[str(path)]  # fmt: skip
+    assert found["FThenB"][0].peak > found["1F1B"][0].peak
 
 
 WIDTH, N_LAYERS = 128, 4

@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from zbpp.core import (
     peaks,
     schedule_text,
 )
-from zbpp.planning import MODES, Plan, PlanRequest, make_plan, read_plan
+from zbpp.planning import MODES, Plan, PlanRequest, make_plan, plan, read_plan
 from zbpp.schedules import (
     add_collectives,
     lower,
@@ -343,13 +342,21 @@ def test_more_effort_is_never_worse(seed):
 
 
 def planned_texts() -> Iterator[str]:
-    """Schedules of some requests of every form."""
-    for seed in range(12):
-        yield schedule_text(plan_on_any_placement(random.Random(seed)).schedule)
-        for form in ("chunks", "memory", "parts"):
-            request = request_of(form, random.Random(seed))
-            with suppress(RequestError):
-                yield schedule_text(make_plan(request).schedule)
+    """Schedules of requests that differ in all that the compiled loops are given."""
+    uneven = (1, 1.5, 0.5)
+    parts = Parts(((C, 1), (N, 0.5)), ((N, 0.5), (C, 1)), ((C, 1),))
+    for mode, p, m, costs in (
+        ("ZB", 3, 3, Costs(uneven, 1, 0.7, 0.2, send_occupies=0.1, memory_limit=2)),
+        ("ZBV", 3, 4, Costs(uneven, 1, 0.7, 0.2, memory_limit=2)),
+        ("ZB", 3, 4, Costs(w=uneven, m_w=1.3, peak_b=0.9, peak_w=0.1, memory_limit=4)),
+        ("ZB", 1, 2, Costs(parts=parts, memory_limit=2)),
+    ):
+        sizes = {"n_stages": p, "n_microbatches": m}
+        effort = "default" if m == 3 else "fast"
+        yield schedule_text(plan(mode, **sizes, costs=costs, effort=effort))
+    costs = Costs(w=0.3, memory_limit=(3, 2, 2), splits=(True, False, True))
+    asked = {"placement": Placement((0, 1, 0, 2, 1)), "n_microbatches": 3}
+    yield schedule_text(plan_placement(**asked, costs=costs, effort="fast"))
 
 
 def test_plans_are_the_same_on_every_machine():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from small_model import batch, make_pipeline
+from torch import nn
 
 import zbpp
 from zbpp.cli import main
@@ -205,3 +206,53 @@ def test_a_pipeline_switches_to_a_schedule_or_a_plan_but_not_to_a_mode():
 def test_a_mesh_that_is_none_is_refused_in_a_line(mesh):
     with pytest.raises(RequestError, match=r"mesh is .*; give zbpp.mesh\(stages="):
         make_pipeline("ZBH1", 2, mesh=mesh)
+
+
+# --- splits of a model's layers -------------------------------------------------------
+
+TIMES = (0.5, *(1.0,) * 7, 4.0)
+SKEWED = {"layer_costs": LayerCosts(n_layers=9, f=TIMES, b=TIMES, w=TIMES)}
+SMALL = {"n_stages": 3, "n_microbatches": 4}
+
+
+def split(schedule="ZBH1", **asked) -> tuple[int, ...]:
+    """The layers of each stage of a pipeline; its schedule says the same."""
+    layers = [nn.Linear(2, 2) for _ in range(9)]
+    settings = {"loss_fn": nn.functional.mse_loss, "optimizer": None}
+    if isinstance(schedule, str):
+        settings |= SMALL
+    plan = zbpp.plan_model(layers, schedule, **asked, **settings)
+    pipeline = zbpp.Pipeline(layers, plan, device="cpu", **settings)
+    sizes = tuple(map(len, pipeline.split))
+    assert plan.schedule.split in (None, sizes)
+    return sizes
+
+
+def test_a_split_follows_the_costs_of_layers_the_schedule_or_the_request():
+    skewed = SKEWED["layer_costs"]
+    write_layers(skewed, "l.json")
+    planned = make_plan(PlanRequest(schedule="ZBH1", costs=skewed, **SMALL))
+    balanced = planned.split
+    assert balanced not in ((3, 3, 3), (1, 1, 7)) and balanced[2] == 1
+    assert split(**SKEWED) == split(layer_costs="l.json") == balanced
+    assert split(planned.schedule) == balanced
+    for even in ({}, {"split": "even", **SKEWED}):
+        assert split(**even) == (3, 3, 3)
+    assert split(planned.schedule, split=[1, 1, 7]) == (1, 1, 7)
+    # 1F1B holds four micro-batches on stage 0: two layers fit
+    small, large = (split("1F1B", memory_limit=x, **SKEWED)[0] for x in (6.0, None))
+    assert small == 2 < large
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"split": "unequal", **SKEWED}, "choose balanced or even"),
+        ({"layer_costs": LayerCosts(n_layers=8)}, "of 8 layers, but the model has 9"),
+        ({"costs": Costs(), **SKEWED}, "leave costs out"),
+        ({"split": (3, 3, 2), **SKEWED}, "add up to 9 layers"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(asked, words):
+    with pytest.raises(RequestError, match=words):
+        split(**asked)

@@ -5,20 +5,17 @@ Between processes layers sleep, which gives lower bounds.
 """
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from commands import TINY_LLAMA, run
+from commands import run
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp import diagnostics
@@ -31,8 +28,6 @@ from zbpp.core import (
     RequestError,
     read_costs,
     read_layers,
-    write_costs,
-    write_layers,
 )
 from zbpp.emulation import EmulatedLayer, emulated_batch, emulated_pipeline
 from zbpp.profiling import Profile
@@ -183,19 +178,14 @@ def test_chunks_of_any_split_follow_from_their_layers() -> None:
         profile.costs(Placement.single(2), [1, 1])
 
 
-def test_layers_that_mark_nothing_have_no_parts(tmp_path: Path) -> None:
-    """The control: the same times, in files without parts."""
+def test_layers_that_mark_nothing_have_no_parts() -> None:
+    """The control: the same times."""
     marked, plain = profiled(layers()), profiled(layers(plainly))
-    assert plain.layers.parts is None
+    assert plain.layers.parts is None and plain.costs().parts is None
     assert "layer 1 communicates in F 3.000 of 11.000 ms, in B 5.000 of" in marked.table
     assert "communicates" not in plain.table
     assert plain.layers.f == pytest.approx(marked.layers.f)
     assert plain.layers.b == pytest.approx(marked.layers.b)
-    costs, of_layers = tmp_path / "costs.json", tmp_path / "layers.json"
-    write_costs(plain.costs(), costs)
-    write_layers(plain.layers, of_layers)
-    for file in (costs, of_layers):
-        assert "parts" not in json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -207,21 +197,6 @@ def test_a_plan_for_an_example_has_parts_if_they_may_overlap(overlap: bool) -> N
     )  # fmt: skip
     assert (plan.schedule.parts is not None) == overlap
     assert plan.costs.f[1] == pytest.approx(11)
-
-
-class Checkpointed(Ticking):
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return result
-
-
-def test_what_a_recomputed_forward_communicates_counts_as_computing() -> None:
-    model = [nn.Linear(WIDTH, WIDTH), Checkpointed(zbpp.overlap_point)]
-    parts = profiled(model, "ZBH1").layers.parts_of(1)
-    assert close(parts.f) == FORWARD
-    assert parts.on_lane(B, N) == pytest.approx(2 + 3)
-    forward = 3 + 2 + 5 + 1  # all of it, as the last point saves a tensor
-    assert parts.on_lane(B, C) == pytest.approx(6 + 4 + forward)
 
 
 class SlowerBehindAnother(Ticking):
@@ -238,22 +213,6 @@ def test_what_a_chunk_adds_to_its_layers_is_computed() -> None:
     parts = profiled(model, "ZBH1").layers.parts_of(1)
     assert parts.on_lane(F, N) == pytest.approx(2 + 1)
     assert parts.time(F) == pytest.approx(11 * (8 + 11 + 4) / (8 + 11))
-
-
-class AtTimes(Ticking):
-    n = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.n += 1
-        communicate: Callable[..., Tensor] = zbpp.overlap_point
-        return takes(x, "experts") if self.n % 3 else communicate(takes, x, "combine")
-
-
-def test_points_that_are_not_in_every_pass_are_left_out() -> None:
-    model = [*layers()[:2], AtTimes(None), nn.Linear(WIDTH, WIDTH)]
-    profile = profiled(model)
-    assert [lane for lane, _ in profile.layers.parts_of(2).f] == [C]
-    assert close(profile.layers.parts_of(1).f) == FORWARD
 
 
 class Hiccup(nn.Module):
@@ -273,31 +232,6 @@ class Hiccup(nn.Module):
 def test_one_slow_pass_hardly_moves_a_mean() -> None:
     profile = profiled([Hiccup() for _ in range(2)], "ZBH1")
     assert max(profile.layers.of("f")) < 20 < 50, "as the plain mean would be"
-
-
-def test_files_of_a_profile_are_planned_on_two_lanes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    profile = profiled(layers(), "DualPipeV")
-    write_costs(profile.costs(), "costs.json")
-    write_layers(profile.layers, "layers.json")
-    of_layers, costs = read_layers("layers.json"), read_costs("costs.json")
-    assert of_layers.on(Placement.wave(2, 2), (1, 1, 1, 1)).parts == costs.parts
-    whole = json.loads(Path("costs.json").read_text())
-    del whole["parts"]
-    Path("whole.json").write_text(json.dumps(whole))
-    sizes = ["DualPipeV", "--stages", "2", "--microbatches", "4"]
-    spans = {}
-    for file in ("costs.json", "layers.json", "whole.json"):
-        flag = "--layers" if file == "layers.json" else "--costs"
-        assert main(["plan", *sizes, flag, file, "--out", "plan.json"]) == 0
-        has_parts = "1F0.1~" in Path("plan.json").read_text()
-        assert has_parts == (file != "whole.json"), "part 1 of F is on the network"
-        capsys.readouterr()
-        assert main(["show", "plan.json", "--json", "--costs", "costs.json"]) == 0
-        spans[file] = json.loads(capsys.readouterr().out)["span"]
-    assert spans["costs.json"] == spans["layers.json"] < spans["whole.json"]
 
 
 def test_costs_of_the_last_steps_are_those_of_the_layers() -> None:
@@ -399,58 +333,16 @@ def test_a_stage_whose_w_has_nothing_to_do_is_named() -> None:
     assert splits(one, other) == (True, True)
 
 
-class Noisy(nn.Module):
-    """Draws from Python's and numpy's generators, and counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1  # another tensor each time
-        noise = random.random() + float(numpy.random.rand())
-        y: Tensor = self.linear(x) * (1 + 1e-3 * noise)
-        return y
-
-
-def trained(*, is_profiled: bool) -> list[Any]:
-    """Results of a training, with a profile before its first step or without."""
-    random.seed(1)
-    numpy.random.seed(1)
-    torch.manual_seed(1)
-    model = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)),
-        Noisy(),
-        nn.Linear(WIDTH, WIDTH),
-    ]
-    found: list[Any] = []
-    with pipeline_of(
-        model, loss_fn=nn.functional.mse_loss, optimizer=torch.optim.AdamW
-    ) as pipeline:
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2))
-        if is_profiled:
-            pipeline.profile(2 * x, x, rounds=1, memory=True)
-        found += [pipeline.step(x, x).loss for _ in range(3)]
-        found += [t.tolist() for _, t in sorted(pipeline.state_dict()["model"].items())]
+def test_a_profile_comes_before_the_first_step_and_leaves_the_weights() -> None:
+    x = torch.randn(4, WIDTH)
+    with pipeline_of(layers(), "ZBH1") as pipeline:
+        before = {name: p.tolist() for name, p in pipeline.named_parameters()}
+        pipeline.profile(x, x, rounds=2, memory=False)
+        assert before == {name: p.tolist() for name, p in pipeline.named_parameters()}
+        pipeline.step(x, x)
+        assert before != {name: p.tolist() for name, p in pipeline.named_parameters()}
         with pytest.raises(RequestError, match=r"before the first step.*measured_cost"):
             pipeline.profile(x, x, rounds=1)
-    return [*found, torch.rand(3).tolist(), random.random(), numpy.random.rand()]
-
-
-def test_a_training_after_a_profile_is_the_training_without_one() -> None:
-    plain = trained(is_profiled=False)
-    assert trained(is_profiled=True) == plain
-
-
-def test_no_rounds_are_refused() -> None:
-    x = torch.randn(4, WIDTH)
-    with (
-        pipeline_of(layers(), "ZBH1") as pipeline,
-        pytest.raises(RequestError, match="rounds is 0"),
-    ):
-        pipeline.profile(x, x, rounds=0)
 
 
 COSTS = Costs(
@@ -522,19 +414,3 @@ def test_the_command_profiles_a_users_model_in_processes(
     assert main(too_many.split()) == 2
     error = capsys.readouterr().err
     assert "has 3 layers for 4 chunks" in error and len(error.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_the_command_profiles_the_model_of_zbpp_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()  # the clock
-    monkeypatch.chdir(tmp_path)
-    flags = "--microbatches 2 --rounds 2 --stages 1 --out c.json --layers_out l.json"
-    assert main(["profile", *TINY_LLAMA, *flags.split(), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    found, costs = read_layers("l.json"), read_costs("c.json")
-    assert found.n_layers == 6 and [one["stage"] for one in data["chunks"]] == [0]
-    assert costs.m_b == pytest.approx((sum(found.of("m_b")),))
-    assert data["chunks"][0]["left"]["F"] == pytest.approx(costs.m_b[0], rel=0.1)
-    assert isinstance(costs.f, tuple) and min(costs.f) > 0

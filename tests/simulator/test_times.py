@@ -224,15 +224,13 @@ SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 6)]
 
 
 @st.composite
-def timed_schedules(
-    draw, modes=ALL_MODES, each=TIME, validation=TIME, sums=("none", "last", "every")
-):
+def timed_schedules(draw, validation=TIME):
     """A schedule and its times: zeros, and messages longer than passes too."""
     p, m = draw(st.sampled_from(SIZES))
     schedule = plan(
-        draw(st.sampled_from(modes)), n_stages=p, n_microbatches=m, effort="fast"
+        draw(st.sampled_from(ALL_MODES)), n_stages=p, n_microbatches=m, effort="fast"
     )
-    reduces = draw(st.sampled_from(sums))
+    reduces = draw(st.sampled_from(("none", "last", "every")))
     if reduces != "none":
         gathers, ahead = draw(st.booleans()), draw(st.integers(0, 3))
         schedule = add_collectives(
@@ -240,7 +238,7 @@ def timed_schedules(
         )
     if draw(st.booleans()):
         schedule = post_validated(schedule)
-    times = st.tuples(*[each] * schedule.placement.n_chunks)
+    times = st.tuples(*[TIME] * schedule.placement.n_chunks)
     return schedule, Costs(
         draw(times),
         draw(times),
@@ -308,18 +306,18 @@ def test_the_path_of_1f1b_goes_down_up_and_along_the_first_stage():
 # The time of a step among many.
 
 NO_V_TIME = {"validation": st.just(0.0)}
-ALMOST_EQUAL = {
-    "modes": ("ZBH1", "ZBH2", "ZBV"),
-    "each": st.sampled_from([1.0, 1.001, 1.0001, 0.9999, 1.1]),
-    "sums": ("none",),
-}
 
 
-@pytest.mark.parametrize("stages", [{}, ALMOST_EQUAL], ids=["any", "almost equal"])
-@given(data=st.data())
-def test_the_time_of_a_step_among_many_is_the_largest_mean_of_a_cycle(stages, data):
-    """Stages that are almost as fast fall behind slowly."""
-    schedule, costs = data.draw(timed_schedules(**NO_V_TIME, **stages))
+@given(timed_schedules(**NO_V_TIME))
+def test_the_time_of_a_step_among_many_is_the_largest_mean_of_a_cycle(case):
+    schedule, costs = case
+    assert steady_step_time(schedule, costs) == near(period(schedule, costs))
+
+
+def test_stages_that_drift_slowly_are_followed_to_the_end():
+    """For some iterations all seem to repeat, a thousandth later each time."""
+    schedule = post_validated(plan("ZBH1", n_stages=3, n_microbatches=6))
+    costs = Costs((1.001, 1.0001, 1.0001), (1.001, 1.0001, 1), (1.0001, 1.1, 1.1))
     assert steady_step_time(schedule, costs) == near(period(schedule, costs))
 
 

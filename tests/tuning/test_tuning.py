@@ -1,4 +1,4 @@
-"""A pipeline is planned again from what its steps take, when that pays."""
+"""A pipeline is planned from what its layers or its steps take, when that pays."""
 
 import logging
 import time
@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from pool import Pool
-from small_model import assert_same, batch, build, make_pipeline
+from small_model import N_LAYERS, assert_same, batch, build, make_pipeline
 from torch import Tensor, nn
 
-from zbpp.core import Costs, Lane, Parts, PassKind, RequestError, Schedule
+from zbpp.core import Costs, PassKind, RequestError, Schedule
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span
@@ -88,15 +88,6 @@ def test_the_new_order_is_as_short_as_is_said_and_keeps_the_limit() -> None:
         replan(PLAN, replace(SKEWED, memory_limit=0.5), effort="fast")
 
 
-def test_a_plan_in_parts_is_followed_by_one_for_costs_without() -> None:
-    pieces = (Lane.COMPUTE, 0.5), (Lane.NETWORK, 0.5)
-    costs = Costs(parts=Parts(f=pieces, b=pieces, w=pieces[:1], layers=2))
-    laid = plan("DualPipeV", n_stages=2, n_microbatches=4, costs=costs)
-    assert laid.parts is not None
-    found = replan(laid, SKEWED, effort="fast").schedule
-    assert found.parts is None and found.placement == laid.placement
-
-
 def test_plans_on_slow_links_are_for_their_messages_and_beside_their_messages() -> None:
     slow = Costs(f=1e-3, b=1e-3, w=1e-3, comm=2e-3, optimizer=1e-3, validation=5e-3)
     sent = plan("ZB", n_stages=4, n_microbatches=8, costs=slow)
@@ -153,6 +144,9 @@ def one_slow(layers: range) -> list[nn.Module]:
     ]
 
 
+QUICK = Watch(first=3, window=2, least_gain=-1.0)  # takes whatever is planned
+
+
 def train(n_stages: int | None, **settings: object) -> tuple[bool, dict[str, Tensor]]:
     """True if the schedule was switched; the parameters after 8 steps."""
     pipeline = make_pipeline(
@@ -169,9 +163,12 @@ def train(n_stages: int | None, **settings: object) -> tuple[bool, dict[str, Ten
     return switched, parameters
 
 
-QUICK = Watch(first=3, window=2, least_gain=-1.0)  # takes whatever is planned
+def train_quickly() -> tuple[bool, dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    return train(None, watch=QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_in_two_processes(pool: Pool) -> None:
     ranks = pool.run(train_quickly, 2)
@@ -179,6 +176,36 @@ def test_in_two_processes(pool: Pool) -> None:
     assert_same(ranks[0][1] | ranks[1][1], train(1)[1])
 
 
-def train_quickly() -> tuple[bool, dict[str, Tensor]]:
-    torch.set_num_threads(1)
-    return train(None, watch=QUICK)
+# --- measured before the first step ---------------------------------------------------
+
+
+def heavy_head(layers: range) -> list[nn.Module]:
+    built = build(layers)
+    if layers[-1] == N_LAYERS - 1:
+        wide = nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 11)
+        built[-1] = nn.Sequential(*wide)
+    return built
+
+
+def test_a_heavy_head_gets_a_stage_of_its_own_and_the_weights_stay() -> None:
+    measured, even = (
+        make_pipeline("ZBH1", 3, model=heavy_head, **more)
+        for more in ({"example": batch(0)}, {})
+    )
+    assert [len(layers) for layers in measured.split][-1] == 1
+    assert [len(layers) for layers in even.split] == [3, 3, 3]
+    assert_same(*(dict(one.named_parameters()) for one in (measured, even)))
+
+
+@pytest.mark.slow
+def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
+    small = {"example": batch(0), "memory_limit": "20KiB"}
+    with pytest.raises(RequestError, match="the smallest limit that works"):
+        make_pipeline("auto", 2, **small)
+    pipeline = make_pipeline("auto", 2, **small | {"memory_limit": "1GiB"})
+    assert sum(pipeline.schedule.split) == N_LAYERS
+
+
+def test_an_example_must_be_a_pair() -> None:
+    with pytest.raises(RequestError, match=r"give \(inputs, targets\) of one step"):
+        make_pipeline("auto", 2, example=batch(0)[0])
