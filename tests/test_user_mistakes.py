@@ -85,12 +85,6 @@ class CompiledLike(nn.Module):
         self._orig_mod = nn.Sequential(*layers())
 
 
-class Expanded(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
-        self.bias = nn.Parameter(torch.zeros(1).expand(4))
-
-
 ADAMW = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.5)
 SUM, NONE = nn.MSELoss(reduction="sum"), nn.MSELoss(reduction="none")
 
@@ -103,14 +97,17 @@ SETTINGS = [
     # the optimizer
     (
         {"optimizer": ADAMW},
-        r"optimizer=lambda parameters: torch.optim.AdamW\(parameters, lr=0.5\), and "
+        r"optimizer=lambda parameters: torch.optim.AdamW\(parameters, lr=1e-3\), and "
         "make learning-rate schedulers of pipeline.optimizers",
     ),
     ({"optimizer": "adamw"}, "optimizer is 'adamw'; give a func"),
     ({"optimizer": [torch.optim.SGD]}, "optimizer is a list; give a function"),
     ({"optimizer": lambda ps: None}, "gave a NoneType; let it"),
     ({"optimizer": torch.optim.LBFGS}, "an? LBFGS needs a closure"),
-    ({"optimizer": no_parameters}, "an optimizer of no parameters.*leave it out"),
+    (
+        {"optimizer": no_parameters},
+        r"an optimizer of no parameters.*let it return \[\]",
+    ),
     ({"optimizer": None, "post_validation": True}, "optimizer is None: there is no st"),
     # the loss
     ({"loss_fn": None}, "no loss of its own; give loss_fn"),
@@ -165,10 +162,6 @@ MODELS = [
         "^an AttentionLike cannot be cut into layers; give an nn.Sequential",
     ),
     (CompiledLike, 'give the model that it was called with, and compile="blocks"'),
-    (
-        lambda: [Expanded(), *layers(3)],
-        r"layers.0.bias of shape \[4\] is expanded.*make it whole",
-    ),
     (
         lambda: [*layers(), torch.relu],
         r"layer 4 is a builtin_function_or_method \(relu\), no nn.Module.*nn.ReLU",

@@ -1,7 +1,6 @@
 """When steps are speculative, what follows from skipped ones, and steps in parts."""
 
 import copy
-import logging
 import math
 import pickle
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from histories import (
     SPIKE,
     BadGradient,
     Case,
-    Counting,
     Run,
     batch,
     bytes_of,
@@ -134,21 +132,6 @@ def test_hooks_of_steps_see_the_valid_step_once(kind: str) -> None:
     assert seen[True] == seen[False] and len(seen[True]) == 3 * 3
 
 
-def test_an_optimizer_that_needs_a_snapshot_is_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    pipeline = make(
-        model=[nn.Linear(8, 40_000), nn.Linear(40_000, 8)],
-        optimizer=partial(Counting, lr=0.1),
-        step=zbpp.StepPolicy(post_validation=True),
-    )
-    with caplog.at_level(logging.WARNING, logger="zbpp"):
-        for _ in range(3):
-            pipeline.step(*batch())
-        pipeline.close()
-    assert caplog.text.count("Counting can only be rolled back by a copy") == 1
-
-
 # Writes between a speculative step and its validation.
 
 
@@ -162,19 +145,11 @@ def other_memory(run: Run) -> None:
     weight.data = weight.data.clone()
 
 
-def zero_moments(run: Run) -> None:
-    for optimizer in run.pipeline.optimizers:
-        state = optimizer.state.get(run.layers[2].linear.weight)
-        if state is not None:
-            state["exp_avg"].zero_()
-
-
 @pytest.mark.parametrize(
     ("write", "then", "name"),
     [
         (clamp, "step", "layers.2.linear.weight changed after"),
         (other_memory, "synchronize", "layers.2.linear.weight changed after"),
-        (zero_moments, "look", "layers.2.linear.weight (exp_avg in AdamW) changed"),
     ],
 )
 def test_a_write_before_the_validation_is_named(

@@ -53,7 +53,7 @@ def _norms(
 
 
 def _step(executor: Executor) -> None:
-    executor.optimizer.optimizers.step([], skipped=False)
+    executor.optimizer.optimizers.step(skipped=False)
 
 
 def time_reduction(

@@ -264,7 +264,6 @@ def build_executors(
             n_layers=plan.ranges[-1].stop,
             rules=options.rules,
             own_name=options.own_name,
-            is_reporter=stage == 0,
         )
         executors[stage] = Executor(
             runner,

@@ -8,7 +8,7 @@ A step that was taken before the sums were known is invalid in the last two case
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,10 @@ import torch
 from torch import Tensor
 
 from zbpp.core import Job
-from zbpp.runtime.comm.stage_group import ALONE, StageGroup
-from zbpp.runtime.comm.transport import Reduction
+from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.microbatches import mean_by_weight
-from zbpp.runtime.optim.same_samples import SameSamples
 
-__all__ = [
-    "Decision",
-    "StepResult",
-    "StepSums",
-    "StepVectorLayout",
-    "clip_factor",
-    "decide",
-]
+__all__ = ["Decision", "StepResult", "StepSums", "decide"]
 
 
 @dataclass(frozen=True)
@@ -45,13 +36,6 @@ class Decision:
         return self.skipped or self.factor < 1.0
 
 
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Give the factor for gradients of this global norm, at most 1."""
-    if max_norm is None:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
-
-
 def decide(norm: float, max_norm: float | None, loss: float = 0.0) -> Decision:
     """Judge a step by its global gradient norm and its loss.
 
@@ -59,135 +43,93 @@ def decide(norm: float, max_norm: float | None, loss: float = 0.0) -> Decision:
     (True, False)
     """
     skipped = not math.isfinite(norm) or math.isnan(loss)
-    return Decision(norm, 1.0 if skipped else clip_factor(norm, max_norm), skipped)
-
-
-@dataclass(frozen=True)
-class StepVectorLayout:
-    """The places of a step's numbers in the vector that is summed over the stages.
-
-        squared norms | losses, weights       | samples
-        by layer      | rows of micro-batches | by end
-
-    Args:
-        n_layers: of the whole model.
-        n_microbatches: of the step.
-        adds: the loss of the batch is the sum over micro-batches.
-        n_samples: numbers that tell which samples a stage was given.
-    """
-
-    n_layers: int
-    n_microbatches: int
-    adds: bool = False
-    n_samples: int = 0
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of each kind, in their order."""
-        return [self.n_layers, 2 * self.n_microbatches, self.n_samples]
-
-    def vector(
-        self,
-        device: torch.device,
-        *,
-        norms: Iterable[tuple[int, Tensor]],
-        losses: Tensor | None,
-        samples: SameSamples | None,
-    ) -> Tensor:
-        """Make one stage's vector, float64; each entry of another stage is zero.
-
-        Args:
-            device: of the stage.
-            norms: layers and their squared norms.
-            losses: of the stage with the last chunk; None: another process of the
-                stage counts them.
-            samples: of this process; None: they are not compared.
-        """
-        sizes = self.sizes
-        vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        norm_part, loss_part, end_part = torch.split(vector, sizes)
-        for layer, squared in norms:
-            norm_part[layer] = squared
-        if losses is not None:
-            loss_part.copy_(losses.flatten())
-        if samples is not None:
-            samples.write(end_part)
-        return vector
+    if skipped or max_norm is None:
+        return Decision(norm, 1.0, skipped)
+    return Decision(norm, min(1.0, max_norm / (norm + 1e-6)), skipped)
 
 
 class StepSums:
-    """The sums of one step: squared norm of each layer, loss of each micro-batch.
+    """The sums of one step over all stages, from the moment that they are under way.
 
-    Reading them waits for the reduction, which needs no more of the other stages than
-    that they have ended their step.
+        squared norms | losses, weights    | samples
+        by layer      | of micro-batches   | of both ends
+
+    Each process adds a vector of float64 that is zero but for its layers, its losses
+    and its end, and has a row for each process of a stage. Every entry of the sum has
+    one summand, so that it is exact, and rows are added in their order afterwards.
+    Reading waits until all stages have ended the step, and for nothing else.
 
     Args:
-        reduction: under way, of vectors with this layout.
-        layout: of the vectors.
+        transport: moves the sums.
+        norms: squared norms of the gradients of all layers.
+        losses: and weights of all micro-batches.
+        samples: numbers of what both ends were given; may be empty.
         step: number of the step, from 0.
-        peers: processes of the stage; the sums have a row for each of them.
+        adds: the loss of the batch is the sum over micro-batches, not their mean.
     """
 
     def __init__(
         self,
-        reduction: Reduction,
-        layout: StepVectorLayout,
+        transport: Transport,
+        norms: Tensor,
+        losses: Tensor,
+        samples: Tensor,
         *,
         step: int,
-        peers: StageGroup = ALONE,
+        adds: bool,
     ) -> None:
-        self._reduction = reduction
-        self._layout = layout
         self.step = step
-        self._peers = peers
-        self._host: Tensor | None = None
+        self._adds = adds
+        self._peers = transport.peers
+        parts = norms, losses.flatten(), samples
+        self._sizes = [len(part) for part in parts]
+        self._reduction = transport.reduce(torch.cat(parts))
+        self._rows: Tensor | None = None
 
     def ready(self) -> bool:
         """True if they can be read without a stage of this process."""
-        return self._host is not None or self._reduction.ready()
+        return self._rows is not None or self._reduction.ready()
 
     def done(self) -> bool:
         """True if they can be read at once; asking waits for nothing."""
-        return self._host is not None or self._reduction.done()
+        return self._rows is not None or self._reduction.done()
 
     def read(self, job: Job | None = None) -> Tensor:
         """Wait for them, a row for each peer; ``job`` is named if they do not come."""
-        if self._host is None:
-            self._host = self._peers.rows(self._reduction.result(job))
-        return self._host
+        if self._rows is None:
+            self._rows = self._peers.rows(self._reduction.result(job))
+        return self._rows
 
-    def norm(self, job: Job | None = None) -> float:
-        """Norm of all gradients of all stages, before clipping."""
-        return float(self.squared_norms(job).sum().sqrt())
+    def _part(self, number: int) -> Tensor:
+        return torch.split(self.read(), self._sizes, dim=1)[number]
 
-    def squared_norms(self, job: Job | None = None) -> Tensor:
+    def squared_norms(self) -> Tensor:
         """Squared norm of the gradients of each layer."""
-        return self._part(0, job).sum(dim=0)
+        return self._part(0).sum(dim=0)
+
+    def norm(self) -> float:
+        """Norm of all gradients of all stages, before clipping."""
+        return float(self.squared_norms().sum().sqrt())
 
     def losses(self) -> Tensor:
         """Losses of the micro-batches of all replicas, and their weights."""
         rows = self._peers.replica_rows(self._part(1))
-        table = rows.reshape(-1, 2, self._layout.n_microbatches)
-        return table.transpose(0, 1).reshape(2, -1)
+        return rows.view(len(rows), 2, -1).transpose(0, 1).reshape(2, -1)
 
     def loss(self) -> float:
         """Mean over the micro-batches by weight, or their sum; NaN without weights."""
         losses, weights = self.losses()
-        if self._layout.adds:
+        if self._adds:
             return float((losses * weights).sum())
         return mean_by_weight(losses, weights)
-
-    def decision(self, max_norm: float | None, job: Job | None = None) -> Decision:
-        """Judge the step."""
-        return decide(self.norm(job), max_norm, self.loss())
 
     def samples(self) -> Tensor:
         """Numbers of the samples that processes were given, a row for each peer."""
         return self._part(2)
 
-    def _part(self, number: int, job: Job | None = None) -> Tensor:
-        """The numbers of one kind, a row for each peer."""
-        return torch.split(self.read(job), self._layout.sizes, dim=1)[number]
+    def decision(self, max_norm: float | None) -> Decision:
+        """Judge the step."""
+        return decide(self.norm(), max_norm, self.loss())
 
 
 @dataclass(frozen=True, repr=False)
@@ -253,13 +195,10 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         """True if there was no step: the norm was Inf or NaN, or the loss NaN."""
-        return self._decision.skipped
+        return self.sums.decision(self.clip_grad_norm).skipped
 
     @property
     def rollbacks(self) -> int:
         """Times that the step was rolled back: 1 if it was speculative and invalid."""
-        return int(self.speculative and self._decision.requires_rollback)
-
-    @property
-    def _decision(self) -> Decision:
-        return self.sums.decision(self.clip_grad_norm)
+        decision = self.sums.decision(self.clip_grad_norm)
+        return int(self.speculative and decision.requires_rollback)

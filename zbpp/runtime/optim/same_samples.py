@@ -23,24 +23,20 @@ from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded, own_shard
 from zbpp.runtime.support.streams import sent_ahead
 
-__all__ = ["N_NUMBERS", "SameSamples"]
+__all__ = ["SameSamples"]
 
-Digest = tuple[int, Tensor | int]
-"""Of the dtypes of a batch, 0 where there is none, and of its numbers."""
+Digest = Tensor | int
+"""Of a batch, on its device; 0: none was given."""
 
 _TENSOR = "tp"
-_N_END = 6
-"""Numbers of an end: rank + 1, dtypes and digest of inputs, of targets, key."""
-_NO_END = [0] * _N_END
-N_NUMBERS = 2 + 2 * _N_END
-"""Stages with plain parameters, place but for ``tp``, first end, last end."""
+_END = range(4)
+"""Rank + 1, digests of inputs and targets, and key of one end."""
 
 _MOST = 1024
 """Elements of a tensor that count, spread evenly."""
 _MODULUS = 2**52
 """Integers below it are exact in float64."""
 _ODD = 7046029254386353131
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SameSamples:
@@ -68,9 +64,7 @@ class SameSamples:
         self._is_plain = _TENSOR in peers.place and any(
             p.requires_grad and not is_sharded(p) for p in parameters
         )
-        self._inputs: Digest = 0, 0
-        self._targets: Digest = 0, 0
-        self._key = 0
+        self._digests: list[Digest] = [0, 0, 0]
 
     def note(
         self, inputs: Any, targets: Any, key: Any = None, *, is_first: bool = True
@@ -88,31 +82,28 @@ class SameSamples:
         """
         if not (self._is_first or self._is_last):
             return
-        number = _key_number(key)
-        both = _digest(inputs), _digest(targets)
-        if is_first:
-            (self._inputs, self._targets), self._key = both, number
-            return
-        before = self._inputs, self._targets
-        self._inputs, self._targets = map(_joined, before, both)
-        self._key = number and self._key and 1 + (self._key * 31 + number) % _MODULUS
+        digests = [_digest(inputs), _digest(targets), _digest_of_key(key)]
+        if not is_first:
+            pairs = zip(self._digests, digests, strict=True)
+            digests = [_joined(before, now) for before, now in pairs]
+        self._digests = digests
 
-    def write(self, part: Tensor) -> None:
-        """Write the numbers of this process into its part of a step's vector."""
-        if not (self._is_first or self._is_last or self._is_plain):
-            return
-        end = [self._rank + 1, *self._inputs, *self._targets, self._key]
+    def vector(self, device: torch.device) -> Tensor:
+        """The numbers of this process, float64; zeros between the ends."""
+        nothing = [0 for _ in _END]
+        end = [self._rank + 1, *self._digests]
         numbers = [
             int(self._is_plain),
             self._place if self._is_first else 0,
-            *(end if self._is_first else _NO_END),
-            *(end if self._is_last else _NO_END),
+            *(end if self._is_first else nothing),
+            *(end if self._is_last else nothing),
         ]
         host = [0 if isinstance(number, Tensor) else number for number in numbers]
-        part.copy_(sent_ahead(torch.tensor(host, dtype=part.dtype), part.device))
+        vector = sent_ahead(torch.tensor(host, dtype=torch.float64), device)
         for place, number in enumerate(numbers):
             if isinstance(number, Tensor):
-                part[place] = number
+                vector[place] = number
+        return vector
 
     @staticmethod
     def difference(rows: Tensor, step: int) -> str | None:
@@ -126,13 +117,13 @@ class SameSamples:
         table = rows.tolist()
         is_plain = any(row[0] for row in table)
         for row in table:
-            first, last = row[2 : 2 + _N_END], row[2 + _N_END :]
+            first, last = row[2:6], row[6:]
             if _ends_differ(first, last):
                 return _other_samples(step)
             a, b = neighbours.setdefault(row[1], (first, last))
             for what, place, mine, theirs in (
                 ("inputs", 1, a, first),
-                ("targets", 3, b, last),
+                ("targets", 2, b, last),
             ):
                 if is_plain and _differ(mine, theirs, place):
                     return (
@@ -146,14 +137,14 @@ class SameSamples:
 
 
 def _ends_differ(first: Sequence[float], last: Sequence[float]) -> bool:
-    if first[5] and last[5]:
-        return first[5] != last[5]
-    return _differ(first, last, 1) and _differ(first, last, 3)
+    if first[3] and last[3]:
+        return first[3] != last[3]
+    return _differ(first, last, 1) and _differ(first, last, 2)
 
 
 def _differ(a: Sequence[float], b: Sequence[float], place: int) -> bool:
-    """True if two ends were given things of the same dtypes that are not equal."""
-    return bool(a[place]) and a[place] == b[place] and a[place + 1] != b[place + 1]
+    """True if two processes were given things that are not equal."""
+    return bool(a[place] and b[place]) and a[place] != b[place]
 
 
 def _other_samples(step: int) -> str:
@@ -169,42 +160,27 @@ def _other_samples(step: int) -> str:
 
 def _digest(batch: Any) -> Digest:
     if batch is None:
-        return 0, 0
-    total: Any = 0
-    dtypes = 1
-    for x in tensors_in(batch):
-        dtypes = (dtypes * 31 + _number(x.dtype)) % _MODULUS
-        total = (total * 31 + _content(own_shard(x)) + x.dim()) % _MODULUS
-        for size in x.shape:
-            total = total * 31 + size
-    return dtypes, total % _MODULUS
-
-
-@cache
-def _number(dtype: torch.dtype) -> int:
-    return zlib.crc32(str(dtype).encode())
-
-
-def _content(tensor: Tensor) -> Tensor | int:
-    """A number for some elements of a tensor, computed where it is."""
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return 0
+    total: Any = 0
+    for x in tensors_in(batch):
+        total = (total * 31 + _digest_of_tensor(own_shard(x))) % _MODULUS
+    digest: Digest = 1 + total
+    return digest
+
+
+def _digest_of_tensor(tensor: Tensor) -> Digest:
+    """A number for the dtype, the shape and some elements, on the tensor's device."""
+    about = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return about
     flat = _bits(tensor)
     if len(flat) > _MOST:
         flat = flat[:: len(flat) // _MOST | 1][:_MOST]
     weights = _weights(tensor.device)[: len(flat)]
     if flat.is_cpu:  # numpy takes a third of the time
-        return int(flat.numpy().dot(weights.numpy())) % _MODULUS
-    total: Tensor = (flat * weights).sum()
-    return total % _MODULUS
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bits of a dense tensor as integers, flat."""
-    data = tensor.detach()
-    if data.is_complex():
-        data = torch.view_as_real(data.resolve_conj())
-    return data.resolve_neg().reshape(-1).view(_INTEGERS[data.element_size()])
+        return about + int(flat.numpy().dot(weights.numpy())) % _MODULUS
+    total: Tensor = (flat * weights).sum() % _MODULUS
+    return about + total
 
 
 @cache
@@ -212,7 +188,17 @@ def _weights(device: torch.device) -> Tensor:
     return torch.arange(1, _MOST + 1, device=device) * _ODD
 
 
-def _key_number(key: Any) -> int:
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of a dense tensor as integers, flat."""
+    data = tensor.detach()
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    integers = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    dtype = integers[data.element_size().bit_length() - 1]
+    return data.resolve_neg().reshape(-1).view(dtype)
+
+
+def _digest_of_key(key: Any) -> int:
     """A number for the samples of a key; 0: there is none.
 
     Raises:
@@ -234,7 +220,8 @@ def _key_number(key: Any) -> int:
 
 
 def _joined(before: Digest, now: Digest) -> Digest:
-    """The digest of two parts of a step."""
-    if not (before[0] and now[0]):
-        return 0, 0
-    return (before[0] * 31 + now[0]) % _MODULUS, (before[1] * 31 + now[1]) % _MODULUS
+    """The digest of two parts of a step; 0 where one was not given."""
+    for digest in (before, now):
+        if isinstance(digest, int) and digest == 0:
+            return 0
+    return 1 + (before * 31 + now) % _MODULUS

@@ -11,9 +11,8 @@ exact, and its entries are then added in layer order. The norm, the clip factor 
 the decision are therefore the same bits on every stage, for any number of stages.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -21,110 +20,18 @@ from torch import Tensor
 from zbpp.core import Job, RequestError
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.transport import Transport
-from zbpp.runtime.optim.decision import (
-    Decision,
-    StepResult,
-    StepSums,
-    StepVectorLayout,
-)
+from zbpp.runtime.optim.decision import Decision, StepResult, StepSums
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.norms import multiply_gradients, squared_norms
-from zbpp.runtime.optim.optimizers import GroupValues, StageOptimizers
-from zbpp.runtime.optim.same_samples import N_NUMBERS, SameSamples
+from zbpp.runtime.optim.optimizers import StageOptimizers
+from zbpp.runtime.optim.same_samples import SameSamples
 from zbpp.runtime.optim.step_state import History, StepRules
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.errors import NonFiniteError, SumsError
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.sharded import is_sharded, place_gradients
 
-__all__ = ["MutationGuard", "StageOptimizer", "StepState"]
-
-
-class StepState(Enum):
-    """Where the last step of a stage stands.
-
-    IDLE -> REDUCING -> IDLE                        behind a barrier
-                     -> SPECULATED -> IDLE          valid: kept
-                                   -> INVALID       rolled back, and taken again
-                                      INVALID -> IDLE at V, where all stages replay
-    """
-
-    IDLE = auto()
-    """The last step is decided and done."""
-    REDUCING = auto()
-    """The gradients are there, and their sums are under way; nothing is stepped."""
-    SPECULATED = auto()
-    """O is over, and the sums are not known; what is stepped may have to be undone."""
-    INVALID = auto()
-    """The step is done right, but forwards after it have used wrong parameters, here
-    or on another stage: the next V must ask for a replay."""
-
-
-class MutationGuard:
-    """Notices what others write to parameters and state from O to V.
-
-        O    step, speculatively          marks are taken
-             the script writes to p       p is no longer what the step has left
-        V    an invalid step would be rolled back, and the write with it
-
-    So a write in between is an error even if the step turns out valid: otherwise a run
-    would depend on its luck. Writes through ``tensor.data`` leave no mark and are not
-    seen, nor are those to sharded tensors.
-
-    Args:
-        stage: names the parameters in the error.
-        optimizers: step the parameters.
-    """
-
-    def __init__(self, stage: Stage, optimizers: StageOptimizers) -> None:
-        self._stage = stage
-        self._optimizers = optimizers
-        self._marks: list[tuple[Tensor, Mark]] = []
-
-    def begin(self) -> None:
-        """The step has been taken; from now on nobody may write."""
-        self._marks = [(tensor, mark(tensor)) for _, _, tensor in self._tensors()]
-
-    def end(self) -> None:
-        """Writes are zbpp's own, or harmless."""
-        self._marks = []
-
-    def check(self) -> None:
-        """Find what has been written to.
-
-        Raises:
-            RequestError: it names the first such tensor.
-        """
-        if all(mark(tensor) == at for tensor, at in self._marks):
-            return
-        changed = {id(tensor) for tensor, at in self._marks if mark(tensor) != at}
-        names = [
-            f"{self._name(parameter)}{what}"
-            for parameter, what, tensor in self._tensors()
-            if id(tensor) in changed
-        ]
-        raise RequestError(
-            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} changed after "
-            "an optimizer step that is not validated yet, and a rollback would undo "
-            "the change; call pipeline.synchronize() before you write to parameters "
-            "or optimizer state (or switch post_validation off)"
-        )
-
-    def _tensors(self) -> Iterable[tuple[Tensor, str, Tensor]]:
-        """Each with the parameter that it belongs to, and a description."""
-        for p in self._optimizers.parameters():
-            yield p, "", p
-        for optimizer in self._optimizers.all:
-            for p, state in optimizer.state.items():
-                for name, value in state.items() if isinstance(state, dict) else ():
-                    if isinstance(value, Tensor) and isinstance(p, Tensor):
-                        yield p, f" ({name} in {type(optimizer).__name__})", value
-
-    def _name(self, parameter: Tensor) -> str:
-        for _, name, p in self._stage.named_stepped():
-            if p is parameter:
-                return name
-        return f"a parameter of shape {tuple(parameter.shape)}"
+__all__ = ["StageOptimizer"]
 
 
 @dataclass
@@ -134,16 +41,15 @@ class _Pending:
     Args:
         sums: of all stages, under way.
         speculative: O does not wait for them.
-        groups: values of the parameter groups that the step belongs to.
-        has_stepped: the optimizers have stepped at O.
-        gradients: of the step, taken from the parameters at O.
+        gradients: of the step, taken from the parameters at O; None: no optimizer has
+            stepped yet.
+        marks: of the parameters after O, as long as nobody may write to them.
     """
 
     sums: StepSums
     speculative: bool
-    groups: Sequence[GroupValues] = ()
-    has_stepped: bool = False
-    gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
+    gradients: Sequence[tuple[Tensor, Tensor | None]] | None = None
+    marks: Sequence[tuple[Tensor, Mark]] = ()
 
 
 class StageOptimizer:
@@ -155,7 +61,6 @@ class StageOptimizer:
         n_layers: layers of the whole model.
         rules: how steps are taken.
         own_name: the model's own names of parameters.
-        is_reporter: this stage logs what concerns all stages.
     """
 
     def __init__(
@@ -166,25 +71,20 @@ class StageOptimizer:
         n_layers: int,
         rules: StepRules,
         own_name: OwnName,
-        is_reporter: bool = False,
     ) -> None:
         self._stage = stage
         self._clip = rules.clip_grad_norm
         self._n_layers = n_layers
-        self.optimizers = StageOptimizers(
-            stage,
-            make_optimizer,
-            own_name=own_name,
-            is_reporter=is_reporter,
-        )
-        self._guard = MutationGuard(stage, self.optimizers)
+        self.optimizers = StageOptimizers(stage, make_optimizer, own_name=own_name)
         self.speculates = rules.post_validation
         """Some steps may be speculative."""
         self.history = History(rules)
         self.samples: SameSamples | None = None
         """That the processes of the pipeline were given; None: nothing to compare."""
-        self._state = StepState.IDLE
         self._pending: _Pending | None = None
+        self._is_invalid = False
+        """The last step was speculative and is done right by now, but forwards after it
+        have used wrong parameters, here or on another stage."""
         self._error: NonFiniteError | SumsError | None = None
         """Found at O, and raised at V, where all stages find it."""
         self._before_replay: list[tuple[Tensor, Tensor]] = []
@@ -200,9 +100,10 @@ class StageOptimizer:
         Raises:
             RequestError: others have written to what the last step has changed.
         """
-        self._guard.check()
-        self._guard.end()  # forwards may change parameters: replays do so again
-        if self._state is StepState.INVALID:
+        self._check_writes()
+        if self._pending is not None:
+            self._pending.marks = ()  # forwards may write; a replay does so again
+        if self._is_invalid:
             parameters = self.optimizers.parameters()
             self._before_replay = [(p, p.detach().clone()) for p in parameters]
 
@@ -213,30 +114,26 @@ class StageOptimizer:
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
-        stage, optimizers = self._stage, self.optimizers
+        stage, optimizers, peers = self._stage, self.optimizers, transport.peers
         optimizers.clear_unowned_grads()
         parameters = optimizers.parameters()
-        sharded = [p for p in parameters if is_sharded(p)]
-        place_gradients(sharded)
+        place_gradients([p for p in parameters if is_sharded(p)])
         multiply_gradients(parameters, 1.0 / stage.loss_scale)
-        layout = StepVectorLayout(
-            self._n_layers,
-            stage.first + stage.n_microbatches,
-            adds=stage.loss.adds,
-            n_samples=0 if self.samples is None else N_NUMBERS,
-        )
-        peers = transport.peers
+        norms = torch.zeros(self._n_layers, dtype=torch.float64, device=stage.device)
         counted = [p for p in parameters if p not in stage.ties.copies]
-        vector = layout.vector(
-            stage.device,
-            norms=squared_norms(stage, counted, peers),
-            losses=stage.loss.table() if peers.counts_losses else None,
-            samples=self.samples,
+        for layer, squared in squared_norms(stage, counted, peers):
+            norms[layer] = squared
+        losses = stage.loss.table()
+        sums = StepSums(
+            transport,
+            norms,
+            losses if peers.counts_losses else torch.zeros_like(losses),
+            norms[:0] if self.samples is None else self.samples.vector(stage.device),
+            step=stage.step,
+            adds=stage.loss.adds,
         )
         speculative = self.history.speculates
-        sums = StepSums(transport.reduce(vector), layout, step=stage.step, peers=peers)
         self._pending = _Pending(sums, speculative)
-        self._state = StepState.REDUCING
         self.result = StepResult(sums, self._clip, speculative=speculative)
 
     @property
@@ -260,13 +157,18 @@ class StageOptimizer:
             self.settle(job)
         elif self.optimizers.needs_barrier:
             self._decide(job)  # if it is invalid, V says so, where all stages are
-        else:
-            self._speculate(pending)
+        elif self.optimizers:
+            self.optimizers.speculate()
+            self._stage.ties.note_write()
+            parameters = self.optimizers.parameters()
+            pending.gradients = [(p, p.grad) for p in parameters]
+            self.optimizers.zero_grad()  # the caller might do so too
+            pending.marks = [(p, mark(p)) for p in parameters]
 
     @property
     def may_replay(self) -> bool:
         """True if `validate` may find that the last step was invalid."""
-        return self._state is StepState.INVALID or (
+        return self._is_invalid or (
             self._pending is not None and self._pending.speculative
         )
 
@@ -283,8 +185,7 @@ class StageOptimizer:
         """
         self._decide(job)
         self._raise()
-        must_replay = self._state is StepState.INVALID
-        self._state = StepState.IDLE
+        must_replay, self._is_invalid = self._is_invalid, False
         with torch.no_grad():
             for parameter, copy in self._before_replay:
                 parameter.copy_(copy)
@@ -305,71 +206,71 @@ class StageOptimizer:
             NonFiniteError: too many steps in a row were skipped.
             RequestError: others have written to what the step has changed.
         """
-        self._guard.check()
+        self._check_writes()
         self._decide(job)
         self._raise()
 
     # The transitions.
 
-    def _speculate(self, pending: _Pending) -> None:
-        """Step before the norm is known."""
-        optimizers = self.optimizers
-        if optimizers:
-            pending.groups = optimizers.group_values()
-            optimizers.speculate()
-            pending.has_stepped = True
-            for values in pending.groups:
-                values.end()
-            self._stage.ties.note_write()
-            pending.gradients = [(p, p.grad) for p in optimizers.parameters()]
-            optimizers.zero_grad()  # the caller might do so too
-            self._guard.begin()
-        self._state = StepState.SPECULATED
+    def _check_writes(self) -> None:
+        """Notice what others have written to parameters after a speculative O.
+
+        A rollback would undo the write, so it is an error even if the step turns out
+        valid: else a run would depend on its luck. Writes through ``tensor.data``, and
+        those to sharded tensors and to optimizer state, are not seen.
+
+        Raises:
+            RequestError: names the parameters.
+        """
+        marks = () if self._pending is None else self._pending.marks
+        changed = {p for p, at in marks if mark(p) != at}
+        if not changed:
+            return
+        names = [name for _, name, p in self._stage.named_stepped() if p in changed]
+        raise RequestError(
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} changed after "
+            "an optimizer step that is not validated yet, and a rollback would undo "
+            "the change; call pipeline.synchronize() before you write to parameters "
+            "or optimizer state (or switch post_validation off)"
+        )
 
     def _decide(self, job: Job | None) -> None:
         """Wait for the sums, and end the step as they ask for."""
-        pending = self._pending
+        pending, text = self._pending, None
         if pending is None:
             return
-        decision = pending.sums.decision(self._clip, job)
-        text = self._other_samples(pending.sums)
+        pending.sums.read(job)
+        decision = pending.sums.decision(self._clip)
+        if self.samples is not None:
+            text = self.samples.difference(pending.sums.samples(), pending.sums.step)
         if text is not None:
             decision = Decision(decision.norm, 1.0, skipped=True)
         self._finish(pending, decision)
-        self._pending, self._state = None, StepState.IDLE
+        self._pending, self._is_invalid = None, False
         if text is not None:
             self._error = SumsError(text)
             return
-        if pending.speculative and decision.requires_rollback:
-            self._state = StepState.INVALID
+        self._is_invalid = pending.speculative and decision.requires_rollback
         try:
             self.history.note(decision, pending.sums)
         except NonFiniteError as error:
             self._error = error
 
-    def _other_samples(self, sums: StepSums) -> str | None:
-        """Say where processes were given other samples; None: nowhere."""
-        if self.samples is None:
-            return None
-        return self.samples.difference(sums.samples(), sums.step)
-
     def _finish(self, pending: _Pending, decision: Decision) -> None:
         """Keep the step, or roll it back and take it once more."""
-        self._guard.end()
         optimizers = self.optimizers
         if not optimizers:
             return
-        if pending.has_stepped and not decision.requires_rollback:
-            optimizers.commit()
-            optimizers.zero_grad()
-            self._stage.ties.note_write()
-            return
-        for parameter, gradient in pending.gradients:
-            parameter.grad = gradient
-        if pending.has_stepped:
+        if pending.gradients is not None:
+            if not decision.requires_rollback:
+                optimizers.commit()
+                self._stage.ties.note_write()
+                return
+            for parameter, gradient in pending.gradients:
+                parameter.grad = gradient
             optimizers.undo()
         multiply_gradients(optimizers.parameters(), decision.factor)
-        optimizers.step(pending.groups, skipped=decision.skipped)
+        optimizers.step(skipped=decision.skipped)
         optimizers.zero_grad()
         self._stage.ties.note_write()
 
