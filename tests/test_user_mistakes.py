@@ -1,7 +1,7 @@
 """Mistakes of a user's script: each is refused in one line that names the way out."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -20,11 +20,14 @@ POLICIES = {
     "step": zbpp.StepPolicy,
     "execution": zbpp.Execution,
 }
-PLANNED = ("split", "layer_costs", "memory_limit")
 
 
 def layers(n=4):
     return [nn.Linear(4, 4) for _ in range(n)]
+
+
+def planned(**more):
+    return zbpp.plan_model(layers(), "ZBH1", n_stages=2, n_microbatches=4, **more)
 
 
 def sgd(parameters):
@@ -32,7 +35,7 @@ def sgd(parameters):
 
 
 def pipeline(model=None, **settings):
-    """Make a pipeline; each setting goes to the policy or the plan that has it."""
+    """Make a pipeline; each setting goes to the policy that has it."""
     model = layers() if model is None else model
     settings = {
         "loss_fn": mse,
@@ -41,22 +44,10 @@ def pipeline(model=None, **settings):
         "n_microbatches": 4,
     } | settings
 
-    def taken(names):
-        return {name: settings.pop(name) for name in names if name in settings}
-
     for name, kind in POLICIES.items():
-        policy = kind(**taken([field.name for field in fields(kind)]))
+        names = [field.name for field in fields(kind) if field.name in settings]
+        policy = kind(**{name: settings.pop(name) for name in names})
         settings.setdefault(name, policy)
-    if shard := taken(["shard"]):
-        settings["mesh"] = zbpp.DataParallel(mesh=None, **shard)
-    if "n_layers" in settings or "ties" in settings:
-        layered = layered_of(model, settings.pop("n_layers", None))
-        ties = tuple(settings.pop("ties", ()))
-        model = replace(layered, ties=(*layered.ties, *ties))
-    if planned := taken(PLANNED):
-        sizes = {name: settings[name] for name in ("n_stages", "n_microbatches")}
-        mode = settings.get("schedule", "ZBH1")
-        settings["schedule"] = zbpp.plan_model(model, mode, **planned, **sizes)
     return Pipeline(model, **settings)
 
 
@@ -117,9 +108,6 @@ SETTINGS = [
         "reduction='sum', and weigh is 'tokens'.*give reduction='mean'",
     ),
     ({"loss_fn": NONE}, "reduction='none'.*give reduction='mean'"),
-    # the model
-    ({"n_layers": 5}, "n_layers is 5, but the model has 4"),
-    ({"ties": [((0, "weight"), (9, "weight"))]}, "ties?|9"),
     # the schedule
     ({"schedule": "ZBH11"}, "ZBH1"),
     ({"schedule": "plan.json"}, "plan.json"),
@@ -127,10 +115,6 @@ SETTINGS = [
     ({"n_microbatches": 0}, "n_microbatches is 0; give"),
     ({"n_microbatches": None}, "micro-batches|n_microbatches"),
     ({"n_stages": 0}, "n_stages is 0; give a whole number"),
-    ({"split": [1, 2]}, r"split \[1, 2\] must"),
-    ({"split": "equal"}, "split 'equal' is not known; choose"),
-    ({"split": "balanced"}, "give layer_costs="),
-    ({"memory_limit": "16GiB"}, "or example= of zbpp"),
     # policies
     ({"step": 2}, "step is an int; give a zbpp.StepPol"),
     ({"timeout_s": 0}, "timeout_s is 0; give seconds, above 0"),
@@ -149,9 +133,17 @@ SETTINGS = [
     ({"device": "gpu"}, "device is 'gpu'; give one that"),
     ({"compile": "all"}, "must be"),
     ({"weigh": "words"}, "weigh is 'words'; choose one of"),
-    ({"shard": "all"}, "shard is 'all'"),
 ]
 MODELS = [
+    (lambda: layered_of(layers(), 5), "n_layers is 5, but the model has 4"),
+    (lambda: planned(split=[1, 2]), r"split \[1, 2\] must"),
+    (lambda: planned(split="equal"), "split 'equal' is not known; choose"),
+    (lambda: planned(split="balanced"), "give layer_costs="),
+    (lambda: planned(memory_limit="16GiB"), "or example= of zbpp"),
+    (
+        lambda: pipeline(mesh=zbpp.DataParallel(mesh=None, shard="all")),
+        "shard is 'all'",
+    ),
     (
         Tower,
         r"a Tower cannot be cut into layers; cut it at its blocks, zbpp.cut\(model, "

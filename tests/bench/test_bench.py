@@ -80,7 +80,7 @@ def jobs_in(path):
 
 
 def test_contenders_are_compared_and_timed(bench, tmp_path):
-    from schemas import mistakes
+    from pages import mistakes
 
     flags = "--modes zb-v,ZBV --peers torch:1f1b,torch:ZBVZeroBubble --steps 2"
     data, _ = bench(f"{flags} --model models:plain --clip_grad_norm 100")
@@ -117,7 +117,7 @@ def test_contenders_are_compared_and_timed(bench, tmp_path):
     ],
 )
 def test_a_contender_with_another_loss_is_refused_and_not_timed(bench, flags, same):
-    from schemas import mistakes
+    from pages import mistakes
 
     data, _ = bench(f"{flags} --steps 2", code=1)
     assert not mistakes("results", data)

@@ -62,7 +62,7 @@ def models(zbpp, monkeypatch):
 
 @pytest.mark.slow
 def test_estimate_has_bytes_by_mode_and_stage_and_marks_what_is_over_the_limit(zbpp):
-    from schemas import mistakes
+    from pages import mistakes
 
     line = "estimate -p 2 -m 4 --model my_models:triple --optimizer sgd --modes"
     data = zbpp.json(f"{line} FThenB zb-h1")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 PLAIN, EXAMPLES = Path(__file__).parent / "plain", ROOT / "examples"
@@ -23,8 +24,8 @@ PACKAGES = {
     "torchtitan_sharded": ("triton", "torchtitan.models.llama3.infra"),
 }
 """What each example needs beside torch; the last one torchtitan 0.2."""
-NIGHTLY = {"accelerate_loop"}
-"""The Trainer of transformers loops in the same way."""
+NIGHTLY = {*PACKAGES} - {"hf_trainer"}
+"""The Trainer of transformers does what the others do, and resumes."""
 PROCESSES = {"torchtitan_sharded": (2, 4)}
 """Numbers of processes that examples run with, where they are not 2 alone."""
 
@@ -99,9 +100,9 @@ def test_losses_are_those_of_the_plain_form(name: str, tmp_path: Path) -> None:
         resumed = others[1][:-1]
         assert resumed == expected[-1 - len(resumed) : -1]
         assert len(resumed) > 4
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
     for processes in PROCESSES.get(name, (2,)):
-        assert numbers(ran(*launch, processes, script, text, two)) == expected
+        words = map(str, (script, text, two))
+        assert numbers(run_on_ranks(processes, tmp_path, *words)) == expected
     for file in plain.rglob("*.safetensors"):
         same_tensors(file, one / file.relative_to(plain))
         same_tensors(file, two / file.relative_to(plain))

@@ -1,6 +1,6 @@
 """What is wrong on one rank at the start stops all ranks, with the same line on each.
 
-Each row of `REFUSED` runs on as many ranks as it says; rows of as many share a launch.
+The rows of `REFUSED` and `FINE` are of two ranks, and of four; each launch runs all.
 """
 
 import re
@@ -19,8 +19,8 @@ from torch.nn import functional as f
 import zbpp
 
 WIDTH, N_LAYERS = 8, 8
-Row = tuple[int, Callable[[], object], str]
-"""Ranks, what they call, a pattern of the line that all of them raise."""
+Row = tuple[Callable[[], object], str]
+"""What ranks call, a pattern of the line that all of them raise."""
 
 
 def linears() -> list[nn.Module]:
@@ -72,39 +72,29 @@ def no_optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> list[Any]:
 
 
 OF_ONE_RANK: dict[str, Row] = {
-    "no module": (2, lambda: make(with_last(lambda: torch.relu)), "layer 7 is"),
+    "no module": (lambda: make(with_last(lambda: torch.relu)), "layer 7 is"),
     "an optimizer's name": (
-        2,
         lambda: make(optimizer=optimizer_of_one),
         "the optimizer's builder gave a str",
     ),
     "nothing is stepped": (
-        2,
         lambda: make(optimizer=no_optimizer),
         "optimizer= steps none of the 16 parameters",
     ),
-    "an argument": (
-        2,
-        lambda: make(n_microbatches=last_has(0, 4)),
-        "n_microbatches is 0",
-    ),
+    "an argument": (lambda: make(n_microbatches=last_has(0, 4)), "n_microbatches is 0"),
     "another mode": (
-        2,
         lambda: make(mode=last_has("ZBH1", "1F1B")),
         "different schedules, splits or settings",
     ),
     "another threshold": (
-        2,
         lambda: make(clip_grad_norm=last_has(2.0, 1.0)),
         "ranks 0 and 1 were started with different",
     ),
     "processes": (
-        2,
         lambda: make(n_stages=3),
         "2 processes cannot run 3 stages; start one process a stage",
     ),
     "replicas": (
-        2,
         lambda: make(n_stages=1),
         r"or run replicas: mesh=zbpp.mesh\(stages=1, data_parallel=2\)",
     ),
@@ -126,12 +116,12 @@ def read(
     mesh: dict[str, int] | None = None,
     mode: str = "ZBH1",
 ) -> None:
-    """Train on batches that differ between ranks.
+    """Train on batches that differ along a dimension, from a step on.
 
     Args:
         differ: of ``"inputs"``, ``"targets"`` and ``"key"``, what does.
         since: the first step in which it does.
-        dim: of the mesh, along which it does.
+        dim: of the mesh.
         late: steps are validated in the next one.
         parts: a step is two calls.
         key: makes the key of a step; None: there is none.
@@ -181,24 +171,17 @@ def read(
 BOTH, ALL = ("inputs", "targets"), ("inputs", "targets", "key")
 SAMPLER = "first and the last stage read other samples in step {}, .*Sampler"
 OF_SAMPLES: dict[str, Row] = {
-    "both": (2, lambda: read(BOTH, mode="1F1B"), SAMPLER.format(0)),
-    "both, validated late": (2, lambda: read(BOTH, 2, late=True), SAMPLER.format(2)),
-    "both, in parts": (2, lambda: read(BOTH, 1, parts=True), SAMPLER.format(1)),
-    "keys": (2, lambda: read(ALL, 2, alone=True, key=torch.clone), SAMPLER.format(2)),
+    "both": (lambda: read(BOTH, mode="1F1B"), SAMPLER.format(0)),
+    "both, validated late": (lambda: read(BOTH, 2, late=True), SAMPLER.format(2)),
+    "both, in parts": (lambda: read(BOTH, 1, parts=True), SAMPLER.format(1)),
+    "keys": (lambda: read(ALL, 2, alone=True, key=torch.clone), SAMPLER.format(2)),
     "keys in lists": (
-        2,
         lambda: read(("key",), 1, key=Tensor.tolist, parts=True),
         SAMPLER.format(1),
     ),
     "a key of letters": (
-        2,
         lambda: read(key=lambda _: ["a", "b"]),
         "key is a list; give the numbers of the samples",
-    ),
-    "along tp": (
-        4,
-        lambda: read(BOTH, dim="tp", mesh={"tensor_parallel": 2}),
-        "ranks 0 and 1 are neighbours along 'tp' and read other inputs",
     ),
 }
 
@@ -243,36 +226,37 @@ def widen(layer: Any) -> None:
 
 OF_MESHES: dict[str, Row] = {
     "layers of a replica": (
-        4,
         lambda: differing("dp", widen),
         "ranks 0 and 1 were started with different layers of stage 0",
     ),
     "parts of layers": (
-        4,
         lambda: differing("tp", lambda layer: nn.init.ones_(layer.weight)),
         r"layers\.1\.weight: plain parameters that differ along 'tp', .*DTensors",
     ),
-    "size": (4, lambda: zbpp.mesh(stages=3), "there are 4; start as many"),
-    "stages": (4, lambda: on_mesh(n_stages=4), "give it a dimension 'pp' of 4"),
-    "shard": (4, lambda: on_mesh(shard="all"), "choose one of 'none', 'optimizer'"),
-    "ddp": (4, lambda: wrapped("ddp"), "wrap them by `replicate`"),
-    "fully_shard without a mesh": (4, lambda: wrapped("fsdp"), "mesh=mesh"),
-    "names": (4, other_names, r"a pipeline knows \('pp', 'dp'"),
+    "along tp": (
+        lambda: read(BOTH, dim="tp", mesh={"tensor_parallel": 2}),
+        "ranks 0 and 1 are neighbours along 'tp' and read other inputs",
+    ),
+    "size": (lambda: zbpp.mesh(stages=3), "there are 4; start as many"),
+    "stages": (lambda: on_mesh(n_stages=4), "give it a dimension 'pp' of 4"),
+    "shard": (lambda: on_mesh(shard="all"), "choose one of 'none', 'optimizer'"),
+    "ddp": (lambda: wrapped("ddp"), "wrap them by `replicate`"),
+    "fully_shard without a mesh": (lambda: wrapped("fsdp"), "mesh=mesh"),
+    "names": (other_names, r"a pipeline knows \('pp', 'dp'"),
 }
 
-REFUSED = OF_ONE_RANK | OF_SAMPLES | OF_MESHES
-FINE: dict[str, tuple[int, Callable[[], object]]] = {
-    "equal samples": (2, lambda: read()),
-    # augmented at random where they are read
-    "other inputs": (2, lambda: read(("inputs",))),
-    "other targets": (2, lambda: read(("targets",))),
-    "others of the same samples": (2, lambda: read(BOTH, key=torch.clone)),
-    "nothing to compare": (2, lambda: read(BOTH, alone=True)),
-    "one process reads both": (2, lambda: read(BOTH, mode="ZBV")),
-    "other samples of replicas": (
-        4,
-        lambda: read(BOTH, dim="dp", mesh={"data_parallel": 2}),
-    ),
+REFUSED = {2: OF_ONE_RANK | OF_SAMPLES, 4: OF_MESHES}
+FINE: dict[int, dict[str, Callable[[], object]]] = {
+    2: {
+        "equal samples": lambda: read(),
+        # augmented at random where they are read
+        "other inputs": lambda: read(("inputs",)),
+        "other targets": lambda: read(("targets",)),
+        "others of the same samples": lambda: read(BOTH, key=torch.clone),
+        "nothing to compare": lambda: read(BOTH, alone=True),
+        "one process reads both": lambda: read(BOTH, mode="ZBV"),
+    },
+    4: {"replicas": lambda: read(BOTH, dim="dp", mesh={"data_parallel": 2})},
 }
 
 
@@ -287,25 +271,22 @@ def outcome(function: Callable[[], Any]) -> tuple[str, str]:
     return "", ""
 
 
-def outcomes(names: list[str]) -> list[tuple[str, str]]:
-    rows: dict[str, Any] = REFUSED | FINE
-    return [outcome(rows[name][1]) for name in names]
+def outcomes(n: int) -> dict[str, tuple[str, str]]:
+    refused = {name: outcome(function) for name, (function, _) in REFUSED[n].items()}
+    return refused | {name: outcome(function) for name, function in FINE[n].items()}
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_are_refused_alike(pool: Pool, n: int) -> None:
-    rows: dict[str, Any] = REFUSED | FINE
-    names = [name for name, row in rows.items() if row[0] == n]
-    for name, *found in zip(names, *pool.run(outcomes, n, names), strict=True):
-        kind, text = found[0]
-        assert set(found) == {(kind, text)}, name
-        if name in FINE:
-            assert not kind, (name, text)
-            continue
-        assert kind == "RequestError", (name, found)
-        assert re.search(REFUSED[name][2], text), (name, text)
-        assert "\n" not in text, name
+    first, *others = pool.run(outcomes, n, n)
+    for name, (_, words) in REFUSED[n].items():
+        assert all(found[name] == first[name] for found in others), name
+        kind, text = first[name]
+        assert kind == "RequestError" and "\n" not in text, (name, text)
+        assert re.search(words, text), (name, text)
+    for name in FINE[n]:
+        assert all(found[name] == ("", "") for found in (first, *others)), name
 
 
 def fail_on_last() -> tuple[str, str]:

@@ -191,35 +191,31 @@ def test_extreme_costs_are_planned_or_refused(
         plan_with(Costs(f=f, w=w, m_b=m_b, m_w=m_w, memory_limit=limit))
 
 
-@pytest.mark.parametrize("n", [10**8, 10**30])
-def test_a_number_of_microbatches_is_not_counted_to(n: int, tmp_path: Path) -> None:
-    data = json.loads(schedule_text(zbpp.plan("ZBV", **SIZES)))
-    data |= {"n_microbatches": n, "jobs": [["0F0"], ["1F0"]]}
-    (tmp_path / "x").write_text(json.dumps(data))
-    with pytest.raises(RequestError, match=r"0B0 .* is missing"):
-        read_schedule(tmp_path / "x")
-
-
-def test_a_trace_of_more_stages_than_jobs_is_refused(
+def test_numbers_in_files_are_not_counted_to(
     written: dict[str, Path], tmp_path: Path
 ) -> None:
+    path, n = tmp_path / "x", 10**30
+    data = json.loads(written["schedule"].read_text(encoding="utf-8"))
+    path.write_text(json.dumps(data | {"n_microbatches": n, "jobs": [["0F0"], []]}))
+    with pytest.raises(RequestError, match=r"0B0 .* is missing"):
+        read_schedule(path)
     data = json.loads(written["trace"].read_text(encoding="utf-8"))
     for event in data["traceEvents"]:
         if event.get("name") == "process_name":
-            event["args"]["n_stages"] = 10**9
-    (tmp_path / "x").write_text(json.dumps(data))
-    with pytest.raises(RequestError, match="n_stages is 1000000000"):
-        read_trace(tmp_path / "x")
+            event["args"]["n_stages"] = n
+    path.write_text(json.dumps(data))
+    with pytest.raises(RequestError, match=f"n_stages is {n}"):
+        read_trace(path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_file_without_an_end_is_not_read(name: str, tmp_path: Path) -> None:
+def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 20 * 2**30)
-    with pytest.raises(RequestError, match=f"{path}: .*longer than"):
-        FORMATS[name].read(path)
+    for kind in FORMATS.values():
+        with pytest.raises(RequestError, match=f"{path}: .*longer than"):
+            kind.read(path)
 
 
 # ---- Checkpoints: nothing outside is opened, nothing in them is executed.
@@ -298,26 +294,6 @@ def test_a_mangled_checkpoint_is_loaded_or_refused(loader: Loader, seed: int) ->
         path = Path(event)
         assert path.is_relative_to(index.parent) or path.suffix in (".py", ".pyc")
     assert str(index) in events  # the control: openings are seen
-
-
-@pytest.mark.needs("torch")
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"file": "stage-9.safetensors"}, "in no file"),
-        ({"shape": [10**9, 10**9]}, "of another kind"),
-        ({"dtype": "F16"}, "of another kind"),
-    ],
-)
-def test_a_tensor_that_its_file_does_not_contain_is_refused(
-    loader: Loader, change: dict[str, Any], words: str
-) -> None:
-    pipeline, index, body = loader
-    body = copy.deepcopy(body)
-    body["tensors"]["model/layers.0.linear.weight"].update(change)
-    index.write_text(signed(body))
-    with pytest.raises(RequestError, match=words):
-        pipeline.load(index.parent)
 
 
 @pytest.mark.needs("torch")

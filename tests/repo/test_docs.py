@@ -1,21 +1,21 @@
 """All that the documents show runs: commands, sessions, files, figures."""
 
+import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from commands import PATIENCE_S
 from pages import (
     ROOT,
+    SCHEMAS,
     Page,
     is_dear,
     missing_paths,
+    mistakes,
     parse_data,
     run_commands,
+    run_on_ranks,
     run_script,
     run_session,
     shown_lines,
@@ -24,8 +24,9 @@ from pages import (
 )
 
 from zbpp.cli import main
-from zbpp.core import Costs
+from zbpp.core import Costs, LayerCosts, Parts, schedule_text, write_costs, write_layers
 from zbpp.planning import MODES, plan
+from zbpp.schedules import add_collectives, post_validated
 from zbpp.simulator import bubble_rate, peak_memory, simulate
 
 README = Page.read("README.md")
@@ -47,6 +48,12 @@ DEAR_SESSIONS = {
     "docs/how_to/overlap.md",  # trains one
     "docs/how_to/simulating.md",  # draws
     "docs/how_to/your_script.md",  # measures a model
+}
+AT_NIGHT = {
+    "docs/how_to/planning.md",  # repeats the page on profiles
+    "docs/how_to/simulating.md",  # repeats the page on benches
+    "docs/how_to/troubleshooting.md",  # repeats the page on memory
+    "docs/reference/formats.md",
 }
 
 by_name = {"ids": lambda page: page.name}
@@ -73,6 +80,7 @@ def test_every_block_is_of_a_kind_that_is_tested(page):
     )
     for block in page.blocks("python"):
         assert ">>>" in block.text or block.file, block.before
+        assert ">>>" in block.text or compile(block.text, page.name, "exec")
     programs = {first for first, *_ in page.commands()}
     assert programs <= {"make", "pip", "zbpp", "torchrun", "python"}
 
@@ -100,9 +108,13 @@ def test_the_commands_run(page, tmp_path, capsys):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "page",
-    [p for p in GUIDES if any(map(is_dear, p.commands("zbpp")))],
+    [
+        pytest.param(p, marks=pytest.mark.nightly if p.name in AT_NIGHT else ())
+        for p in GUIDES
+        if any(map(is_dear, p.commands("zbpp")))
+    ],
     **by_name,
-)  # fmt: skip
+)
 def test_all_commands_run(page, tmp_path):
     run_commands(page, tmp_path, dear=True)
 
@@ -203,6 +215,66 @@ def test_the_errors_that_are_quoted_are_in_the_code():
     assert [part for part in errors_shown(made_up) if part not in code]
 
 
+# The schemas of files. What needs a run is checked where it runs, by `mistakes`.
+
+PARTS = Parts(
+    (("compute", 1), ("network", 1)),
+    (("network", 1), ("compute", 2)),
+    (("compute", 1),),
+)
+COSTS = Costs(f=(1, 2), comm=0.5, m_b=2.0**30)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_is_valid_and_the_page_links_it(name):
+    assert mistakes(name, None)  # it is checked before it is used
+    page = ROOT / "docs" / "reference" / "schemas.md"
+    assert f"(schemas/{name}.schema.json)" in page.read_text()
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH2", "ZBV"])
+def test_the_schema_of_schedules(mode):
+    schedule = plan(mode, n_stages=2, n_microbatches=4)
+    sharded = add_collectives(schedule, shards=True)
+    for variant in (schedule, post_validated(schedule), sharded):
+        data = json.loads(schedule_text(variant))
+        assert not mistakes("schedule", data)
+        data["jobs"][0][0] = "0X0"
+        assert "'0X0' does not match" in mistakes("schedule", data)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "costs", "wrong", "words"),
+    [
+        ("costs", COSTS, {"F": 1}, "ZBV"),
+        ("costs", COSTS, {"m_b": "1.5 cows"}, "1F1B"),
+        ("costs", Costs(parts=PARTS), {"parts": {"f": [["wire", 1]]}}, "ZB"),
+        ("layers", LayerCosts(6, m_r=0.1), {"n_layers": "six"}, "ZBV --recompute all"),
+        ("layers", LayerCosts(4, parts=(PARTS,) * 4), {"parts": [{"f": 2}]}, "1F1B"),
+    ],
+)
+def test_the_schemas_of_costs_and_of_plans_for_them(
+    kind, costs, wrong, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (write_costs if kind == "costs" else write_layers)(costs, "x.json")
+    data = json.loads(Path("x.json").read_text())
+    assert not mistakes(kind, data)
+    assert mistakes(kind, data | wrong)
+    line = f"plan {words} --{kind} x.json -p 2 -m 4 -o plan.json"
+    assert main(line.split()) == 0
+    file = json.loads(Path("plan.json").read_text())
+    assert not mistakes("plan", file)
+    file["schedule"]["jobs"][1][0] = 7  # the schema of schedules takes part
+    assert len(mistakes("plan", file)) == 1
+    # the parser lists its keys where it refuses one: they are the schema's
+    Path("x.json").write_text(json.dumps(data | {"nothing": 1}))
+    capsys.readouterr()
+    assert main(line.split()) == 2
+    listed = set(re.findall(r"\w+", capsys.readouterr().err))
+    assert SCHEMAS[kind]["properties"].keys() <= listed
+
+
 # The README.
 
 
@@ -228,8 +300,7 @@ def test_the_modes_have_the_figures_that_the_readme_gives():
 
 def test_the_targets_and_packages_that_are_installed_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert [name for name, *_ in README.commands("make")] == ["train", "test"]
-    assert {"train", "test"} <= set(targets)
+    assert {name for name, *_ in README.commands("make")} <= {*targets}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in re.findall(r"\.\[(.*?)\]", README.text):
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
@@ -237,16 +308,6 @@ def test_the_targets_and_packages_that_are_installed_exist():
 
 
 # The scripts.
-
-
-def torchrun(words: list[str], folder: Path) -> str:
-    """Run what ``torchrun words`` runs; it sets one thread a process."""
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    result = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def page_with(file: str, *pages: Page) -> Page:
@@ -290,28 +351,13 @@ def test_the_users_script_prints_the_same_whatever_the_flag(tmp_path, capsys):
     assert float(last.split()[3]) < 0.97 * float(first.split()[3])
 
 
-def test_the_steps_that_are_logged_are_the_pipelines(monkeypatch):
-    """With a writer in the place of TensorBoard's, which need not be installed."""
-    logged, names = [], {}
-    writer = SimpleNamespace(add_scalar=lambda *scalar: logged.append(scalar))
-    board = SimpleNamespace(SummaryWriter=lambda folder: writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    exec(page_with("log_steps.py").files()["log_steps.py"], names)
-    results = [SimpleNamespace(loss=float(i), grad_norm=-1.0) for i in range(11)]
-    for rank in (0, 1):  # rank 1 logs nothing
-        pipeline = SimpleNamespace(rank=rank, step=lambda i, targets: results[i])
-        names["train"](pipeline, [(i, None) for i in range(11)], "runs")
-    norm = ("grad_norm", -1.0)
-    assert logged == [("loss", 0.0, 0), (*norm, 0), ("loss", 10.0, 10), (*norm, 10)]
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("file", "more", "begins"),
     [
         ("train.py", "", "step  0  loss "),
-        pytest.param("my_train.py", "", "step 5  loss ", marks=pytest.mark.nightly),
+        ("my_train.py", "", "step 5  loss "),
         ("torch_zbv.py", "", "loss "),
         ("mesh_train.py", "if pipeline.rank == 0: print(result.loss)\n", "0."),
     ],
@@ -323,7 +369,8 @@ def test_the_scripts_print_the_same_under_torchrun(
     text = page.files()[file].replace("range(100)", "range(15)")
     (tmp_path / file).write_text(text + more)
     (words,) = [words for words in page.commands("torchrun") if file in words]
-    printed = torchrun(words, tmp_path)
+    n_ranks = int(words[words.index("--nproc-per-node") + 1])
+    printed = run_on_ranks(n_ranks, tmp_path, *words[words.index(file) :])
     assert printed.startswith(begins)
     alone = [words for words in page.commands("python") if file in words] or [[file]]
     if file not in ("torch_zbv.py", "mesh_train.py"):  # these need processes

@@ -39,8 +39,8 @@ nbclient.NotebookClient(notebook, timeout=500).execute()
 @pytest.mark.parametrize(
     "path",
     [
-        *NOTEBOOKS[:2],
-        *(pytest.param(p, marks=pytest.mark.nightly) for p in NOTEBOOKS[2:]),
+        NOTEBOOKS[0],
+        *(pytest.param(p, marks=pytest.mark.nightly) for p in NOTEBOOKS[1:]),
     ],
     ids=lambda path: getattr(path, "stem", None),
 )

@@ -51,6 +51,7 @@ def text_of(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
 
 
+@pytest.mark.nightly
 def test_a_broken_link_or_anchor_ends_the_build(tmp_path):
     """By the rules of our configuration, without its plugins."""
     rules = (ROOT / "mkdocs.yml").read_text().partition("\nvalidation:")[2]

@@ -301,6 +301,7 @@ print(json.dumps([waits, found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_start_finds_its_kernels_and_is_split(
     kernel_cache: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,9 @@
 """Calls of the zbpp command."""
 
-import os
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 PATIENCE_S = 200
 """For a process that ends within seconds on an idle machine."""
@@ -19,17 +17,6 @@ def run(*arguments, cwd=None):
     return subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=cwd
     )
-
-
-def torchrun(script, *words):
-    """A command that starts a script of tests/support in two processes, and its
-    environment."""
-    support = Path(__file__).parent
-    folders = [support, support / "models", support / "runs"]
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    command = [sys.executable, *run, str(support / "runs" / script), *words]
-    return command, os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 @contextmanager

@@ -12,17 +12,20 @@ A file is named in backticks, with a colon, at the end of the line before its bl
 
 import doctest
 import io
+import json
+import os
 import pydoc
 import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from zbpp.cli import main
 from zbpp.core import parse_costs, parse_layers, parse_schedule
@@ -110,6 +113,8 @@ def run_session(page: Page, folder: Path) -> int:
 
 _RUNS = ("train", "profile", "bench", "estimate")
 """Commands that run a model, or trace one."""
+_ON_RANKS = ("train", "profile", "bench")
+"""Commands that start processes; here they are forked, which takes less time."""
 _PICTURES = (".png", ".svg", ".pdf", "report.html")
 _WRITTEN = ("--costs_out", "--metrics", "--out", "--layers_out", "--trace")
 """Flags of theirs that name files to write."""
@@ -132,7 +137,11 @@ def run_commands(page: Page, folder: Path, *, dear: bool) -> int:
         found = [c for c in found if not is_dear(c) and not written & _paths(c)]
     with chdir(folder):
         for words in found:
-            assert main(words) == 0, words
+            if words[0] in _ON_RANKS and "--stages" in words:
+                n_stages = int(words[words.index("--stages") + 1])
+                run_on_ranks(n_stages, folder, "zbpp", *words)
+            else:
+                assert main(words) == 0, words
     return len(found)
 
 
@@ -154,6 +163,23 @@ def run_script(path: Path, *arguments: str) -> None:
         runpy.run_path(str(path), run_name="__main__")
     finally:
         sys.argv = before
+
+
+def run_on_ranks(n_ranks: int, folder: Path, program: str, *arguments: str) -> str:
+    """Run a script, or ``zbpp``, as torchrun would; return what the ranks print."""
+    from ranks import end_of
+
+    ended = end_of(_run_in, n_ranks, str(folder), program, arguments)
+    words = "".join(rank.words for rank in ended)
+    assert all(rank.code == 0 for rank in ended), words
+    return words
+
+
+def _run_in(folder: str, program: str, arguments: Sequence[str]) -> None:
+    os.chdir(folder)
+    if program == "zbpp":
+        sys.exit(main(list(arguments)))
+    run_script(Path(program), *arguments)
 
 
 def shown_lines(
@@ -234,3 +260,29 @@ def unknown_names(page: Page) -> list[str]:
     """Dotted names of zbpp in backticks that cannot be imported."""
     named = set(re.findall(r"`(zbpp(?:\.\w+)+)", page.text))
     return sorted(name for name in named if pydoc.locate(name) is None)
+
+
+SCHEMAS: dict[str, Any] = {
+    path.name.partition(".")[0]: json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "docs/reference/schemas").glob("*.schema.json"))
+}
+"""What files of the commands look like, by their kind."""
+
+
+@cache
+def _validator(name: str) -> Any:
+    from jsonschema import Draft202012Validator  # slow to load
+    from referencing import Registry, Resource
+
+    Draft202012Validator.check_schema(SCHEMAS[name])
+    registry: Registry[Any] = Registry().with_resources(
+        (f"{name}.schema.json", Resource.from_contents(schema))
+        for name, schema in SCHEMAS.items()
+    )
+    return Draft202012Validator(SCHEMAS[name], registry=registry)
+
+
+def mistakes(name: str, data: Any) -> list[str]:
+    """What a schema finds wrong with data, each with its place."""
+    found = _validator(name).iter_errors(data)
+    return [f"{error.json_path}: {error.message}" for error in found]

@@ -1,5 +1,6 @@
 """Processes of one run that may die, forked from the pool's warm server."""
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -54,15 +55,20 @@ class Ranks:
         source = function.__code__.co_filename, function.__qualname__
         shared = {
             "WORLD_SIZE": str(world or n),
+            "LOCAL_WORLD_SIZE": str(n),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": "lo",
         }
+
+        def numbers(rank: int) -> dict[str, str]:
+            return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
         self.processes = [
             context.Process(
                 target=_run,
-                args=(self._file(rank), *source, args, shared | {"RANK": str(rank)}),
+                args=(self._file(rank), *source, args, shared | numbers(rank)),
                 daemon=True,
             )
             for rank in range(n)
@@ -126,3 +132,4 @@ def _run(
     torch.set_num_threads(1)
     value = getattr(load_file(file), name)(*args)
     Path(f"{at}.value").write_bytes(pickle.dumps(value))
+    atexit._run_exitfuncs()  # as at the end of a script

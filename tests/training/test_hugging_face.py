@@ -101,10 +101,7 @@ def test_a_checkpoint_is_trained_on_from_its_weights(transformers: Any) -> None:
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    name: str,
-    changed: dict[str, Any],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
+    name: str, changed: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"model_type": "gpt2", **SIZES, **GPT2, **changed}
     Path("config.json").write_text(json.dumps(config))

@@ -2,21 +2,26 @@
 
 import json
 import math
-import os
 import random
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from commands import PATIENCE_S, heed_ctrl_c
+from ranks import end_of
 from training_here import run_train
 
 import zbpp
 from zbpp.checkpoint import locked, newest
+from zbpp.cli import main
 from zbpp.core import write_schedule
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and finds no other one"
@@ -58,7 +63,7 @@ def words_of(**changed: object) -> list[str]:
 
 
 def rows_of(metrics: Path) -> Rows:
-    from schemas import mistakes  # jsonschema is slow to load
+    from pages import mistakes  # jsonschema is slow to load
 
     rows: Rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert not [wrong for row in rows for wrong in mistakes("metrics", row)]
@@ -122,8 +127,6 @@ def test_bf16_trains_nearly_the_same(train: Train) -> None:
     losses = [[row["loss"] for row in rows[:-1]] for rows in (exact, rounded)]
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[1] != losses[0]
-    again = train(dtype="bf16", stages=3, pipeline_schedule_mode="ZBV")
-    assert same(again) == same(rounded)
 
 
 def test_steps_that_are_rolled_back_are_counted_and_change_nothing(
@@ -321,36 +324,100 @@ def test_a_folder_has_one_run_and_a_full_disk_for_metrics_loses_none(
     assert newest(tmp_path) == tmp_path / "step-00000002"
 
 
-def run_processes(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+Start = Callable[..., tuple[subprocess.Popen[str], list[psutil.Process]]]
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+@pytest.fixture
+def start(book: Path, tmp_path: Path) -> Iterator[Start]:
+    """Start the command with two stages; gives it and its processes after 5 steps."""
+    started, metrics = [], tmp_path / "metrics.jsonl"
+
+    def run(**changed: object) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+        words = words_of(stages=2, data=book, metrics=metrics, **changed)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "zbpp", "train", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=heed_ctrl_c,
+        )
+        started.append(process)
+        while not metrics.exists() or metrics.read_text().count("\n") < 5:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        return process, psutil.Process(process.pid).children(recursive=True)
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finish(process: subprocess.Popen[str], children: list[psutil.Process]) -> list[str]:
+    """What it printed; no process is left, but for zombies that init has not seen."""
+    printed = process.communicate(timeout=PATIENCE_S)
+    _, left = psutil.wait_procs(children, timeout=PATIENCE_S)
+    assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
+    return [*printed]
+
+
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "start",
-    [pytest.param((), marks=pytest.mark.nightly), TORCHRUN],
-    ids=["own", "torchrun"],
+    ("number", "rank", "code"),
+    [
+        (signal.SIGKILL, "1", 1),
+        nightly(signal.SIGKILL, None, -9),
+        nightly(signal.SIGINT, None, 130),
+    ],
 )
-def test_two_processes_train_the_same(
-    train: Train, book: Path, tmp_path: Path, start: tuple[str, ...]
+def test_a_run_that_is_ended_leaves_no_process(
+    start: Start, number: signal.Signals, rank: str | None, code: int
 ) -> None:
-    metrics = tmp_path / "processes.jsonl"
-    words = words_of(stages=2, data=book, metrics=metrics)
-    result = run_processes(*start, "zbpp", "train", *words)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("step:  1") == 1, "only rank 0 may write"
-    assert same(rows_of(metrics)) == same(train())
-    if start:
-        result = run_processes(*start, "zbpp", "train", *words_of(stages=3, data=book))
-        assert result.returncode != 0
-        assert "--stages is 3, but torchrun has started 2" in result.stderr
+    process, children = start(steps=100_000)
+    ranks = {child.environ().get("RANK"): child for child in children}
+    (ranks[rank] if rank else process).send_signal(number)
+    _, words = finish(process, children)
+    assert process.returncode == code
+    if rank:
+        assert words == "zbpp: rank 1 was killed by SIGKILL\n"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), nightly(signal.SIGINT, 130)]
+)
+def test_a_signal_saves_and_the_run_goes_on(
+    train: Train, start: Start, book: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    more = {"steps": 16, "save_dir": tmp_path / "run"}
+    process, children = start(**more)
+    process.send_signal(number)
+    out, _ = finish(process, children)
+    assert process.returncode == code and "by a signal, and saved in" in out
+    metrics = tmp_path / "metrics.jsonl"
+    assert run_train(*words_of(data=book, metrics=metrics, **more)) == 0
+    assert same(rows_of(metrics)) == same(train(steps=16))
+
+
+def train_on_a_rank(words: list[str]) -> None:
+    sys.exit(main(["train", *words]))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_of_torchrun_train_the_same(
+    train: Train, book: Path, tmp_path: Path
+) -> None:
+    words = words_of(stages=2, data=book, metrics=tmp_path / "metrics")
+    first, second = end_of(train_on_a_rank, 2, words)
+    assert (first.code, second.code) == (0, 0), first.words
+    assert "step:  1" in first.words and not second.words, "only rank 0 may write"
+    assert same(rows_of(tmp_path / "metrics")) == same(train())
+    for end in end_of(train_on_a_rank, 2, words_of(stages=3, data=book)):
+        assert end.code == 2
+        assert "--stages is 3, but torchrun has started 2" in end.words
