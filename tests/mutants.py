@@ -4,8 +4,8 @@
 
 Each mutant is a mistake that somebody may make: one text of one file, changed in a copy
 of the tree. The tests of its room run until the first one fails. With ``--before``, the
-test that has caught a mutant an earlier time is tried first. Then follow those of the
-room "simgpu", in which only a simulated GPU shows mistakes: simgpu/mutants.py.
+test that has caught a mutant an earlier time is tried first. Room "simgpu" has those
+that only a simulated GPU shows: waits for streams are left out (`without_waits`).
 """
 
 import argparse
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-SIMGPU = "simgpu"
 LATE_S = 900.0  # a mutant that hangs ends here, and counts as caught
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py\S*)", re.MULTILINE)
 
@@ -55,8 +54,12 @@ TESTS = {
     "training": "tests/training tests/failures/test_faults.py",
     "cli": "tests/cli",
     "bench": "tests/bench",
+    "simgpu": "tests/simgpu",
 }
 """Tests for the mutants of a room."""
+
+SIMULATED = "tests/simgpu/everywhere", "tests"
+"""Paths on which Python finds the simulated GPU first."""
 
 EXAMPLES = "tests/repo/test_doctests.py"
 """Of every room: it runs what docstrings show."""
@@ -476,9 +479,85 @@ TABLE = (
      "if abs(found - wanted) > tolerance * abs(wanted)"),
     ("bench", "the norm is that of a stage", "zbpp/bench/torchs.py",
      "dist.all_reduce(squared)", "pass"),
+    # ---- a simulated GPU
+    ("simgpu", "an event is recorded again, not waited for",
+     "zbpp/runtime/support/streams.py",
+     "self._event.synchronize()", "self._event.record()"),
+    ("simgpu", "one pinned buffer for all copies", "zbpp/runtime/support/streams.py",
+     "    return staged.copy_(tensor).to(",
+     "    staged = globals().setdefault('_ONLY', {}).setdefault(\n"
+     "        (tuple(tensor.shape), tensor.dtype), staged\n"
+     "    )\n"
+     "    return staged.copy_(tensor).to("),
+    ("simgpu", "a sent tensor is let go before it has left",
+     "zbpp/runtime/comm/links.py",
+     "self._sends.append(_Sent(work, tensor, value, peer))",
+     "(self._sends.append(_Sent(work, None, value, peer)), work.synchronize())"),
+    ("simgpu", "a copy to the host before the message has come",
+     "zbpp/runtime/comm/links.py",
+     "with self._side.running():\n            work.wait()",
+     "with self._side.running():\n            HostCopy(buffer).done()"),
+    ("simgpu", "receives in another order than sends", "zbpp/runtime/comm/mailbox.py",
+     "self._start(waiting.popleft(), spec)", "self._start(waiting.pop(), spec)"),
+    ("simgpu", "tensors of a value in another order", "zbpp/runtime/comm/mailbox.py",
+     "in enumerate(tensors)", "in [*enumerate(tensors)][::-1]"),
+    ("simgpu", "one communicator for both directions", "zbpp/runtime/comm/groups.py",
+     "{name}/{ends[0]}_to_{ends[1]}", "{name}/{min(ends)}_to_{max(ends)}"),
 )
 # fmt: on
-MUTANTS = tuple(Mutant(*row) for row in TABLE)
+
+_CALLS = (
+    "wait|wait_stream|wait_event|synchronize|confirm|record|record_stream|hand_over|"
+    "join|flush"
+)
+WAITS = (
+    (re.compile(rf"^( +)[a-z][\w.()\[\]-]*\.(?:{_CALLS})\(.*\)$"), r"\1pass"),
+    (re.compile(r"^( +)with .*(?:running\(\)|stream\(.*\)|stream):$"), r"\1if True:"),
+    (re.compile(r"^(.*(?:pin_memory|non_blocking)=)True"), r"\1False"),
+)
+"""Lines that order streams, and what becomes of each."""
+OF_HOSTS = {"ping.py", "groups.py", "failures.py", "process_group.py"}
+"""Files of ``comm`` whose waits are for threads and stores of the host."""
+UNSEEN = {
+    "work.wait(self._failures.timeout)": "for gloo, where the host waits",
+    'self._link.wait(work, (job, "for", value, "from"), peer)': "for its time-out",
+    "self._waits.wait(message.work, context, message.peer)": "for its time-out",
+    "self._link.confirm(work)": "`.cpu()` waits too, without a time-out",
+    "optimizer.wait(job)": "the job waits itself, which then counts as its time",
+    "event.synchronize()": "only the place of times on a common axis",
+    "step.norms[-1][1].synchronize()": "the host has waited for a sum behind it",
+    "self._link.flush()": "reading the sum of the step has done so",
+    "self._waits.confirm(sent.work)": "sums of the last steps have been read",
+    "executor.transport.flush()": "sums of the last steps have been read",
+    "gathering.wait()": "torch gathers later in these runs",
+    "torch.accelerator.current_stream().wait_event(event)": "a later event is awaited",
+    "with self.network.running():": "the order is the same, less runs at a time",
+    "with self._side.running():": "the order is the same, less runs at a time",
+}
+"""Lines that can be left out in these runs, and why."""
+
+
+def without_waits(tree: Path) -> Iterator[Mutant]:
+    """A mutant for each line of the runtime that orders streams."""
+    for path in sorted((tree / "zbpp/runtime").rglob("*.py")):
+        text = path.read_text()
+        lines = text.splitlines()
+        for i, line in enumerate(lines if path.name not in OF_HOSTS else ()):
+            for pattern, new in WAITS:
+                match = pattern.match(line)
+                if match is None or line.strip() in UNSEEN:
+                    continue
+                first = i  # as many lines before as make the text the only one
+                while text.count("\n".join(lines[first : i + 1])) > 1:
+                    first -= 1
+                before = "".join(f"{x}\n" for x in lines[first:i])
+                changed = before + match.expand(new) + line[match.end() :]
+                file = str(path.relative_to(tree))
+                name = f"{file[13:]}:{i + 1} without {line.strip()}"
+                yield Mutant("simgpu", name, file, before + line, changed)
+
+
+MUTANTS = (*(Mutant(*row) for row in TABLE), *without_waits(ROOT))
 
 
 def copy_tree(tree: Path, to: Path) -> None:
@@ -495,7 +574,8 @@ def copy_tree(tree: Path, to: Path) -> None:
 def tests_of(mutant: Mutant, copy: Path) -> Iterator[list[str]]:
     """Arguments for pytest: the paths of the room that exist; slow ones come last."""
     paths = [path for path in TESTS[mutant.room].split() if (copy / path).exists()]
-    paths += [EXAMPLES] * (copy / EXAMPLES).exists()
+    if mutant.room != "simgpu" and (copy / EXAMPLES).exists():
+        paths.append(EXAMPLES)
     yield [*paths, "-m", "not slow"]
     if mutant.room in SLOW:
         yield [*paths, "-m", "slow"]
@@ -504,7 +584,11 @@ def tests_of(mutant: Mutant, copy: Path) -> Iterator[list[str]]:
 def run(copy: Path, tests: list[str]) -> str:
     """The test that fails first; nothing if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    paths = os.pathsep.join((str(copy / "src"), os.environ.get("PYTHONPATH", "")))
+    folders = [str(copy / "src"), os.environ.get("PYTHONPATH", "")]
+    if tests[0].startswith(TESTS["simgpu"]):
+        command += ["-p", "no:faulthandler"]
+        folders = [*(str(copy / x) for x in SIMULATED), *folders]
+    paths = os.pathsep.join(folders)
     process = subprocess.Popen(
         [*command, "--tb=no", *tests],
         cwd=copy,
@@ -580,32 +664,17 @@ def print_list(tree: Path, room: str) -> int:
     return n_stale
 
 
-def run_simgpu(arguments: list[str]) -> int:
-    """Judge the mutants of the code for GPUs."""
-    folders = ("tests", "tests/support", "tests/support/models")
-    paths = os.pathsep.join(str(ROOT / folder) for folder in folders)
-    script = str(ROOT / "tests/simgpu/mutants.py")
-    return subprocess.call(
-        [sys.executable, "-m", "simgpu", script, *arguments],
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-
-
 def main() -> int:
     """Judge them; done ones of the file of results are not judged again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--room", default="", choices=["", *TESTS, SIMGPU])
+    parser.add_argument("--room", default="", choices=["", *TESTS])
     parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout")
     parser.add_argument("--results", type=Path, help="JSON, continued if it exists")
     parser.add_argument("--before", type=Path, help="JSON of an earlier run")
     parser.add_argument(
         "--list", action="store_true", help="judge none, print what is stale"
     )
-    options, more = parser.parse_known_args()
-    if options.room == SIMGPU:
-        return run_simgpu([*more, *(["--list"] if options.list else [])])
-    if more:
-        parser.error(f"only --room {SIMGPU} knows {' '.join(more)}")
+    options = parser.parse_args()
     found: dict[str, dict[str, str]] = {}
     if options.results and options.results.exists():
         found = json.loads(options.results.read_text())
@@ -626,8 +695,7 @@ def main() -> int:
             if options.results:
                 options.results.write_text(json.dumps(found, indent=1) + "\n")
     print_table(found)
-    is_bad = any(x["caught"] in ("", "stale") for x in found.values())
-    return (run_simgpu([]) if not options.room else 0) or is_bad
+    return any(x["caught"] in ("", "stale") for x in found.values())
 
 
 if __name__ == "__main__":

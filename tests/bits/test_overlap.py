@@ -414,29 +414,28 @@ issued: list[str] = []
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows of several lengths to all processes; the gradients go back."""
+    """Equal shares of the rows to all processes; the gradients go back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sends: Any, receives: Any, how: Any) -> Tensor:
-        ctx.lengths, ctx.how = (sends, receives), how
-        return _exchanged(x, sends, receives, "F", how)
+    def forward(ctx: Any, x: Tensor, group: Any, name: str) -> Tensor:
+        ctx.more = group, name
+        return _exchanged(x, group, f"F {name}")
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        sends, receives = ctx.lengths
-        return _exchanged(dy, receives, sends, "B", ctx.how), None, None, None
+        group, name = ctx.more
+        return _exchanged(dy, group, f"B {name}"), None, None
 
 
-def _exchanged(x: Tensor, sends: Any, receives: Any, half: str, how: Any) -> Tensor:
-    group, name = how
-    issued.append(f"{half} {name}")
-    y = x.new_empty(sum(receives), x.shape[1])
-    dist.all_to_all_single(y, x.contiguous(), receives, sends, group=group)
+def _exchanged(x: Tensor, group: Any, name: str) -> Tensor:
+    issued.append(name)
+    y = torch.empty_like(x)
+    dist.all_to_all_single(y, x.contiguous(), group=group)
     return y
 
 
 class Mixture(nn.Module):
-    """Top-1 routing to one expert a process, and a skip.
+    """Rows go to an expert in each process and back; and a skip.
 
     Args:
         index: of the layer.
@@ -448,34 +447,20 @@ class Mixture(nn.Module):
         super().__init__()
         torch.manual_seed(index)
         self.index, self.group, self.functional = index, group, functional
-        self.router = nn.Linear(WIDTH, group.size(), bias=False)
-        self.expert, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
-
-    def dispatch(self, x: Tensor, sends: Tensor) -> Any:
-        receives = torch.empty_like(sends)
-        dist.all_to_all_single(receives, sends, group=self.group)
-        lengths = sends.tolist(), receives.tolist()
-        how = self.group, f"dispatch{self.index}"
-        return _AllToAll.apply(x, *lengths, how), *lengths
-
-    def combine(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        from torch.distributed._functional_collectives import all_to_all_single_autograd
-
-        if self.functional:
-            sent: Tensor = all_to_all_single_autograd(x, sends, receives, self.group)
-            return sent
-        how = self.group, f"combine{self.index}"
-        result: Tensor = _AllToAll.apply(x, receives, sends, how)
-        return result
+        self.before, self.expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, expert = self.router(x).softmax(-1).max(-1)
-        order = expert.argsort(stable=True)
-        sends = expert.bincount(minlength=self.group.size())
-        tokens, *lengths = zbpp.overlap_point(self.dispatch, x[order], sends)
-        tokens = self.dropout(torch.tanh(self.expert(tokens)))
-        tokens = zbpp.overlap_point(self.combine, tokens, *lengths)
-        return x + weights[:, None] * tokens[order.argsort()]
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        def exchanged(rows: Tensor, name: str) -> Any:
+            call, more = _AllToAll.apply, (self.group, f"{name}{self.index}")
+            if self.functional and name == "combine":
+                call, more = all_to_all_single_autograd, (None, None, self.group)
+            return zbpp.overlap_point(call, rows, *more)
+
+        rows = torch.tanh(self.expert(exchanged(self.before(x), "dispatch")))
+        return x + exchanged(self.dropout(rows), "combine")
 
 
 def mixed(mode: str, *, overlap: bool, functional: bool = False) -> Any:

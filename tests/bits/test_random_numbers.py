@@ -142,7 +142,7 @@ def shuffled_in_turn(rows: list[tuple[Any, ...]]) -> list[float]:
 
 @pytest.mark.dist
 def test_a_shuffled_loader_reads_alike_on_all_ranks(pool: Pool) -> None:
-    rows = [("ZBH1", 0.1, None), ("ZBH1", 0.0, 1), ("1F1B", 0.1, 1), ("ZBV", 0.1, None)]
+    rows = [("ZBH1", 0.1, None), ("1F1B", 0.1, 1)]
     expected = [shuffled(*row, 2) for row in rows]
     assert pool.run(shuffled_in_turn, 2, rows) == [expected] * 2
 

@@ -56,7 +56,6 @@ class Found:
     value: Any
     reports: list[str]
     counts: dict[str, int]
-    waits: dict[tuple[str, str, str], int]
     digest: int
 
 
@@ -72,6 +71,4 @@ def watched(
     value = function(*args)
     gc.collect()
     simgpu.native.synchronize()
-    return Found(
-        value, simgpu.reports(), simgpu.counts(), simgpu.waits(), simgpu.digest()
-    )
+    return Found(value, simgpu.reports(), simgpu.counts(), simgpu.digest())

@@ -5,10 +5,7 @@ differ from the CPU's, as a GPU's do. Replicas sum in an order of their own: the
 1F1B in the same processes.
 """
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,7 +23,7 @@ from simgpu.processes import Found, SimulatedPool, watched
 from simgpu.scenarios import (
     ONE_PROCESS,
     PROCESSES,
-    Outcome,
+    Numbers,
     Scenario,
     case,
     differences,
@@ -60,10 +57,10 @@ def pool() -> Iterator[SimulatedPool]:
     workers.close()
 
 
-_references: list[tuple[Scenario, Outcome]] = []
+_references: list[tuple[Scenario, Numbers]] = []
 
 
-def reference(scenario: Scenario, pool: SimulatedPool | None = None) -> Outcome:
+def reference(scenario: Scenario, pool: SimulatedPool | None = None) -> Numbers:
     """What the scenario must leave; each is run once."""
     wanted = scenario.reference
     for known, outcome in _references:
@@ -259,18 +256,18 @@ def all_of(runs: list[Run]) -> list[Found]:
     return [watched(scenario.run, **settings) for scenario, settings in runs]
 
 
-def outcomes(pool: SimulatedPool, runs: list[Run]) -> list[Outcome]:
+def outcomes(pool: SimulatedPool, runs: list[Run]) -> list[Numbers]:
     """What runs on as many processes leave; nothing is reported on any rank."""
     by_rank = pool.run(all_of, runs[0][0].n_processes, runs)
     found = []
     for (scenario, settings), ranks in zip(
         runs, zip(*by_rank, strict=True), strict=True
     ):
-        found.append(Outcome())
+        found.append(Numbers())
         for rank, one in enumerate(ranks):
             assert one.reports == [], (scenario.name, settings, rank)
             assert one.counts["launches"] > 1000
-            found[-1].add(one.value)
+            found[-1].update(one.value)
     return found
 
 
@@ -392,14 +389,15 @@ def test_an_error_of_nccl_is_reported(
     assert "had all its gradients" not in text, "nobody knows: the host was ahead"
 
 
-@pytest.mark.slow
-def test_the_environment_says_how_many_queues_there_are() -> None:
-    script = (
-        "import simgpu, torch; torch.ones(1, device='cuda'); "
-        "print(simgpu.native.state())"
-    )
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
-    assert len(json.loads(done.stdout)["queues"]) == 3, done.stderr
+def refused_for_one_queue() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        with pytest.raises(zbpp.RequestError) as caught:
+            start(case("1F1B"))
+    return str(caught.value)
+
+
+def test_one_queue_for_all_streams_is_refused(pool: SimulatedPool) -> None:
+    """In it messages of 1F1B wait for one another: `test_circles`."""
+    for words in pool.run(refused_for_one_queue, 2):
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" in words

@@ -29,7 +29,7 @@ from zoo import CASES, Case, Checkpointed, Fn, lin, normal
 
 import zbpp
 from zbpp import diagnostics
-from zbpp.runtime import SplitGraph, split_forward
+from zbpp.runtime import SplitGraph, split_forward, testing
 
 pytestmark = [
     pytest.mark.xdist_group("compiler"),
@@ -60,25 +60,10 @@ def compiler(kernel_cache: None) -> Iterator[Any]:
 
 
 @pytest.fixture
-def plain_kernels(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Run finished graphs as they are, operator by operator, and list them."""
-    from torch._inductor import compile_fx
-
-    seen: list[Any] = []
-
-    def compile_graph(graph: Any, inputs: Any, **about: Any) -> Any:
-        def run(args: list[Any]) -> Any:
-            values = tuple(args)
-            args.clear()
-            return graph.forward(*values)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        graph.recompile()
-        seen.append(graph)
-        return run
-
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_graph)
-    return seen
+def plain_kernels() -> Iterator[list[Any]]:
+    """Finished graphs run as they are, operator by operator, and are listed."""
+    with testing.plain_kernels() as graphs:
+        yield graphs
 
 
 def narrowing(m: Any, x: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def plain_kernels() -> Iterator[list[Any]]:
 
     What torch has compiled before is forgotten, at the end too.
     """
-    backend: Any = import_module("zbpp.runtime.compiled.backend")
+    compiler: Any = import_module("torch._inductor.compile_fx")
     graphs: list[Any] = []
 
     def compile_graph(graph: Any, _: Any, **__: Any) -> Callable[..., Any]:
@@ -187,13 +187,13 @@ def plain_kernels() -> Iterator[list[Any]]:
         graph.recompile()
         return run
 
-    before = backend.compile_graph
+    before = compiler.compile_fx_inner
     torch._dynamo.reset()
-    backend.compile_graph = compile_graph
+    compiler.compile_fx_inner = compile_graph
     try:
         yield graphs
     finally:
-        backend.compile_graph = before
+        compiler.compile_fx_inner = before
         torch._dynamo.reset()
 
 

@@ -361,20 +361,11 @@ class _Recurrent(nn.Module):
         return x + x @ self.linear.weight
 
 
-class _Expanded(nn.Module):
-    """Hands on an expanded tensor beside another one, or reads it."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.linear, self.index = _linear(), index
-
-    def forward(self, value: Any) -> Any:
-        if self.index % 3 == 0:
-            return self.linear(value), (value * 3.0).expand(3, *value.shape)
-        x, expanded = value
-        if self.index % 3 == 1:
-            return self.linear(x) + torch.sin(expanded * 1.7).mean(), expanded
-        return self.linear(x) + torch.sin(expanded).sum(0) + torch.cos(expanded).sum(0)
+def _expanded(index: int) -> nn.Module:
+    """Hands over an expanded tensor next to another one, or reads both."""
+    if index % 2 == 0:
+        return _Function(after=lambda y: (y, (3.0 * y).expand(3, *y.shape)))
+    return _Function(lambda x: x[0] + torch.sin(x[1]).sum(0) + torch.cos(x[1]).sum(0))
 
 
 class _Norms(nn.Module):
@@ -437,23 +428,15 @@ class _Complex(nn.Module):
         return (x.to(torch.complex64) @ self.weight).real.contiguous()
 
 
-class _InPlace(nn.Module):
-    """Writes to its input, in one of several ways."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.linear, self.index = _linear(), index
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.index % 4 == 0:
-            x.add_(1.0)
-        elif self.index % 4 == 1:
-            x.mul_(1.5)
-        elif self.index % 4 == 2:
-            torch.relu_(x)
-        else:
-            x[..., :4] += 1.0
-        return self.linear(x)
+def _in_place(index: int) -> nn.Module:
+    """Layers that write to their input, in one of several ways."""
+    ways: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: x.add_(1.0),
+        lambda x: x.mul_(1.5),
+        torch.relu_,
+        lambda x: (x[..., :4].add_(1.0), x)[1],
+    )
+    return _Function(ways[index % 4])
 
 
 class _Auxiliary(nn.Module):
@@ -543,9 +526,12 @@ class Exchange(nn.Module):
 class _CheckpointedExchange(nn.Module):
     """A layer whose forward runs again in the backward, by torch's checkpoint."""
 
-    def __init__(self, index: int, *, use_reentrant: bool) -> None:
+    def __init__(
+        self, index: int, *, use_reentrant: bool = False, dropout: float = 0.3
+    ) -> None:
         super().__init__()
-        self.inner, self.use_reentrant = Exchange(index, dropout=0.3), use_reentrant
+        self.inner = Exchange(index, dropout=dropout)
+        self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
@@ -563,17 +549,6 @@ def _checkpointed(index: int, *, use_reentrant: bool) -> nn.Module:
 
 def _flipped(x: Tensor) -> Tensor:
     return x.sin().flip(1)  # saves x for its backward
-
-
-class _Checkpointed(nn.Module):
-    """Recomputes what its Linear saves, by torch's own means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(_linear(), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 class _Reuses(nn.Module):
@@ -668,18 +643,16 @@ MODELS: dict[str, Model] = {
     **{name: _in_container(name) for name in _CONTAINERS},
     "vectors": Model(lambda index: nn.Sequential(_linear(), nn.Tanh())),
     "twice": Model(_twice),
-    "expanded": Model(
-        lambda index: _Expanded(index) if index < 6 else _linear(), oracle="close"
-    ),
+    "expanded": Model(_expanded, oracle="close"),
     "tuples": Model(_tuples),
     "norms": Model(lambda index: _Norms() if index % 2 else _linear()),
     "buffers": Model(lambda index: _Buffers(index) if index in (1, 4) else _linear()),
     "buffers by data": Model(partial(_Buffers, hides=True)),
-    "in place": Model(_InPlace),
+    "in place": Model(_in_place),
     "auxiliary loss": Model(_Auxiliary, loss_fn=_auxiliary_loss),
     "convolutions": Model(lambda index: _Convolutions()),
     "experts": Model(lambda index: Experts() if index % 2 else _linear()),
-    "checkpoint": Model(lambda index: _Checkpointed()),
+    "checkpoint": Model(partial(_CheckpointedExchange, dropout=0.0)),
     "frozen": Model(_frozen),
     "adapted": Model(lambda index: _Adapted() if index % 4 else _linear()),
     "draws": Model(_Draws, oracle="stage"),
