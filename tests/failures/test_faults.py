@@ -1,14 +1,13 @@
 """A rank fails at any place of a step: all name it, all end, all that was saved stays.
 
-Errors happen in processes of the pool, which outlive them; what ends a process happens
-in forked ones.
+Processes are forked; some that outlive their errors are of the pool.
 """
 
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from faulty_training import (
     Events,
     assert_whole,
     batch,
-    end_of_training,
     make,
     train,
 )
@@ -71,64 +69,46 @@ FAULTS = [
     Fault("ZBV", 0, "undo", "step 3", ((3, INF),)),
     Fault("ZBH1", 1, "redo", "reduce the gradient norm", ((3, SPIKE),)),
 ]
+ROWS = [
+    *(([*ERRORS][i % len(ERRORS)], fault) for i, fault in enumerate(FAULTS)),
+    *((("term", "kill")[i % 2], fault) for i, fault in enumerate(FAULTS[::2])),
+]
 QUICK = {"0F0", "O", "undo"}
-
-
-def rows(*kinds: str) -> list[Any]:
-    """The kinds of faults in turns, so that each place meets one."""
-    return [
-        pytest.param(
-            kinds[i % len(kinds)],
-            fault,
-            marks=() if fault.place in QUICK and len(kinds) > 2 else pytest.mark.slow,
-            id=f"{kinds[i % len(kinds)]} at {fault.place} of {fault.mode}",
-        )
-        for i, fault in enumerate(FAULTS)
-    ]
-
-
-def text_of(kind: str, fault: Fault) -> str:
-    return f"{kind}:{fault.rank}:{fault.step}:{fault.place}"
-
-
-@pytest.mark.parametrize(("kind", "fault"), rows("raise", "memory", "int"))
-def test_an_error_is_named_by_all(
-    kind: str, fault: Fault, pool: Pool, tmp_path: Path
-) -> None:
-    args = (fault.mode, text_of(kind, fault), fault.events, str(tmp_path))
-    words = pool.run(end_of_training, 2, *args)
-    assert words[fault.rank].startswith(ERRORS[kind])
-    other = words[1 - fault.rank]
-    assert other.startswith(f"PeerError: stage {1 - fault.rank} ")
-    named = fault.named if kind != "int" else "step 3"
-    cause = f"rank {fault.rank} failed first, in {named}"
-    assert other.count(cause) == 1 and ERRORS[kind] in other
-    assert_whole(tmp_path, fault.mode, fault.events, 2)
-
-
-@pytest.mark.parametrize(("kind", "fault"), rows("kill", "kill")[::3])
-def test_a_killed_rank_is_named(kind: str, fault: Fault, tmp_path: Path) -> None:
-    args = (fault.mode, text_of(kind, fault), fault.events, str(tmp_path))
-    ends = end_of(train, 2, *args)
-    killed, other = ends[fault.rank], ends[1 - fault.rank]
-    assert (killed.code, killed.words, other.code) == (-signal.SIGKILL, "", 1)
-    assert other.words.count(f"rank {fault.rank} has left no word") == 1
-    assert_whole(tmp_path, fault.mode, fault.events, 2)
 
 
 @near_the_pool
 @pytest.mark.parametrize(
-    "fault",
+    ("kind", "fault"),
     [
-        FAULTS[0],
-        *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[7::3]),
+        pytest.param(
+            kind,
+            fault,
+            marks=() if fault.place in QUICK else pytest.mark.slow,
+            id=f"{kind} at {fault.place} of {fault.mode}",
+        )
+        for kind, fault in ROWS
     ],
 )
-def test_a_termination_signal_at_any_place_saves(fault: Fault, tmp_path: Path) -> None:
-    args = (fault.mode, text_of("term", fault), fault.events, str(tmp_path))
-    ends = end_of(train, 2, *args)
-    assert [(end.code, end.value) for end in ends] == [(0, 4)] * 2
-    assert_whole(tmp_path, fault.mode, fault.events, 4)
+def test_all_name_a_fault_and_what_was_saved_stays(
+    kind: str, fault: Fault, tmp_path: Path
+) -> None:
+    text = f"{kind}:{fault.rank}:{fault.step}:{fault.place}"
+    ends = end_of(train, 2, fault.mode, text, fault.events, str(tmp_path))
+    assert_whole(tmp_path, fault.mode, fault.events, 4 if kind == "term" else 2)
+    if kind == "term":  # it ends the loop after a save
+        assert [(end.code, end.value) for end in ends] == [(0, 4)] * 2
+        return
+    failed, other = ends[fault.rank], ends[1 - fault.rank]
+    assert f"PeerError: stage {1 - fault.rank} " in other.words and other.code == 1
+    if kind == "kill":
+        assert (failed.code, failed.words) == (-signal.SIGKILL, "")
+        cause = f"rank {fault.rank} has left no word"
+    else:
+        assert failed.code == 1 and ERRORS[kind] in failed.words
+        named = fault.named if kind != "int" else "step 3"
+        cause = f"rank {fault.rank} failed first, in {named}"
+        assert ERRORS[kind] in other.words
+    assert other.words.count(cause) == 1
 
 
 @near_the_pool
@@ -159,11 +139,12 @@ def test_a_rank_that_never_starts_is_named() -> None:
     assert end.code == 1 and words in end.words
 
 
-def test_too_many_skipped_steps_end_all_ranks(pool: Pool, tmp_path: Path) -> None:
+@near_the_pool
+def test_too_many_skipped_steps_end_all_ranks(tmp_path: Path) -> None:
     events = tuple((step, INF) for step in range(1, 6))
     more = {"step": zbpp.StepPolicy(max_consecutive_skips=2)}
-    for words in pool.run(end_of_training, 2, "ZBV", "", events, str(tmp_path), more):
-        assert words.startswith("NonFiniteError: 2 step(s)")
+    for end in end_of(train, 2, "ZBV", "", events, str(tmp_path), more):
+        assert end.code == 1 and "NonFiniteError: 2 step(s)" in end.words
     assert_whole(tmp_path, "ZBV", events, 2)
 
 

@@ -50,8 +50,9 @@ DEAR_SESSIONS = {
     "docs/how_to/your_script.md",  # measures a model
 }
 AT_NIGHT = {
+    "docs/how_to/benchmarking.md",  # repeats tests/bench
     "docs/how_to/planning.md",  # repeats the page on profiles
-    "docs/how_to/simulating.md",  # repeats the page on benches
+    "docs/how_to/simulating.md",  # likewise
     "docs/how_to/troubleshooting.md",  # repeats the page on memory
     "docs/reference/formats.md",
 }

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.cli import main
-from zbpp.core import parse_costs, parse_layers, parse_schedule
+from zbpp.core import parse_costs, parse_layers, parse_schedule, read_schedule
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
@@ -137,12 +137,19 @@ def run_commands(page: Page, folder: Path, *, dear: bool) -> int:
         found = [c for c in found if not is_dear(c) and not written & _paths(c)]
     with chdir(folder):
         for words in found:
-            if words[0] in _ON_RANKS and "--stages" in words:
-                n_stages = int(words[words.index("--stages") + 1])
-                run_on_ranks(n_stages, folder, "zbpp", *words)
+            if words[0] in _ON_RANKS and (n_ranks := _stages_of(words)):
+                run_on_ranks(n_ranks, folder, "zbpp", *words)
             else:
                 assert main(words) == 0, words
     return len(found)
+
+
+def _stages_of(words: list[str]) -> int:
+    """Stages that a command names, itself or by a plan; 0: none."""
+    if "--stages" in words:
+        return int(words[words.index("--stages") + 1])
+    is_plan = words[1].endswith(".json")
+    return read_schedule(words[1]).placement.n_stages if is_plan else 0
 
 
 def _paths(words: list[str]) -> set[str]:

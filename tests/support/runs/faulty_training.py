@@ -88,14 +88,6 @@ def train(mode: str, fault: str, events: Events, folder: str, more: Any = None) 
         return pipeline.n_steps
 
 
-def end_of_training(*args: Any) -> str:
-    """The error of a training, in a process that outlives it."""
-    try:
-        return f"{train(*args)} steps"
-    except (RuntimeError, OSError, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
-
-
 @cache
 def states(mode: str, events: Events) -> list[dict[str, Any]]:
     """The states of an undisturbed training that waits for each norm, by step."""
