@@ -27,7 +27,11 @@ FACTORS: dict[str, list[Any]] = {
     "recompute": ["none", "some", "within"],
     "halfway": ["switch", "resume", "elsewhere"],
 }
-MOST_PROCESSES = {"dp ep", "cp ep"}
+BY_NIGHT = {
+    *("dp ep", "cp ep", "ep optimizer", "gradients", "none"),
+    *("tp by group", "fsdp in part", "fsdp of one"),
+}
+"""Kinds of which CI runs no row: others have each of their parts."""
 WHOLE_PASSES = {"parameters", "buffers", "fsdp resharded", "dp ep"}
 """Every pass gathers its layer, so all processes must run it."""
 
@@ -123,7 +127,7 @@ def test_each_mesh_trains_as_one_process(pool: Pool, tmp_path: Path, kind: str) 
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[pytest.mark.nightly] * (kind in MOST_PROCESSES))
+        pytest.param(kind, marks=[pytest.mark.nightly] * (kind in BY_NIGHT))
         for kind in KINDS
     ],
 )

@@ -1,8 +1,7 @@
 """A simulated GPU, in the place that a CPU build of torch leaves empty for CUDA.
 
-    python -m simgpu -m pytest tests/simgpu        (`make test-simgpu`)
-
-It must be loaded before torch, so it is for processes of its own. In the order of
+It must be loaded before torch, so it is for processes of their own, which find
+`everywhere/` on their path first: `make test-simgpu`. In the order of
 reading: `device/sim.h` (streams, events, memory, the checker for races),
 `device/kernels.cpp` (the CPU's kernels, later), `device/module.cpp` (a simulated NCCL),
 `cuda.py` (torch.cuda on top), `jobs.py` (reports name zbpp's jobs), `circles.py`.

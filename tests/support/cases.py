@@ -248,9 +248,18 @@ def _folder() -> Iterator[str]:
 def make(
     case: Case, mode: str | None = None, n_stages: int | None = None, **more: Any
 ) -> zbpp.Pipeline:
-    """A pipeline of a case; ``more`` are further settings of `zbpp.Pipeline`."""
+    """A pipeline of a case.
+
+    Args:
+        case: the training.
+        mode: None: that of the case.
+        n_stages: as above.
+        more: a ``model`` in place of that of the case, an ``example`` and a
+            ``memory_limit`` for its plan, and settings of `zbpp.Pipeline`.
+    """
     mode, n_stages = mode or case.mode, n_stages or case.n_stages
-    model: Any = case.of.layers()
+    planned = {x: more.pop(x) for x in ("example", "memory_limit") if x in more}
+    model: Any = more.pop("model", None) or case.of.layers()
     if case.given == "builder":
         model = zbpp.layers_from(case.of.build, n_layers=N_LAYERS, ties=case.of.ties)
     settings = _settings(case) | more
@@ -263,8 +272,9 @@ def make(
         schedule = plan_in_parts(
             schedule, n_stages, case.n_microbatches, N_LAYERS // n_stages
         )
-    planned = {name: getattr(case, name) for name in ("recompute", "split")}
-    if any(x is not None for x in planned.values()):
+    if case.recompute is not None or case.split is not None:
+        planned |= {"recompute": case.recompute, "split": case.split}
+    if planned:
         alike = {k: x for k, x in settings.items() if k != "clip_grad_norm"}
         schedule = zbpp.plan_model(model, schedule, **planned, **alike)
     return zbpp.Pipeline(model, schedule, **settings)

@@ -1,15 +1,18 @@
 """A pipeline is planned from what its layers or its steps take, when that pays."""
 
+import copy
 import logging
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from case_models import N_LAYERS
+from cases import Case, make
 from pool import Pool
-from small_model import N_LAYERS, assert_same, batch, build, make_pipeline
 from torch import Tensor, nn
 
+import zbpp
 from zbpp.core import Costs, PassKind, RequestError, Schedule
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
@@ -19,6 +22,7 @@ from zbpp.tuning import Watch, Watcher, drift, replan
 EVEN = Costs(f=1e-3, b=1e-3, w=1e-3)
 SKEWED = Costs(f=(1e-3, 2e-3, 1e-3, 1e-3), b=1e-3, w=(2e-3, 0.3e-3, 1e-3, 1e-3))
 PLAN = plan("ZBH1", n_stages=4, n_microbatches=8)
+CASE = Case(n_microbatches=6, samples=12, clip=0.3)
 
 
 class Steps:
@@ -137,11 +141,8 @@ class Slow(nn.Module):
         return self.inner(x)
 
 
-def one_slow(layers: range) -> list[nn.Module]:
-    return [
-        Slow(layer) if index == 6 else layer
-        for index, layer in zip(layers, build(layers), strict=True)
-    ]
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 QUICK = Watch(first=3, window=2, least_gain=-1.0)  # takes whatever is planned
@@ -149,12 +150,13 @@ QUICK = Watch(first=3, window=2, least_gain=-1.0)  # takes whatever is planned
 
 def train(n_stages: int | None, **settings: object) -> tuple[bool, dict[str, Tensor]]:
     """True if the schedule was switched; the parameters after 8 steps."""
-    pipeline = make_pipeline(
-        "auto", n_stages, model=one_slow, clip_grad_norm=0.3, **settings
-    )
+    layers = CASE.of.layers()
+    layers[6] = Slow(layers[6])
+    execution = zbpp.Execution(**settings)
+    pipeline = make(CASE, "auto", n_stages, model=layers, execution=execution)
     first = pipeline.schedule
     for step in range(8):
-        pipeline.step(*batch(step))
+        pipeline.step(*CASE.batch(step))
     parameters = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
     switched = pipeline.schedule is not first
     assert pipeline.schedule.placement == first.placement
@@ -173,39 +175,36 @@ def train_quickly() -> tuple[bool, dict[str, Tensor]]:
 def test_in_two_processes(pool: Pool) -> None:
     ranks = pool.run(train_quickly, 2)
     assert all(switched for switched, _ in ranks)
-    assert_same(ranks[0][1] | ranks[1][1], train(1)[1])
+    same(ranks[0][1] | ranks[1][1], train(1)[1])
 
 
 # --- measured before the first step ---------------------------------------------------
 
 
-def heavy_head(layers: range) -> list[nn.Module]:
-    built = build(layers)
-    if layers[-1] == N_LAYERS - 1:
-        wide = nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 11)
-        built[-1] = nn.Sequential(*wide)
-    return built
+def heavy_head() -> list[nn.Module]:
+    wide = nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 11)
+    return [*CASE.of.build(range(N_LAYERS - 1)), nn.Sequential(*wide)]
 
 
 def test_a_heavy_head_gets_a_stage_of_its_own_and_the_weights_stay() -> None:
-    measured, even = (
-        make_pipeline("ZBH1", 3, model=heavy_head, **more)
-        for more in ({"example": batch(0)}, {})
-    )
+    layers = heavy_head()
+    before = nn.Sequential(*copy.deepcopy(layers)).state_dict(prefix="layers.")
+    measured = make(CASE, "ZBH1", 3, model=layers, example=CASE.batch(0))
     assert [len(layers) for layers in measured.split][-1] == 1
-    assert [len(layers) for layers in even.split] == [3, 3, 3]
-    assert_same(*(dict(one.named_parameters()) for one in (measured, even)))
+    same(dict(measured.named_parameters()), before)
+    even = make(CASE, "ZBH1", 3, model=heavy_head())
+    assert [len(layers) for layers in even.split] == [3, 3, 2]
 
 
 @pytest.mark.slow
 def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
-    small = {"example": batch(0), "memory_limit": "20KiB"}
+    small = {"example": CASE.batch(0), "memory_limit": "20KiB"}
     with pytest.raises(RequestError, match="the smallest limit that works"):
-        make_pipeline("auto", 2, **small)
-    pipeline = make_pipeline("auto", 2, **small | {"memory_limit": "1GiB"})
+        make(CASE, "auto", 2, **small)
+    pipeline = make(CASE, "auto", 2, **small | {"memory_limit": "1GiB"})
     assert sum(pipeline.schedule.split) == N_LAYERS
 
 
 def test_an_example_must_be_a_pair() -> None:
     with pytest.raises(RequestError, match=r"give \(inputs, targets\) of one step"):
-        make_pipeline("auto", 2, example=batch(0)[0])
+        make(CASE, "auto", 2, example=CASE.batch(0)[0])

@@ -1,7 +1,6 @@
-"""A seam for tests: faults, a trace of jobs, and small limits. zbpp never imports it.
+"""A seam for tests: faults, small limits, plain kernels. zbpp never imports it.
 
     inject("kill:1:3:0F2")             rank 1 gets SIGKILL at job 0F2 of step 3
-    with trace(pipeline) as jobs:      the jobs that ran, and the bits that they made
     with small_buckets():              optimizers step many small parts
     with plain_kernels() as graphs:    compiled layers take no C++ compiler
 
@@ -9,32 +8,26 @@ Everything here wraps the runtime from outside, so that a step without it pays n
 The names are for the tests of zbpp and may change with any version.
 """
 
-import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from zbpp.core import Check, Pass, Step
 from zbpp.runtime import executor
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.optim import rollback, stage_optimizer
 from zbpp.runtime.optim.optimizers import StageOptimizers
 from zbpp.runtime.replay import Replay
-from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = [
-    "TracedJob",
     "initialise",
     "inject",
     "plain_kernels",
     "small_buckets",
-    "trace",
 ]
 
 _SIGNALS = {
@@ -102,58 +95,6 @@ def inject(fault: str) -> ExitStack:
     return installed
 
 
-class TracedJob(NamedTuple):
-    """A job that has run: ``job`` as text, and a digest of the bits that it made."""
-
-    stage: int
-    job: str
-    digest: str
-
-
-@contextmanager
-def trace(pipeline: Any) -> Iterator[list[TracedJob]]:
-    """List the jobs that a pipeline runs within this, in the order of their ends.
-
-    A pass has the digest of what it hands to another chunk (of its loss, if it is the
-    last), which is nothing for ``W`` and in the first chunk's ``B``; ``O`` and ``V``
-    have that of the stage's parameters. Forwards that are replayed are listed twice.
-
-    Args:
-        pipeline: a `zbpp.Pipeline`; only stages of this process are listed.
-    """
-    jobs: list[TracedJob] = []
-    executors = {x: stage for stage, x in pipeline.stages.executors.items()}
-
-    def watch(handler: Any) -> None:
-        stage, job = executors.get(handler.executor), handler.instruction
-        if stage is None or not isinstance(job, Pass | Step | Check):
-            return
-        place = "_compute" if isinstance(job, Pass) else "run"
-        function = getattr(handler, place)
-
-        def run(*args: Any) -> Any:
-            result = function(*args)
-            chunks = handler.executor.stage.chunks.values()
-            steps = isinstance(job, Step | Check)
-            made = [[*x.parameters()] for x in chunks] if steps else result
-            jobs.append(TracedJob(stage, str(job), _digest(tensors_in(made))))
-            return result
-
-        setattr(handler, place, run)
-
-    def forget_programs() -> None:
-        for one in executors:
-            one._bound.clear()
-
-    end = _change_handlers(watch)
-    forget_programs()
-    try:
-        yield jobs
-    finally:
-        end()
-        forget_programs()
-
-
 @contextmanager
 def small_buckets(n_bytes: int = 400) -> Iterator[None]:
     """Let optimizers on CPUs step parts of at most so many bytes of parameters."""
@@ -212,12 +153,3 @@ def _change_handlers(change: Callable[[Any], None]) -> Callable[[], None]:
 
     handlers.update({kind: changed(make) for kind, make in before.items()})
     return lambda: handlers.update(before)
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        dense = tensor.detach().cpu().contiguous().flatten()
-        digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-        digest.update(dense.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -189,7 +189,6 @@ class Model(nn.Module):
         frozen: a layer, and parameters of others, learn nothing.
         idle: some parameters are used by no word at all.
         dtensors: experts are DTensors.
-        experts_over: the dimension along which processes have other experts.
     """
 
     def __init__(
@@ -201,12 +200,11 @@ class Model(nn.Module):
         frozen: bool = False,
         idle: bool = False,
         dtensors: bool = False,
-        experts_over: str = "ep",
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table = Table()
-        slices, experts = _group(mesh, "cp"), _group(mesh, experts_over)
+        slices, experts = _group(mesh, "cp"), _group(mesh, "ep")
         self.blocks = nn.ModuleList(
             [
                 Attention(slices),
