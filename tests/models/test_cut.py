@@ -153,27 +153,6 @@ def test_what_every_block_reads_travels_with_its_gradient() -> None:
     assert of_block[1](of_block[0](IDS))["more"][0].requires_grad
 
 
-class Noisy(Encoder):
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden, noise = self.embed(ids), torch.rand(D)
-        for block in self.body["blocks"]:
-            hidden = block(hidden, noise)
-        logits: Tensor = self.norm(hidden) @ self.embed.weight.t()
-        return logits
-
-
-def test_what_is_drawn_for_all_blocks_travels() -> None:
-    model = Noisy()
-    layers = cut(model, PATH, **NAMES).build(range(6))
-    layers[0](IDS)  # the first batch is run to see how blocks are called
-    value: Any = IDS
-    for seed, layer in enumerate(layers):  # of other processes
-        torch.manual_seed(seed)
-        value = layer(value)
-    torch.manual_seed(0)
-    assert torch.equal(value, model(IDS))
-
-
 class Dropping(Encoder):
     """Draws before its blocks, in a module that may be named or not."""
 
@@ -238,20 +217,6 @@ class Twice(Looping):
         return hidden
 
 
-class Backwards(Looping):
-    def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
-        for block in reversed(blocks):
-            hidden = block(hidden, 0.0)
-        return hidden
-
-
-class Keyword(Looping):
-    def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
-        for block in blocks:
-            hidden = block(bias=0.0, hidden=hidden)
-        return hidden
-
-
 class Between(Looping):
     def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
         for block in blocks:
@@ -267,11 +232,6 @@ class Skip(Looping):
         for block in blocks:
             hidden = block(hidden, 0.0)
         return hidden + first
-
-
-class HandsFirstOn(HandsOn):
-    def biases(self, old: Any, new: Any) -> Any:
-        return new if old is None else old
 
 
 class HandsNothingOn(HandsOn):
@@ -296,11 +256,8 @@ STATE = Encoder().state_dict()
 @pytest.mark.parametrize(
     ("make", "arguments", "words"),
     [
-        (Backwards, NAMES, "block 3 is called where block 0 should be"),
-        (Keyword, NAMES, "the first argument of block 0 is missing"),
         (Between, NAMES, "block 1 is not called with what block 0 puts out"),
         (Twice, NAMES, "block 0 is called a second time"),
-        (HandsFirstOn, HANDED, "block 2 is called with more of what block 0 puts out"),
         (HandsNothingOn, HANDED, r"more than the hidden state \(Tensor\)"),
         (
             Skip,

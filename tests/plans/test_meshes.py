@@ -62,15 +62,6 @@ def test_slow_links_favour_stages_and_fast_ones_replicas() -> None:
     assert chosen == {0.1: 1, 1e9: 4}
 
 
-def test_nodes_make_replicas_cheaper() -> None:
-    near = Network(Link(0.0, 1.0), node=4, node_link=Link(0.0, 100.0))
-    (far, *_), (close, *_) = (
-        list(meshes(network=network).values())
-        for network in (Network(Link(0.0, 1.0)), near)
-    )
-    assert close.exposed < far.exposed / 50
-
-
 def test_layers_that_devices_share() -> None:
     """By hand: all is divided, and four all-reduces of the activations are added."""
     layers = replace(LAYERS, message=8.0)

@@ -2,7 +2,6 @@
 
 import csv
 import io
-from dataclasses import replace
 
 import pytest
 
@@ -136,16 +135,6 @@ def check_order(order, *, shards, reduces="last", ahead=1):
     assert isinstance(order[-1], Step)
 
 
-def test_a_wait_is_the_last_thing_of_a_schedule_without_steps():
-    bare = replace(DRAWN, orders=tuple(order[:-1] for order in DRAWN.orders))
-    summed = add_collectives(bare, shards=True)
-    assert rows_of(summed)[0].endswith("0REDUCE_GRAD 3REDUCE_WAIT 0REDUCE_WAIT")
-    assert [str(i) for i in lower(summed)[0][-2:]] == [
-        "reduce the gradient norm over all stages",
-        "O",
-    ]
-
-
 @pytest.mark.parametrize("wrong", [{"reduces": "never"}, {"ahead": -1}])
 def test_other_ways_to_add_up_are_refused(wrong):
     with pytest.raises(RequestError, match=next(iter(wrong))):
@@ -267,30 +256,21 @@ def test_torch_reads_collectives_and_runs_the_transfers(mode, sharding):
     torch = torch_schedules()
     plain = plan(mode, n_stages=3, n_microbatches=4)
     stage_of = plain.placement.stage_of
-    text = to_torch_csv(add_collectives(plain, **sharding))
-    rows = [
-        [torch._Action.from_str(cell) for cell in line.split(",")]
-        for line in text.splitlines()
-    ]
-    beside = {
-        kind
-        for kind in torch._ComputationType
-        if kind.value in ("UNSHARD", "RESHARD", "REDUCE_GRAD")
-    }
-    for row in rows:
-        found = [action for action in row if action.computation_type in beside]
-        gathers = [a for a in found if a.computation_type is torch.UNSHARD]
-        assert bool(found) and bool(gathers) == sharding["shards"]
-        for action in found:  # torch's W wants its parameters gathered
+    lines = to_torch_csv(add_collectives(plain, **sharding)).splitlines()
+    rows = [[torch._Action.from_str(x) for x in line.split(",")] for line in lines]
+    sums = torch.UNSHARD, torch.RESHARD, torch.REDUCE_GRAD
+    kinds = [{action.computation_type for action in row} & {*sums} for row in rows]
+    assert kinds == [{*sums} if sharding["shards"] else {torch.REDUCE_GRAD}] * 3
+    for row in rows:  # torch's W wants its parameters gathered
+        for number, action in enumerate(row):
             if action.computation_type is torch.RESHARD:
-                later = row[row.index(action) :]
-                assert sum(a.stage_index == action.stage_index for a in later) == 1
-    transfers = {
-        rank: [a for a in row if a.computation_type not in beside]
+                later = {one.stage_index for one in row[number + 1 :]}
+                assert action.stage_index not in later
+    passes = {
+        rank: [action for action in row if action.computation_type not in sums]
         for rank, row in enumerate(rows)
     }
-    torch._simulate_comms_compute(transfers, stage_of.__getitem__, len(stage_of))
-    sends = [a for a in transfers[1] if a.computation_type is torch.SEND_F]
-    transfers[1].remove(sends[0])  # control
-    with pytest.raises(ValueError, match="not progressing"):
-        torch._simulate_comms_compute(transfers, stage_of.__getitem__, len(stage_of))
+    torch._simulate_comms_compute(passes, stage_of.__getitem__, len(stage_of))
+    passes[1].remove(next(a for a in passes[1] if a.computation_type is torch.SEND_F))
+    with pytest.raises(ValueError, match="not progressing"):  # the control
+        torch._simulate_comms_compute(passes, stage_of.__getitem__, len(stage_of))
