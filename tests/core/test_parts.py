@@ -223,6 +223,7 @@ def test_validations_are_laid_out_and_taken_out_again():
 SIZES = {"n_stages": 4, "n_microbatches": 8, "effort": "fast"}
 
 
+@pytest.mark.slow
 def test_plans_are_shorter_than_dual_pipe_v_and_than_passes_in_a_row():
     costs = moe_costs(0.4, memory_limit=4.0)
     found = plan("ZBVPP", **SIZES, costs=costs)

@@ -9,28 +9,11 @@ from zbpp.core import (
     LimitError,
     Placement,
     RequestError,
-    Schedule,
-    ScheduleError,
     peaks,
 )
 from zbpp.planning import plan
-from zbpp.schedules import plan_placement, plan_vpp
+from zbpp.schedules import plan_placement
 from zbpp.simulator import simulate, span
-
-
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 3)])
-@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.5, 0.5, 0.2, loss=0.5)])
-def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, costs):
-    vpp = plan_vpp(n_stages=p, n_microbatches=m, chunks_per_stage=v)
-    unit = Costs().on(vpp.placement)
-    costs = replace(costs, memory_limit=max(peaks(vpp.orders, unit)))
-    sizes = {"placement": vpp.placement, "n_microbatches": m}
-    planned = plan_placement(**sizes, costs=costs, effort="fast")
-    assert span(simulate(planned, costs)) < span(simulate(vpp, costs))
-    held = max(peaks(planned.orders, unit))
-    with pytest.raises(ScheduleError, match="over the limit"):  # control: .1 less
-        less = Costs(memory_limit=held - 0.1)
-        Schedule("less", planned.placement, m, planned.orders, less)
 
 
 def test_a_plan_for_the_links_and_the_sends_is_shorter_than_one_without():
