@@ -376,7 +376,7 @@ def with_an_error_of_nccl(fails_at: int) -> None:
 
 @pytest.mark.parametrize(
     ("fails_at", "what"),
-    [pytest.param(54, "allreduce", marks=pytest.mark.slow), (49, "receive")],
+    [pytest.param(44, "allreduce", marks=pytest.mark.slow), (50, "receive")],
 )
 def test_an_error_of_nccl_is_reported(
     pool: SimulatedPool, fails_at: int, what: str
