@@ -209,9 +209,9 @@ def save_shards(folder: str) -> float:
     return peak.most / LAYER
 
 
-def test_shards_are_saved_one_by_one(pool: Pool, tmp_path: Path) -> None:
-    _, most = pool.run(save_shards, 2, str(tmp_path))
-    assert most < N_SAVED / 2  # rank 0 writes, and has a copy of each
+def test_shards_are_saved_by_their_processes(pool: Pool, tmp_path: Path) -> None:
+    for most in pool.run(save_shards, 2, str(tmp_path)):
+        assert most < N_SAVED / 2 + 0.5  # a copy of this process's shards
     saved = read_model(tmp_path)
     expected = nn.Sequential(*linears(N_SAVED)).state_dict()
     torch.testing.assert_close(

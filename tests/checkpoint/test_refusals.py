@@ -134,10 +134,6 @@ def test_an_option_that_torch_writes_as_0_may_have_grown() -> None:
     state, fresh = copied(pipeline), trained(1, **optimizer)
     fresh.load_state_dict(state)
     assert [x.param_groups[0]["weight_decay"] for x in fresh.optimizers] == [0.05] * 2
-    for (one,) in state["optimizer"].values():
-        one["options"]["weight_decay"] = "much"
-    with pytest.raises(RequestError, match=r"weight_decay of .* is 'much', no number"):
-        fresh.load_state_dict(state)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import statistics
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from cases import Case, difference, make, on_ranks, run
 from gpu_waits import waits_are_errors
 from pool import Pool
+from torch import nn
 
 import zbpp.memory
 from zbpp import diagnostics
+from zbpp.checkpoint import load
 from zbpp.core import Pass, PassKind
 from zbpp.pipeline import Pipeline
 
@@ -192,3 +195,23 @@ def test_estimates_of_memory_are_within_5_per_cent(mode: str) -> None:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     assert estimate.peak(mode) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_optimizer_has_its_counters_where_it_computes(
+    fused: bool, tmp_path: Path
+) -> None:
+    """After a load; others count on the host."""
+    with Pipeline(
+        [nn.Linear(4, 4)], "1F1B", loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.AdamW, n_stages=1, n_microbatches=1, device="cpu",
+    ) as pipeline:  # fmt: skip
+        pipeline.step(torch.ones(1, 4), torch.ones(1, 4))
+        pipeline.save(tmp_path, wait=True)
+    layer = nn.Linear(4, 4, device=GPU)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+    model = nn.ModuleDict({"layers": nn.Sequential(layer)})
+    load(tmp_path, model, optimizers=[optimizer])
+    devices = {"step": GPU if fused else torch.device("cpu"), "exp_avg": GPU}
+    for state in optimizer.state.values():
+        assert {key: state[key].device for key in devices} == devices

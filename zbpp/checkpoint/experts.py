@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.checkpoint.tensors import whole
 from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["ExpertParts"]
@@ -69,21 +68,6 @@ class ExpertParts:
             stride=strides,
         )
         return made.requires_grad_(parameter.requires_grad and value is parameter)
-
-    def own_part(self, parameter: Tensor, value: Any) -> Any:
-        """The part of this process of a value for all; the value itself if it has none.
-
-        Args:
-            parameter: that it is the state of.
-            value: whole, or as `joined` has made it.
-        """
-        if parameter not in self._experts or not isinstance(value, Tensor):
-            return value
-        assert self._mesh is not None
-        n = self._mesh.size()
-        if value.dim() == 0 or value.shape[0] != n * parameter.shape[0]:
-            return value
-        return whole(value).chunk(n)[self._mesh.get_local_rank()]
 
     def _is_part(self, parameter: Tensor, value: Any) -> bool:
         if parameter not in self._experts or not isinstance(value, Tensor):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint.manifest import (
+from zbpp.checkpoint.format import (
     MANIFEST,
     CheckpointError,
     Manifest,
@@ -31,7 +31,6 @@ from zbpp.checkpoint.manifest import (
 __all__ = [
     "Gather",
     "alone",
-    "last_step",
     "locked",
     "make_partial",
     "newest",
@@ -83,7 +82,7 @@ def open_newest(
             problems = [str(error)]
         answers = gather(problems)
         if manifest is not None and not any(answers):
-            share = sorted(manifest.files)[rank :: len(answers)]
+            share = range(rank, len(manifest.files), len(answers))
             answers = gather(damaged(folder, manifest, share))
             if not any(answers):
                 return folder, manifest, passed_over
@@ -97,12 +96,6 @@ def newest(path: str | Path) -> Path | None:
         return open_newest(path)[0]
     except CheckpointError:
         return None
-
-
-def last_step(path: str | Path) -> int | None:
-    """Step of the newest checkpoint that has a manifest; its files are not read."""
-    steps = [_step_of(folder) for folder in candidates(Path(path))]
-    return max((step for step, has_manifest in steps if has_manifest), default=None)
 
 
 def candidates(path: Path) -> list[Path]:

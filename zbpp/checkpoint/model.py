@@ -1,7 +1,7 @@
 """Parameters and buffers of one process, by the model's own names.
 
-A `LocalModel` is what one process holds: the layers of its stages, or a plain module as
-a whole. A parameter that several layers hold is saved once, under its first name.
+A `LocalModel` is what one process has: the layers of its stages, or a plain module as
+a whole. A parameter that several layers share is saved once, under its first name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.checkpoint.experts import ExpertParts
-from zbpp.checkpoint.tensors import copy_into
 from zbpp.core import RequestError
 
 __all__ = [
-    "Checked",
+    "Fit",
     "LocalModel",
+    "Pairs",
+    "Place",
     "Slot",
     "State",
     "check_model",
@@ -27,15 +28,20 @@ __all__ = [
 Place = tuple[int, str]
 """Global index of a layer, and a name in it."""
 
+Pairs = list[tuple[Tensor, Tensor]]
+"""Tensors of a state, each with the tensor that is to have its numbers."""
+
+State = dict[str, Any]
+"""Of a run, by its parts; see `zbpp.checkpoint.state`."""
+
 
 @dataclass(frozen=True)
 class Slot:
     """A parameter, a persistent buffer or an extra state of a module.
 
-    ``value`` is that of all processes, as a DTensor, where they hold parts of it.
-    ``name`` is the model's own, ``saved_as`` that of the first layer that holds it:
-    there ``saves`` is true. ``set_extra`` is None for tensors. ``is_copy``: another
-    stage of this process steps a tensor of its own for it.
+    ``name`` is the model's own, ``saved_as`` that of the first layer that has it: there
+    ``saves`` is true. ``set_extra`` is None for tensors. ``is_copy``: another stage of
+    this process steps a tensor of its own for it.
     """
 
     name: str
@@ -60,7 +66,7 @@ class LocalModel:
 
     Args:
         layers: by global index.
-        own_name: the model's own name of what a layer holds under a name.
+        own_name: the model's own name of what a layer has under a name.
         ties: places of parameters that are one in the model.
         copies: of tied parameters, each with the one that is in a layer.
         optimizers: of the parameters, by stage.
@@ -86,12 +92,12 @@ class LocalModel:
         }
         self.optimizers_by_stage, self.schedulers = optimizers, tuple(schedulers)
         self.optimizers = [x for of_stage in optimizers for x in of_stage]
-        held_slots = list(self._find(sorted(layers, key=lambda pair: pair[0])))
-        self.slots = [slot for _, slot in held_slots]
+        found = list(self._find(sorted(layers, key=lambda pair: pair[0])))
+        self.slots = [slot for _, slot in found]
         self._slots: dict[int, Slot] = {
-            id(held): slot
-            for held, slot in reversed(held_slots)
-            if isinstance(held, Tensor)
+            id(value): slot
+            for value, slot in reversed(found)
+            if isinstance(value, Tensor)
         }
         for copy, original in (copies or {}).items():
             slot = self._slots[id(original)]
@@ -100,20 +106,19 @@ class LocalModel:
     def _find(
         self, layers: Iterable[tuple[int, nn.Module]]
     ) -> Iterator[tuple[Any, Slot]]:
-        """Yield each tensor and state that layers hold, and its slot."""
+        """Yield each tensor and state that layers have, and its slot."""
         names: dict[int, str] = {}  # of the tensors seen
         for index, layer in layers:
             for name, value in layer.state_dict(keep_vars=True).items():
                 place = index, name
                 first = self._first_of.get(place, place)
                 saved_as = self._own_name(*first)
-                is_repeated = isinstance(value, Tensor) and id(value) in names
+                joined, is_repeated = value, False
                 if isinstance(value, Tensor):
+                    is_repeated = id(value) in names
                     saved_as = names.setdefault(id(value), saved_as)
-                path, _, last = name.rpartition(".")
-                joined = value
-                if isinstance(value, Tensor):
                     joined = self.experts.joined(value, value)
+                path, _, last = name.rpartition(".")
                 slot = Slot(
                     self._own_name(*place),
                     saved_as,
@@ -144,13 +149,9 @@ class LocalModel:
         return {s.name: s.saved_as for s in self.slots if s.name != s.saved_as}
 
 
-State = dict[str, Any]
-"""Of a run, by its parts; see `zbpp.checkpoint.state`."""
-
-
 @dataclass
-class Checked:
-    """The fit of a state to what one process holds, and what is to be loaded of it.
+class Fit:
+    """The fit of a state to one process, and what is to be loaded of it.
 
     Args:
         wrong: what does not fit, in words.
@@ -158,7 +159,6 @@ class Checked:
         model: slots and their values.
         optimizers: each with a group, a parameter of that, and the parameter's state.
         schedulers: each with its state.
-        experts: parameters that have a part of their state.
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -168,42 +168,42 @@ class Checked:
         tuple[torch.optim.Optimizer, dict[str, Any], Tensor, Mapping[str, Any]]
     ] = field(default_factory=list)
     schedulers: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    experts: ExpertParts = field(default_factory=ExpertParts)
 
 
-def check_model(local: LocalModel, state: State, checked: Checked) -> None:
+def check_model(local: LocalModel, state: State, fit: Fit) -> None:
     """Find the value of every slot in a state for these layers, or for more."""
     model, aliases = state["model"], state.get("aliases", {})
-    used = checked.used["model"] = set()
+    used = fit.used["model"] = set()
     for slot in local.slots:
         names = {name for name in slot.names_in(aliases) if name in model}
         if not names:
             if slot.is_trainable or not state.get("trainable_only"):
-                checked.wrong.append(f"{slot.name} is missing")
+                fit.wrong.append(f"{slot.name} is missing")
             continue
         used |= names
         saved, here = model[min(names)], slot.value
-        checked.model.append((slot, saved))
+        fit.model.append((slot, saved))
         if isinstance(here, Tensor) != isinstance(saved, Tensor):
             text = f"{slot.name} is a {type(saved).__name__} in the state"
-            checked.wrong.append(text)
+            fit.wrong.append(text)
         elif isinstance(saved, Tensor):
             if saved.shape != here.shape:
-                checked.wrong.append(
+                fit.wrong.append(
                     f"{slot.name} has shape {tuple(saved.shape)}, the model's "
                     f"{tuple(here.shape)}"
                 )
             if saved.dtype != here.dtype:
-                checked.wrong.append(
+                fit.wrong.append(
                     f"{slot.name} has dtype {saved.dtype}, the model's {here.dtype}"
                 )
 
 
-def load_model(checked: Checked) -> None:
-    """Copy a state that fits into the model."""
-    with torch.no_grad():
-        for slot, value in checked.model:
-            if slot.set_extra is not None:
-                slot.set_extra(value)
-            else:
-                copy_into(slot.value, value)
+def load_model(fit: Fit) -> Pairs:
+    """Load the extra states of modules; return the tensors that are to be copied."""
+    pairs: Pairs = []
+    for slot, value in fit.model:
+        if slot.set_extra is not None:
+            slot.set_extra(value)
+        else:
+            pairs.append((value, slot.value.detach()))
+    return pairs

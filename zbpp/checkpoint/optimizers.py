@@ -2,7 +2,7 @@
 
     {"0.weight": [{"kind": "AdamW", "state": {"exp_avg": ...}, "options": {"lr": ...}}]}
 
-A list, as several optimizers may step one parameter. Options are kept per parameter:
+A list, as several optimizers may step one parameter. Options are saved per parameter:
 another number of stages has other groups. State is put where the optimizer keeps it,
 without a step and without a cast: `Optimizer.load_state_dict` makes moments as narrow
 as their parameters, and torch's `set_optimizer_state_dict` steps to make them.
@@ -12,16 +12,14 @@ load it. Groups must be the same on all stages; a group may be empty.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zbpp.checkpoint.model import Checked, LocalModel, State
-from zbpp.checkpoint.tensors import shard_like
-from zbpp.checkpoint.values import misfit
+from zbpp.checkpoint.model import Fit, LocalModel, Pairs, State
 from zbpp.core import RequestError
 
 __all__ = [
@@ -29,9 +27,10 @@ __all__ = [
     "check_optimizers",
     "check_schedulers",
     "load_optimizers",
+    "load_schedulers",
+    "merge_schedulers",
     "optimizer_state",
-    "scheduler_state",
-    "schedulers_differ",
+    "scheduler_states",
 ]
 
 Entry = Mapping[str, Any]
@@ -53,8 +52,8 @@ def optimizer_state(
     """
     entries: dict[str, list[Entry]] = {}
     for optimizer, group in _groups(local):
-        kept = group.keys() - {"params", "param_names", *_OF_THE_MACHINE}
-        options = {name: group[name] for name in group if name in kept}
+        names = group.keys() - {"params", "param_names", *_OF_THE_MACHINE}
+        options = {name: group[name] for name in group if name in names}
         for parameter in group["params"]:
             slot = local.slot_of(parameter)
             if slot.is_copy or (saved and not slot.saves):
@@ -73,10 +72,10 @@ def optimizer_state(
     return entries
 
 
-def check_optimizers(local: LocalModel, state: State, checked: Checked) -> None:
+def check_optimizers(local: LocalModel, state: State, fit: Fit) -> None:
     """Find the state of every parameter that an optimizer steps."""
     all_entries, aliases = state.get("optimizer", {}), state.get("aliases", {})
-    used = checked.used["optimizer"] = set()
+    used = fit.used["optimizer"] = set()
     stepping = defaultdict[int, list[torch.optim.Optimizer]](list)
     for optimizer, group in _groups(local):
         for parameter in group["params"]:
@@ -84,21 +83,21 @@ def check_optimizers(local: LocalModel, state: State, checked: Checked) -> None:
     for optimizer, group in _groups(local):
         first_with = dict[str, str]()  # options, and the first parameter that has them
         for parameter in group["params"]:
-            name = local.slot_of(parameter).saved_as
+            slot = local.slot_of(parameter)
+            name = slot.saved_as
             key = name if name in all_entries else aliases.get(name, name)
             entries, optimizers = all_entries.get(key, ()), stepping[id(parameter)]
             if len(entries) == len(optimizers):
                 entry = entries[optimizers.index(optimizer)]
                 used.add(key)
-                checked.optimizers.append((optimizer, group, parameter, entry))
-                whole = local.slot_of(parameter).value
-                checked.wrong += _misfits(optimizer, group, whole, entry, name)
+                fit.optimizers.append((optimizer, group, parameter, entry))
+                fit.wrong += _misfits(optimizer, slot.value, entry, name)
                 first_with.setdefault(repr(entry["options"]), name)
             elif parameter.requires_grad or not state.get("trainable_only"):
-                checked.wrong.append(f"the optimizer's state of {name} is missing")
+                fit.wrong.append(f"the optimizer's state of {name} is missing")
         if len(first_with) > 1:
             first, second, *_ = first_with.values()
-            checked.wrong.append(
+            fit.wrong.append(
                 f"{first} and {second} are in one parameter group, but were saved "
                 "with different options"
             )
@@ -113,11 +112,7 @@ def _groups(
 
 
 def _misfits(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    parameter: Tensor,
-    entry: Entry,
-    name: str,
+    optimizer: torch.optim.Optimizer, parameter: Tensor, entry: Entry, name: str
 ) -> Iterator[str]:
     for key, value in entry["state"].items():
         if not isinstance(value, Tensor) or not value.dim() == parameter.dim() > 0:
@@ -128,13 +123,6 @@ def _misfits(
                 f"the optimizer's {key} of {name} has shape {tuple(value.shape)}, the "
                 f"parameter {tuple(parameter.shape)}"
             )
-    for option, value in entry["options"].items():
-        here = group.get(option)
-        if type(here) is int:  # torch writes 0 for 0.0: a decay may have grown since
-            here = float(here)
-        text = misfit(value, here, f"the optimizer's {option} of {name}")
-        if text is not None:
-            yield text
     kind = type(optimizer).__name__
     if entry["kind"] != kind:
         yield (
@@ -143,112 +131,109 @@ def _misfits(
         )
 
 
-def load_optimizers(checked: Checked) -> None:
-    """Put a state that fits into the optimizers and schedulers."""
-    for optimizer, group, parameter, entry in checked.optimizers:
-        # many optimizers keep single numbers, as the step, on the host
+def load_optimizers(local: LocalModel, fit: Fit) -> Pairs:
+    """Make room for the state of optimizers, and set their options.
+
+    Returns:
+        The tensors that are to be copied.
+    """
+    pairs: Pairs = []
+    for optimizer, group, parameter, entry in fit.optimizers:
+        optimizer.state.pop(parameter, None)
         on_device = bool(group.get("capturable") or group.get("fused"))
-        placed = {
-            key: _placed(
-                checked.experts.own_part(parameter, value), parameter, on_device
-            )
-            for key, value in entry["state"].items()
-        }
-        if placed:
-            optimizer.state[parameter] = placed
-        else:
-            optimizer.state.pop(parameter, None)
+        whole = local.slot_of(parameter).value
+        for key, value in entry["state"].items():
+            place = value
+            if isinstance(value, Tensor):
+                # many optimizers keep single numbers, as the step, on the host
+                is_number = value.dim() == 0 and (whole.dim() > 0 or key == "step")
+                if value.shape == whole.shape and not is_number:
+                    place = torch.empty_like(parameter, dtype=value.dtype).detach()
+                else:
+                    on_host = is_number and not on_device
+                    device = torch.device("cpu") if on_host else parameter.device
+                    place = torch.empty(value.shape, dtype=value.dtype, device=device)
+                pairs.append((value, local.experts.joined(parameter, place)))
+            optimizer.state[parameter][key] = place
         for name, value in entry["options"].items():
             _set_option(group, name, value)
-    for scheduler, state in checked.schedulers:
-        scheduler.load_state_dict(deepcopy(state))
-        rates = getattr(scheduler, "_last_lr", [])
-        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            if not group["params"]:  # no saved parameter has had its options
-                _set_option(group, "lr", rate)
+    return pairs
 
 
 def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(group.get(name), Tensor):  # a scheduler may hold the same
+    if isinstance(group.get(name), Tensor):  # a scheduler may have the same
         group[name].copy_(torch.as_tensor(value))
     else:
         group[name] = value.clone() if isinstance(value, Tensor) else value
 
 
-def _placed(value: Any, parameter: Tensor, on_device: bool) -> Any:
-    """A copy of a value, where and sharded as the optimizer of a parameter wants it."""
-    if not isinstance(value, Tensor):
-        return value
-    value = shard_like(value, parameter)
-    device = parameter.device if on_device or value.dim() > 0 else value.device
-    return value.detach().to(device, copy=True)
+def scheduler_states(local: LocalModel) -> list[dict[str, dict[str, Any]]]:
+    """State of every scheduler, by stage and name; names are the same on all stages."""
+    return [
+        {name: scheduler.state_dict() for name, scheduler in of_stage.items()}
+        for of_stage in _schedulers(local)
+    ]
 
 
-def scheduler_state(local: LocalModel) -> dict[str, dict[str, Any]]:
-    """State of every scheduler, which all stages share, by name.
+def merge_schedulers(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the one state of each scheduler, which all stages share, by name.
 
     Raises:
-        RequestError: the stages of this process do not have the same.
+        RequestError: the stages do not have the same.
     """
-    states: dict[str, dict[str, Any]] = {}
-    for name, scheduler in _schedulers(local):
-        state = scheduler.state_dict()
-        if repr(states.setdefault(name, state)) != repr(state):
-            raise RequestError(schedulers_differ(name))
-    return states
+    merged: dict[str, Any] = {}
+    for of_stage in states:
+        for name, state in of_stage.items():
+            if repr(merged.setdefault(name, state)) != repr(state):
+                raise RequestError(
+                    f"the stages have {name} with different states, but a checkpoint "
+                    "has one for all stages; step them together, and give every stage "
+                    "the same parameter groups in the same order, empty ones too"
+                )
+    return merged
 
 
-def schedulers_differ(name: str) -> str:
-    """Describe schedulers of one name whose states are not the same."""
-    return (
-        f"the stages have {name} with different states, but a checkpoint has one for "
-        "all stages; step them together, and give every stage the same parameter "
-        "groups in the same order, empty ones too"
-    )
-
-
-def _schedulers(local: LocalModel) -> Iterator[tuple[str, Any]]:
-    """Yield each scheduler with a name that is the same on all stages."""
+def _schedulers(local: LocalModel) -> Iterator[dict[str, Any]]:
+    """Yield the schedulers of each stage by a name that is the same on all stages."""
     for optimizers in local.optimizers_by_stage:
-        kinds = Counter[str]()
+        by_name, kinds = dict[str, Any](), Counter[str]()
         for optimizer in optimizers:
             kind = type(optimizer).__name__
             of_it = [x for x in local.schedulers if x.optimizer is optimizer]
             for number, scheduler in enumerate(of_it):
                 own = f"{type(scheduler).__name__} {number}"
-                yield f"{own} of {kind} {kinds[kind]}", scheduler
+                by_name[f"{own} of {kind} {kinds[kind]}"] = scheduler
             kinds[kind] += 1
+        yield by_name
 
 
-def check_schedulers(local: LocalModel, state: State, checked: Checked) -> None:
+def check_schedulers(local: LocalModel, state: State, fit: Fit) -> None:
     """Find the state of every scheduler."""
     saved = state.get("schedulers", {})
-    for name, scheduler in _schedulers(local):
-        where = f"the state of {name}"
-        if name not in saved:
-            checked.wrong.append(f"{where} is missing")
-        elif text := _scheduler_misfit(saved[name], scheduler.state_dict(), where):
-            checked.wrong.append(text)
-        else:
-            checked.schedulers.append((scheduler, saved[name]))
+    for of_stage in _schedulers(local):
+        for name, scheduler in of_stage.items():
+            if name not in saved:
+                fit.wrong.append(f"the state of {name} is missing")
+                continue
+            fit.schedulers.append((scheduler, saved[name]))
+            states = saved[name], scheduler.state_dict()
+            n_saved, n_here = (len(x.get("_last_lr") or ()) for x in states)
+            if n_saved != n_here:
+                fit.wrong.append(
+                    f"the state of {name} has {n_saved} parameter groups, here {n_here}"
+                )
     if saved and not local.schedulers and local.optimizers:
-        checked.wrong.append(
+        fit.wrong.append(
             "there is a state of schedulers, but none are attached: call "
             "pipeline.attach(*schedulers) first"
         )
 
 
-def _scheduler_misfit(saved: Any, here: dict[str, Any], where: str) -> str | None:
-    """Describe what does not fit; versions of torch keep other parts."""
-    if not isinstance(saved, dict):
-        return f"{where} is a {type(saved).__name__}"
-    shared = {name: value for name, value in here.items() if name in saved}
-    if text := misfit(saved, shared, where):
-        return text
-    for part, what in {"_last_lr": "parameter groups", "_schedulers": "parts"}.items():
-        n_saved, n_here = (len(state.get(part) or ()) for state in (saved, here))
-        if n_saved != n_here:
-            return f"{where} has {n_saved} {what}, here {n_here}"
-    parts = saved.get("_schedulers") or (), here.get("_schedulers") or ()
-    texts = (_scheduler_misfit(*pair, where) for pair in zip(*parts, strict=True))
-    return next((text for text in texts if text), None)
+def load_schedulers(fit: Fit) -> None:
+    """Load the state of schedulers; the options of optimizers have been set."""
+    for scheduler, state in fit.schedulers:
+        scheduler.load_state_dict(deepcopy(state))
+        rates = getattr(scheduler, "_last_lr", [])
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            if not group["params"]:  # no saved parameter has had its options
+                _set_option(group, "lr", rate)

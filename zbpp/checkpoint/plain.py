@@ -33,27 +33,28 @@ def load(
 
     Args:
         path: a checkpoint, or a folder of them (the newest undamaged one counts).
-        model: as a whole; its ``state_dict`` has the names of the checkpoint.
+        model: as a whole; its ``state_dict`` has the names of the checkpoint. Its
+            parameters may be DTensors, on any mesh.
         optimizers: to be loaded too; none: the model alone is.
         schedulers: of the optimizers.
         own_name: from a name in ``model`` to one in the checkpoint, if they differ.
 
     Returns:
-        ``step``, ``extra`` as it was given to `save`, and ``run``: what else was saved.
+        ``step``, ``extra`` as it was given to `save`, and with optimizers ``run``, the
+        state of loss scale and post-validation.
 
     Raises:
         CheckpointError: there is none that is undamaged.
         RequestError: it does not fit; then nothing is changed.
     """
     folder, manifest, _ = open_newest(path)
-    local = _local_model(model, optimizers, schedulers, own_name)
     model_only = not optimizers
-    state = read_state(folder, manifest, None, model_only=model_only)
-    checked = check_state(local, state, model_only=model_only)
-    refuse_misfits(checked, state, manifest.aliases, alone)
-    load_state(checked)
-    rest = {name: state.get(name) or {} for name in ("extra", "run")}
-    return {"step": state["step"], **rest}
+    state, copy = read_state(folder, manifest, model_only=model_only)
+    local = _local_model(model, optimizers, schedulers, own_name)
+    fit = check_state(local, state, model_only=model_only)
+    refuse_misfits(fit, state, alone)
+    load_state(local, fit, copy)
+    return {name: state[name] for name in ("step", "extra", "run") if name in state}
 
 
 def plain_state(
@@ -106,7 +107,14 @@ def read_model(path: str | Path) -> dict[str, Tensor]:
         CheckpointError: there is none that is undamaged.
     """
     folder, manifest, _ = open_newest(path)
-    state = read_state(folder, manifest, None, model_only=True)
-    model, aliases = state["model"], state["aliases"]
-    tied = {alias: model[name] for alias, name in aliases.items() if name in model}
-    return {**model, **tied}
+    state, copy = read_state(folder, manifest, model_only=True)
+    model = state["model"]
+    pairs = {
+        name: (x, torch.empty_like(x, device="cpu"))
+        for name, x in model.items()
+        if isinstance(x, Tensor) and x.is_meta
+    }
+    copy([*pairs.values()])
+    model |= {name: x for name, (_, x) in pairs.items()}
+    tied = {alias: name for alias, name in manifest.aliases.items() if name in model}
+    return {**model, **{alias: model[name] for alias, name in tied.items()}}

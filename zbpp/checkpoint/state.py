@@ -1,14 +1,16 @@
 """The whole state of a run: what is saved, and how it is read, checked and loaded.
 
     {"step": 12, "model": {...}, "optimizer": {...}, "schedulers": {...},
-     "run": {"scaler": ..., "history": ...}, "aliases": {...}, "extra": {...}}
+     "run": {"scaler": ..., ...}, "aliases": {...}, "extra": {...}}
 
 Loading has three parts, so that a state that does not fit changes nothing, on whatever
 process: `check_state` everywhere, `refuse_misfits` with what all have found, and only
-then `load_state`.
+then `load_state`. Of a checkpoint this part alone reads parameters, buffers and
+moments, straight to where they belong; until then they are on the meta device.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +18,43 @@ import torch
 from torch import Tensor
 
 from zbpp.checkpoint.folder import Gather
-from zbpp.checkpoint.manifest import CheckpointError, Manifest
-from zbpp.checkpoint.model import (
-    Checked,
-    LocalModel,
-    State,
-    check_model,
-    load_model,
+from zbpp.checkpoint.format import (
+    CheckpointError,
+    Manifest,
+    SavedTensors,
+    decode,
+    encode,
+    shard_of,
 )
+from zbpp.checkpoint.model import Fit, LocalModel, Pairs, State, check_model, load_model
 from zbpp.checkpoint.optimizers import (
     check_optimizers,
     check_schedulers,
     load_optimizers,
+    load_schedulers,
+    merge_schedulers,
     optimizer_state,
-    scheduler_state,
+    scheduler_states,
 )
-from zbpp.checkpoint.saving import Put
-from zbpp.checkpoint.tensors import TensorReader, whole
-from zbpp.checkpoint.values import decode, encode, misfit
+from zbpp.checkpoint.save import Put
 from zbpp.core import RequestError
+from zbpp.runtime.comm.stage_group import StageGroup
+from zbpp.runtime.support.sharded import is_sharded, layout_of, local_part, whole
 
 __all__ = [
-    "Checked",
+    "Copy",
     "State",
     "check_state",
+    "copy_tensors",
     "load_state",
-    "names_in",
     "read_state",
     "refuse_misfits",
     "state_of",
     "take_snapshot",
 ]
+
+Copy = Callable[[Pairs], None]
+"""Gives tensors the numbers of those in a state."""
 
 _MAX_SHOWN = 8  # misfits in an error
 
@@ -60,7 +68,7 @@ def state_of(local: LocalModel, *, step: int, run: Mapping[str, Any]) -> State:
             for slot in local.slots
         },
         "optimizer": optimizer_state(local),
-        "schedulers": scheduler_state(local),
+        "schedulers": merge_schedulers(scheduler_states(local)),
         "run": dict(run),
         "aliases": local.aliases(),
     }
@@ -74,236 +82,233 @@ def take_snapshot(
     *,
     step: int,
     extra: Mapping[str, Any],
-    saves: bool = True,
+    peers: StageGroup,
+    rank: int,
     trainable_only: bool = False,
 ) -> Manifest:
-    """Collect what this process saves: each tensor once among all, and whole.
-
-    The manifest that it gives has no files yet.
+    """Collect what this process saves: of equal shards one process saves one.
 
     Args:
         local: whose state it is.
         about: the schedule, for people who read the manifest.
         run: what the runtime needs to go on.
-        put: takes the tensors, one after the other: a sharded one is gathered for it,
-            and its memory is free before the next one is.
+        put: takes the shards, one after the other.
         step: steps done.
-        extra: of the script.
-        saves: false on all but one of the processes that hold shards of the same
-            tensors; they must call, too.
+        extra: of the script; rank 0 saves it.
+        peers: processes of the same stage; the first saves what is not sharded.
+        rank: of this process.
         trainable_only: leave out frozen parameters and all buffers.
 
     Raises:
         RequestError: a part of the state is nothing that a checkpoint can hold.
     """
 
-    def gather(name: str, tensor: Tensor) -> None:
-        gathered = whole(tensor)
-        if gathered.layout is not torch.strided:
-            layout = str(gathered.layout).removeprefix("torch.")
+    def take(name: str, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
             raise RequestError(
                 f"{name} is a tensor of layout {layout}, which a checkpoint cannot "
                 "hold; give a dense one (sparse gradients make a momentum of SGD "
                 "sparse: leave the momentum out there)"
             )
-        if saves:
-            put(name, gathered)
+        if _saves(peers, tensor, name):
+            shard = shard_of(tensor)
+            if shard.numbers.numel() or not tensor.numel():
+                put(name, shard)
 
     extra_states: dict[str, Any] = {}
     for slot in local.slots:
-        name = f"model/{slot.saved_as}"
         if not slot.saves or (trainable_only and not slot.is_trainable):
             continue
         if isinstance(slot.value, Tensor):
-            gather(name, slot.value)
+            take(f"model/{slot.saved_as}", slot.value)
         else:
-            extra_states[slot.saved_as] = encode(slot.value, name, gather)
-    optimizers = optimizer_state(local, saved=True, trainable_only=trainable_only)
+            where = f"extra_states/{slot.saved_as}"
+            extra_states[slot.saved_as] = encode(slot.value, where, take)
+    entries = optimizer_state(local, saved=True, trainable_only=trainable_only)
+    schedulers = merge_schedulers(scheduler_states(local))
     values: dict[str, Any] = {
         "extra_states": extra_states,
         "optimizer": {
-            name: encode(entries, f"optimizer/{name}", gather)
-            for name, entries in optimizers.items()
+            name: [
+                {
+                    "kind": entry["kind"],
+                    "state": encode(entry["state"], f"optimizer/{name}/{i}", take),
+                    "options": encode(entry["options"], f"options/{name}/{i}", take),
+                }
+                for i, entry in enumerate(of_parameter)
+            ]
+            for name, of_parameter in entries.items()
         },
         "schedulers": {
-            name: encode(entry, f"schedulers/{name}", gather)
-            for name, entry in scheduler_state(local).items()
+            name: encode(state, f"schedulers/{name}", take)
+            for name, state in schedulers.items()
         },
     }
-    if not saves:
-        values = {}
-    values["run"] = encode(dict(run), "run", gather)
-    values["extra"] = encode(dict(extra), "extra", gather)
+    is_first = peers.owns(())
+    values = values if is_first else {}
+    if rank == 0:
+        values["run"] = encode(dict(run), "run", take)
+        values["extra"] = encode(dict(extra), "extra", take)
     return Manifest(
         step,
         {**about, "trainable_only": trainable_only},
-        aliases=local.aliases() if saves else {},
+        aliases=local.aliases() if is_first else {},
         values=values,
     )
 
 
-def read_state(
-    folder: Path,
-    manifest: Manifest,
-    local: LocalModel | None,
-    *,
-    model_only: bool = False,
-) -> State:
-    """Read what a process needs of a checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: of it, verified.
-        local: what is to be loaded; None: read everything.
-        model_only: leave out all but parameters and buffers.
+def _saves(peers: StageGroup, tensor: Tensor, name: str) -> bool:
+    """True on one of the processes that have the same shard of a tensor.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        RequestError: no process of the pipeline has the other shards.
     """
-    read, values = TensorReader(folder, manifest.tensors).read, manifest.values
-    names = names_in(manifest)
-    if local is not None:
-        needed = set[str]().union(*(s.names_in(manifest.aliases) for s in local.slots))
-        names = {part: held & needed for part, held in names.items()}
-    state: State = {
-        "step": manifest.step,
-        "aliases": dict(manifest.aliases),
-        "trainable_only": bool(manifest.run.get("trainable_only")),
+    part = local_part(tensor)
+    dims = zip(part.names, part.dims, strict=True)
+    dim_names = [dim_name for dim_name, dim in dims if part.mesh.size(dim) > 1]
+    if not peers.has_dims(dim_names):
+        raise RequestError(
+            f"{name} is sharded along {dim_names} of a mesh that is not the "
+            "pipeline's, so its other parts are in no process of it; give that mesh, "
+            "with a dimension of stages, as mesh="
+        )
+    return peers.owns(dim_names)
+
+
+def read_state(
+    folder: Path, manifest: Manifest, *, model_only: bool = False
+) -> tuple[State, Copy]:
+    """Read a checkpoint, but for its parameters, buffers and moments.
+
+    Returns:
+        The state, in which they are on the meta device, and what reads them.
+
+    Raises:
+        CheckpointError: it is no state, or a file cannot be read.
+    """
+    tensors, pairs = SavedTensors(folder), Pairs()
+
+    def now(name: str) -> Tensor:
+        like = tensors.like[name]
+        pairs.append((like, torch.empty_like(like, device="cpu")))
+        return pairs[-1][1]
+
+    def later(value: Any) -> Any:
+        is_tensor = isinstance(value, dict) and value.keys() == {"tensor"}
+        return tensors.like[value["tensor"]] if is_tensor else decode(value, now)
+
+    def entry_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+        rows = entry["state"]["dict"]
+        return {
+            "kind": entry["kind"],
+            "state": {decode(key, now): later(value) for key, value in rows},
+            "options": decode(entry["options"], now),
+        }
+
+    def table(part: str) -> dict[str, Any]:
+        return {name: decode(x, now) for name, x in manifest.values[part].items()}
+
+    prefix, values = "model/", manifest.values
+    model = {
+        k.removeprefix(prefix): x
+        for k, x in tensors.like.items()
+        if k.startswith(prefix)
     }
     try:
-        extra_states = values.get("extra_states", {})
-        state["model"] = {
-            name: decode(extra_states[name], read)
-            if name in extra_states
-            else read(f"model/{name}")
-            for name in sorted(names["model"])
+        state: State = {
+            "step": manifest.step,
+            "aliases": manifest.aliases,
+            "trainable_only": manifest.run["trainable_only"],
+            "extra": decode(values["extra"], now),
+            "model": model | table("extra_states"),
         }
         if not model_only:
+            state["run"] = decode(values["run"], now)
+            state["schedulers"] = table("schedulers")
             state["optimizer"] = {
-                name: decode(values["optimizer"][name], read)
-                for name in sorted(names["optimizer"])
+                name: [entry_of(entry) for entry in of_parameter]
+                for name, of_parameter in values["optimizer"].items()
             }
-            state["schedulers"] = {
-                name: decode(entry, read)
-                for name, entry in values.get("schedulers", {}).items()
-            }
-            for name in ("run", "extra"):
-                state[name] = decode(values.get(name), read)
-            _check_entries(state)
-    except _NOT_A_STATE as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    return state
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CheckpointError(f"{folder} is no state: {error!r}") from error
+    tensors.read(pairs)
+    return state, tensors.read
 
 
-_NOT_A_STATE = (
-    ArithmeticError,
-    LookupError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""The errors of reading values that are not what they are taken for."""
-
-
-def _check_entries(state: State) -> None:
-    """Refuse values that are none of what `take_snapshot` has saved.
-
-    Raises:
-        RequestError: names the first one.
-    """
-    expected: dict[str, Any] = {"run": {}, "extra": {}}
-    texts = [misfit({name: state[name] for name in expected}, expected, "the state")]
-    entry = {"kind": "", "state": {}, "options": {}}
-    for name, entries in state["optimizer"].items():
-        where = f"the optimizer's state of {name}"
-        texts.append(misfit(entries, [], where))
-        texts += [misfit(saved, entry, where) for saved in entries]
-    for text in texts:
-        if text is not None:
-            raise RequestError(text)
-
-
-def names_in(manifest: Manifest) -> dict[str, set[str]]:
-    """Names in a checkpoint, by part: model and optimizer."""
-    model = {
-        key.removeprefix("model/")
-        for key in manifest.tensors
-        if key.startswith("model/")
-    }
-    return {
-        "model": model | set(manifest.values.get("extra_states", {})),
-        "optimizer": set(manifest.values.get("optimizer", {})),
-    }
-
-
-def check_state(
-    local: LocalModel, state: State, *, model_only: bool = False
-) -> Checked:
-    """Compare a state with what one process holds; nothing is changed.
-
-    Raises:
-        RequestError: it is no state.
-    """
+def check_state(local: LocalModel, state: State, *, model_only: bool = False) -> Fit:
+    """Compare a state with what one process has; nothing is changed."""
+    fit = Fit()
     if not isinstance(state.get("model"), Mapping):
-        raise RequestError(
+        fit.wrong.append(
             "this is no state of a pipeline: it has no 'model'; give what "
             "pipeline.state_dict() returns"
         )
-    checked = Checked(experts=local.experts)
-    check_model(local, state, checked)
+        return fit
+    check_model(local, state, fit)
     if not model_only:
-        check_optimizers(local, state, checked)
-        check_schedulers(local, state, checked)
+        check_optimizers(local, state, fit)
+        check_schedulers(local, state, fit)
         if type(state.get("step")) is not int:
-            checked.wrong.append("the number of steps (step) is missing")
-    return checked
+            fit.wrong.append("the number of steps (step) is missing")
+    return fit
 
 
 def refuse_misfits(
-    checked: Checked,
-    names: Mapping[str, Iterable[str]],
-    aliases: Mapping[str, str],
-    gather: Gather,
+    fit: Fit, state: State, gather: Gather, *, counts: bool = True
 ) -> None:
     """Refuse a state that does not fit on any process; all must call.
 
     Args:
-        checked: the finding of this process.
-        names: of parameters in its state, by part: model and optimizer. Those of a part
-            that is not loaded do not count.
-        aliases: names in its state that others stand for.
+        fit: the finding of this process.
+        state: of any layers. Names in a part that is not loaded do not count.
         gather: gives every process the values of all.
+        counts: this process sends the names that it needs; replicas need the same.
 
     Raises:
         RequestError: names what is missing, unknown or different, on all alike.
     """
-    held_here = {part: set(names.get(part, ())) for part in checked.used}
-    answers = gather((checked.wrong, checked.used, held_here, dict(aliases)))
-    first_names = {
-        alias: name for *_, table in answers for alias, name in table.items()
-    }
-    wrong = [text for texts, *_ in answers for text in texts]
-    for part in ("model", "optimizer"):
-        held = {name for _, _, names, _ in answers for name in names.get(part, ())}
-        used = {name for _, names, _, _ in answers for name in names.get(part, ())}
-        used = {first_names.get(name, name) for name in used}
+    answers = gather((fit.wrong, fit.used if counts else {}))
+    aliases = state.get("aliases", {})
+    unknown: list[str] = []
+    for part in fit.used:
+        used = chain.from_iterable(table.get(part, ()) for _, table in answers)
+        known = {aliases.get(name, name) for name in used}
         what = "" if part == "model" else "the optimizer's state of "
-        wrong += [
+        unknown += [
             f"{what}{name} is unknown here"
-            for name in sorted(held)
-            if first_names.get(name, name) not in used
+            for name in sorted(state.get(part, ()))
+            if aliases.get(name, name) not in known
         ]
-    if wrong:
-        shown = "; ".join(wrong[:_MAX_SHOWN])
-        n_more = len(wrong) - _MAX_SHOWN
+    wrong = chain.from_iterable(texts for texts, _ in answers)
+    texts = [*dict.fromkeys([*wrong, *chain.from_iterable(gather(unknown))])]
+    if texts:
+        n_more = len(texts) - _MAX_SHOWN
         more = f"; and {n_more} more" if n_more > 0 else ""
         raise RequestError(
-            f"the state does not fit, and nothing was changed: {shown}{more}"
+            "the state does not fit, and nothing was changed: "
+            f"{'; '.join(texts[:_MAX_SHOWN])}{more}"
         )
 
 
-def load_state(checked: Checked) -> None:
+def load_state(local: LocalModel, fit: Fit, copy: Copy) -> None:
     """Load a state that was found to fit."""
-    load_model(checked)
-    load_optimizers(checked)
+    copy([*load_model(fit), *load_optimizers(local, fit)])
+    load_schedulers(fit)
+
+
+@torch.no_grad()
+def copy_tensors(pairs: Pairs) -> None:
+    """Copy tensors, whole or sharded in any way, into those to which they belong."""
+    for value, target in pairs:
+        shard = shard_of(target)
+        if is_sharded(value) and layout_of(value) == layout_of(target):
+            shard.numbers.copy_(shard_of(value).numbers)
+        else:
+            shard.numbers.copy_(shard.of(whole(value)))

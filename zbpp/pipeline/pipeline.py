@@ -21,7 +21,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from zbpp.checkpoint.state import State
+from zbpp.checkpoint.model import State
+from zbpp.checkpoint.run import Checkpoints
 from zbpp.core import Program, RequestError, Schedule, schedule_text
 from zbpp.diagnostics import split_warning
 from zbpp.models import Tie, layered_of
@@ -35,7 +36,6 @@ from zbpp.pipeline.arguments import (
     warn_of_plan,
     weigh_of,
 )
-from zbpp.pipeline.checkpoints import Checkpoints
 from zbpp.pipeline.parallel import check_one_queue, parts_of_step, with_collectives
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
@@ -262,10 +262,9 @@ class Pipeline:
         self._watcher = make_watcher(execution.watch, self.plan)
         self._checkpoints = Checkpoints(
             self.stages,
-            self.layered,
-            self._ties.ties,
+            self.layered.own_name,
+            (*self._ties.ties, *self.layered.buffers),
             rank=self.rank,
-            writes=self.place.peers.row == 0,
             expert_mesh=self.place.expert_mesh,
         )
         self._part: StepPart | None = None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from zbpp.checkpoint.tensors import whole
+from zbpp.runtime.support.sharded import whole
 
 __all__ = ["combine", "fingerprints"]
 

@@ -17,6 +17,7 @@ __all__ = [
     "own_shard",
     "place_gradients",
     "sum_over_meshes",
+    "whole",
 ]
 
 
@@ -62,6 +63,12 @@ def own_shard(value: Any) -> Any:
     """
     sharded = isinstance(value, Tensor) and is_sharded(value)
     return value.to_local() if sharded else value
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; every process that has a shard of it must call."""
+    return cast(Any, tensor.detach()).full_tensor() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ Names are the model's own, so a state fits any schedule and any number of stages
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.checkpoint.experts import ExpertParts
 from zbpp.checkpoint.folder import candidates, open_newest
-from zbpp.checkpoint.manifest import CheckpointError, Manifest
-from zbpp.checkpoint.model import LocalModel
-from zbpp.checkpoint.saving import Put, Saver
+from zbpp.checkpoint.format import CheckpointError, Manifest
+from zbpp.checkpoint.model import Fit, LocalModel, Place, State
+from zbpp.checkpoint.save import Put, Saver
 from zbpp.checkpoint.state import (
-    Checked,
-    State,
+    Copy,
     check_state,
+    copy_tensors,
     load_state,
-    names_in,
     read_state,
     refuse_misfits,
     state_of,
     take_snapshot,
 )
-from zbpp.checkpoint.values import misfit
 from zbpp.core import RequestError
-from zbpp.models import Layered, Tie
 from zbpp.runtime.driver.stages import LocalStages
 
 __all__ = ["Checkpoints"]
@@ -43,37 +40,31 @@ class Checkpoints:
 
     Args:
         stages: whose state it is.
-        layered: the model, which knows its own names.
-        ties: parameters that several layers share.
-        rank: of this process; rank 0 writes what concerns all.
-        writes: this process writes the parts of its stage; its peers have the same.
-        expert_mesh: of the processes that hold other experts; None: there are none.
+        own_name: the model's own name of what a layer has under a name.
+        ties: places of parameters, and of buffers, that are one in the model.
+        rank: of this process.
+        expert_mesh: of the processes that have other experts; None: there are none.
     """
 
     def __init__(
         self,
         stages: LocalStages,
-        layered: Layered,
-        ties: tuple[Tie, ...],
+        own_name: Callable[[int, str], str],
+        ties: Sequence[Sequence[Place]],
         *,
         rank: int,
-        writes: bool,
         expert_mesh: DeviceMesh | None = None,
     ) -> None:
         self._expert_mesh = expert_mesh
-        self._stages = stages
-        self._layered = layered
-        self._ties = ties
-        self._rank = rank
-        self._writes = writes
+        self._stages, self._own_name, self._ties = stages, own_name, ties
+        self._rank, self._gather = rank, stages.transport.gather
+        self._saver = Saver(rank, self._gather)
         self._schedulers: tuple[Any, ...] = ()
-        self._saver: Saver | None = None
         self._has_warned = False
 
     def attach(self, schedulers: tuple[Any, ...]) -> None:
         """Take over LR schedulers, whose state is saved and loaded."""
-        stages = self._stages.optimizers_by_stage
-        optimizers = {id(optimizer) for every in stages for optimizer in every}
+        optimizers = {id(optimizer) for optimizer in self._stages.optimizers}
         for scheduler in schedulers:
             if id(getattr(scheduler, "optimizer", None)) not in optimizers:
                 raise RequestError(
@@ -81,18 +72,16 @@ class Checkpoints:
                     "pipeline; make one for each of pipeline.optimizers"
                 )
         scheduled = {id(scheduler.optimizer) for scheduler in schedulers}
-        patterns = {
-            tuple((type(x).__name__, id(x) in scheduled) for x in every)
-            for every in stages
-        }
-        for one in patterns:
-            for other in patterns:
-                if one != other and [x for x, _ in one] == [x for x, _ in other]:
-                    raise RequestError(
-                        "the schedulers are for optimizers of some stages of this "
-                        "process only, so layers would train at different rates; "
-                        "attach(*[make_scheduler(x) for x in pipeline.optimizers])"
-                    )
+        of_kinds: dict[tuple[type, ...], list[bool]] = {}
+        for of_stage in self._stages.optimizers_by_stage:
+            are_scheduled = [id(x) in scheduled for x in of_stage]
+            kinds = tuple(map(type, of_stage))
+            if of_kinds.setdefault(kinds, are_scheduled) != are_scheduled:
+                raise RequestError(
+                    "the schedulers are for optimizers of some stages of this process "
+                    "only, so layers would train at different rates; "
+                    "attach(*[make_scheduler(x) for x in pipeline.optimizers])"
+                )
         self._schedulers = schedulers
 
     def state_dict(self, n_steps: int) -> State:
@@ -100,17 +89,6 @@ class Checkpoints:
         self._stages.synchronize()
         run = self._stages.history.state_dict()
         return state_of(self._local_model(), step=n_steps, run=run)
-
-    def load_state_dict(self, state: State, *, model_only: bool) -> int | None:
-        """Load a state; return the number of steps done, None if they stay."""
-        self._stages.synchronize()
-        with self._stages.failures_told("load a state", of_requests=False):
-            local = self._local_model()
-            try:
-                checked = check_state(local, state, model_only=model_only)
-            except RequestError as error:
-                checked = Checked(wrong=[str(error)])
-            return self._take(state, checked, state, model_only=model_only)
 
     def save(
         self,
@@ -122,36 +100,26 @@ class Checkpoints:
         extra: Mapping[str, Any],
         trainable_only: bool,
     ) -> None:
-        """Begin to save; files are written in the background.
-
-        Args:
-            folder: of this run's checkpoints.
-            n_steps: steps done.
-            about: the schedule, for whoever reads the manifest.
-            keep: checkpoints that stay.
-            extra: what `load` shall return.
-            trainable_only: leave out what is not trained.
-        """
+        """Begin to save; ``about`` describes the schedule to whoever reads it."""
         if keep is not None and keep < 1:
             raise RequestError(f"keep is {keep}; it must be at least 1, or None")
         self._stages.synchronize()
+
+        def take(put: Put) -> Manifest:
+            return take_snapshot(
+                self._local_model(),
+                about,
+                self._stages.history.state_dict(),
+                put,
+                step=n_steps,
+                extra=extra,
+                peers=self._stages.transport.peers,
+                rank=self._rank,
+                trainable_only=trainable_only,
+            )
+
         with self._stages.failures_told("save", of_requests=False):
             self._warn_of_schedulers()
-            if self._saver is None:
-                self._saver = Saver(self._rank, self._stages.transport.gather)
-
-            def take(put: Put) -> Manifest:
-                return take_snapshot(
-                    self._local_model(),
-                    about,
-                    self._stages.history.state_dict(),
-                    put,
-                    step=n_steps,
-                    extra=extra,
-                    saves=self._writes,
-                    trainable_only=trainable_only,
-                )
-
             failure = self._saver.begin(Path(folder), take, keep=keep)
             self._stages.checkpoints = str(folder)
             self._warn(failure, "a checkpoint was not saved, the run goes on")
@@ -174,7 +142,7 @@ class Checkpoints:
 
     def finish_saving(self) -> None:
         """Wait until the last save is on the disk."""
-        if self._saver is not None and self._saver.is_saving:
+        if self._saver.is_saving:
             with self._stages.failures_told("finish saving", of_requests=False):
                 failure = self._saver.finish()
             if failure is not None:
@@ -189,6 +157,13 @@ class Checkpoints:
         except CheckpointError as error:
             self._warn(str(error), "the run ends")
 
+    def load_state_dict(self, state: State, *, model_only: bool) -> int | None:
+        """Load a state; return the number of steps done, None if they stay."""
+        self._stages.synchronize()
+        with self._stages.failures_told("load a state", of_requests=False):
+            self._load(lambda: (state, copy_tensors), model_only=model_only)
+        return None if model_only else int(state["step"])
+
     def load(
         self, path: str | Path, *, model_only: bool, missing_ok: bool
     ) -> tuple[dict[str, Any], int | None]:
@@ -198,82 +173,58 @@ class Checkpoints:
             The ``extra`` of `save`, and the number of steps done, None if they stay.
         """
         self._stages.synchronize()
-        gather = self._stages.transport.gather
         with self._stages.failures_told("load", of_requests=False):
-            if missing_ok and not gather(candidates(Path(path)))[0]:
+            if missing_ok and not self._gather(candidates(Path(path)))[0]:
                 return {}, None
             folder, manifest, damaged = open_newest(
-                Path(path), rank=self._rank, gather=gather
+                Path(path), rank=self._rank, gather=self._gather
             )
             for text in damaged:
                 self._warn(text, "a damaged checkpoint is passed over")
-            local = self._local_model()
-            state: State = {}
-            try:
-                state = read_state(folder, manifest, local, model_only=model_only)
-                checked = check_state(local, state, model_only=model_only)
-            except RequestError as error:
-                checked = Checked(wrong=[str(error)])
-            state.setdefault("aliases", manifest.aliases)
-            n_steps = self._take(
-                state, checked, names_in(manifest), model_only=model_only
+            state = self._load(
+                lambda: read_state(folder, manifest, model_only=model_only),
+                model_only=model_only,
             )
         self._stages.checkpoints = str(path)
-        return dict(state.get("extra") or {}), n_steps
+        return dict(state["extra"]), None if model_only else manifest.step
 
-    def _take(
-        self,
-        state: State,
-        checked: Checked,
-        names: Mapping[str, Iterable[str]],
-        *,
-        model_only: bool,
-    ) -> int | None:
-        """Load on all ranks, or on none."""
-        run = state.get("run")
+    def _load(
+        self, read: Callable[[], tuple[State, Copy]], *, model_only: bool
+    ) -> State:
+        """Load on all ranks, or on none; all must call."""
+        local, state, fit = self._local_model(), State(), Fit()
+        copy: Copy = copy_tensors
+        try:
+            state, copy = read()
+            fit = check_state(local, state, model_only=model_only)
+        except RequestError as error:
+            fit.wrong.append(str(error))
+        run, history = state.get("run"), self._stages.history
         if not model_only and run is not None:
-            checked.wrong += self._run_misfits(run)
-        elif not model_only and "run" not in state and not checked.wrong:
-            checked.wrong.append("the state of the run (run) is missing")
-        refuse_misfits(
-            checked, names, state.get("aliases", {}), self._stages.transport.gather
-        )
-        load_state(checked)
-        if model_only:
-            return None
-        if run is not None:
+            fit.wrong += history.check_state(run)
+        elif not model_only and "run" not in state and not fit.wrong:
+            fit.wrong.append("the state of the run (run) is missing")
+        counts = self._stages.transport.peers.owns(())
+        refuse_misfits(fit, state, self._gather, counts=counts)
+        load_state(local, fit, copy)
+        if not model_only and run is not None:
             for executor in self._stages.executors.values():
                 executor.optimizer.history.load_state_dict(run)
-        return int(state["step"])
+        return state
 
     def _local_model(self) -> LocalModel:
         stages = [x.stage for x in self._stages.executors.values()]
         return LocalModel(
             self._stages.layers(),
-            self._layered.own_name,
-            ties=(*self._ties, *self._layered.buffers),
-            copies={
-                copy: original
-                for stage in stages
-                for copy, original in stage.ties.unseen_copies()
-            },
+            self._own_name,
+            ties=self._ties,
+            copies=dict(pair for x in stages for pair in x.ties.unseen_copies()),
             optimizers=self._stages.optimizers_by_stage,
             schedulers=self._schedulers,
             experts=ExpertParts(
                 {p for stage in stages for p in stage.experts}, self._expert_mesh
             ),
         )
-
-    def _run_misfits(self, saved: Any) -> list[str]:
-        """Say why a saved state of the run cannot go on here; empty if it can."""
-        history = self._stages.history
-        here = history.state_dict()
-        text = misfit(saved, {**here, "scaler": None}, "the state of the run")
-        if text is not None:
-            return [text]
-        wrong: list[str] = history.check_state(saved)
-        text = misfit(saved["scaler"], here["scaler"], "the state of the loss scale")
-        return wrong or ([] if text is None else [text])
 
     def _warn(self, text: str | None, what: str) -> None:
         if text is not None and self._rank == 0:

@@ -1,7 +1,7 @@
 """Save in the background: the run goes on while the files are written.
 
     caller           copy to host memory | next steps ...
-    thread           | write, read back, leave a manifest of this part
+    thread           | write, leave a manifest of this part
     rank 0's thread  |   all parts there: manifest, rename, remove old ones
 
 The processes of a pipeline meet in the file system only, so a save that fails or hangs
@@ -18,33 +18,74 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from zbpp.checkpoint.folder import Gather, make_partial, publish
-from zbpp.checkpoint.manifest import (
+from zbpp.checkpoint.format import (
     MANIFEST,
     CheckpointError,
     Manifest,
+    Shard,
     read_manifest,
-    sha256_of,
     write_durably,
+    write_shards,
 )
-from zbpp.checkpoint.optimizers import schedulers_differ
-from zbpp.checkpoint.tensors import HostCopies, write_tensors
+from zbpp.checkpoint.optimizers import merge_schedulers
 from zbpp.core import RequestError
+from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = ["Put", "Saver"]
 
-Put = Callable[[str, Tensor], None]
-"""Takes a tensor by its name in the checkpoint, and has copied it on return."""
+Put = Callable[[str, Shard], None]
+"""Takes a shard by the name of its tensor, and has copied it on return."""
 
 Failure = tuple[float, str]
 """When a process failed, and why."""
 
 _PART = "part-{}.json"
-_POLL_S = 0.01
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 1.0  # between two looks at the folder
 _PATIENCE_S = 600.0  # for the parts of the other processes
 _PATIENCE_AT_EXIT_S = 10.0  # the same when the script has ended
+
+
+class _HostCopies:
+    """Copies of shards in host memory, which is used again by the next save.
+
+    A save blocks its caller for these copies only. Memory that was used before is
+    written at several times the speed of fresh memory, whose pages are cleared one by
+    one.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Shard] = {}
+        self._copies: dict[str, Shard] = {}
+        self._are_on_the_way = False
+
+    def begin(self) -> None:
+        """Start anew; the memory of the copies that were taken is used again."""
+        self._before, self._copies = self._copies, {}
+
+    def take(self, name: str, shard: Shard) -> None:
+        """Copy a shard on any device, which may go at once."""
+        tensor = shard.numbers
+        is_async = runs_ahead(tensor.device)
+        before = self._before.get(name)
+        copy = None if before is None else before.numbers
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            copy = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_async
+            )
+        copy.copy_(tensor, non_blocking=is_async)
+        self._copies[name] = Shard(copy, shard.offsets)
+        self._are_on_the_way |= is_async
+
+    def finish(self) -> dict[str, Shard]:
+        """Wait for the copies, and give them by name; they are good until `begin`."""
+        self._before = {}
+        if self._are_on_the_way:
+            torch.accelerator.synchronize()
+        self._are_on_the_way = False
+        return self._copies
 
 
 class Saver:
@@ -57,7 +98,7 @@ class Saver:
 
     def __init__(self, rank: int, gather: Gather) -> None:
         self._rank, self._gather = rank, gather
-        self._copies = HostCopies()
+        self._copies = _HostCopies()
         self._writing: Future[Failure | None] | None = None
 
     @property
@@ -71,17 +112,16 @@ class Saver:
         """Copy a state and start to write it; every process must call.
 
         Args:
-            folder: of the checkpoints; all processes see the same.
-            take: gives the manifest of the part that this process holds, without files,
-                and every tensor to what it is called with.
-            keep: see `publish`.
+            folder: of the checkpoints; rank 0's counts.
+            take: gives the manifest of this process's part, without files, and every
+                shard to what it is called with.
+            keep: see `publish`; rank 0's counts.
 
         Returns:
             Why the save before has failed, None if it has not.
 
         Raises:
-            CheckpointError: the state cannot be saved, the folder cannot be written, or
-                folder, step or keep differ among processes.
+            CheckpointError: the state cannot be saved, or the folder cannot be written.
         """
         earlier = self._wait()
         partial, problem, part = "", None, Manifest(0, {})
@@ -94,31 +134,20 @@ class Saver:
             problem = str(error)
         except OSError as error:
             problem = f"cannot write to {folder}: {error.strerror}"
-        tensors = self._copies.finish()
-        request = (str(folder.absolute()), part.step, keep)
+        shards = self._copies.finish()
         schedulers = part.values.get("schedulers", {})
-        answers = self._gather((request, partial, problem, earlier, schedulers))
-        seen: dict[str, Any] = {}
-        for _, _, text, _, states in answers:
+        answers = self._gather((partial, problem, earlier, schedulers))
+        for _, text, _, _ in answers:
             if text is not None:
                 raise CheckpointError(text)
-            for name, state in states.items():
-                if seen.setdefault(name, state) != state:
-                    raise CheckpointError(schedulers_differ(name))
-        requests = [answer[0] for answer in answers]
-        differing = [r for r, asked in enumerate(requests) if asked != requests[0]]
-        if differing:
-            raise CheckpointError(
-                f"rank(s) {differing} save {requests[differing[0]]}, rank 0 saves "
-                f"{requests[0]}: folder, step and keep must be the same"
-            )
+        merge_schedulers(states for *_, states in answers)
         writer = _Writer(
-            Path(answers[0][1]), part, tensors, self._rank, len(answers), keep
+            Path(answers[0][0]), part, shards, self._rank, len(answers), keep
         )
         executor = ThreadPoolExecutor(1, thread_name_prefix="zbpp save")
         self._writing = executor.submit(writer.run)
         executor.shutdown(wait=False)  # the thread ends with its work
-        return _first_cause(answer[3] for answer in answers)
+        return _first_cause(failure for _, _, failure, _ in answers)
 
     def finish(self) -> str | None:
         """Wait for the last save; every process must call.
@@ -148,7 +177,7 @@ class _Writer:
 
     partial: Path
     part: Manifest
-    tensors: Mapping[str, Tensor]
+    shards: Mapping[str, Shard]
     rank: int
     n_ranks: int
     keep: int | None
@@ -156,7 +185,9 @@ class _Writer:
     def run(self) -> Failure | None:
         """Write; rank 0 then waits for the others and publishes."""
         try:
-            self._write_part()
+            file = write_shards(self.partial, self.rank, self.shards)
+            part = replace(self.part, files=[file])
+            write_durably(self.partial / _PART.format(self.rank), part.text())
             if self.rank == 0:
                 self._publish(self._wait_for_parts())
         except Exception as error:
@@ -174,24 +205,19 @@ class _Writer:
             return failure
         return None
 
-    def _write_part(self) -> None:
-        path = self.partial / f"stage-{self.rank}.safetensors"
-        index = write_tensors(path, self.tensors)
-        about = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        part = replace(self.part, files={path.name: about}, tensors=index)
-        write_durably(self.partial / _PART.format(self.rank), part.text())
-
     def _wait_for_parts(self) -> list[Manifest]:
         """Wait for the manifests that all processes have written, by rank."""
-        parts: dict[int, Manifest] = {}
-        deadline = time.monotonic() + _PATIENCE_S
-        while missing := sorted(set(range(self.n_ranks)) - parts.keys()):
+        deadline, wait_s = time.monotonic() + _PATIENCE_S, _FIRST_WAIT_S
+        part_of = {_PART.format(rank): rank for rank in range(self.n_ranks)}
+        while True:
+            names = {path.name for path in self.partial.iterdir()}
+            missing = [rank for name, rank in part_of.items() if name not in names]
+            if not missing:
+                return [read_manifest(self.partial, name) for name in part_of]
             for rank in missing:
-                name = _PART.format(rank)
-                if (self.partial / name).exists():
-                    parts[rank] = read_manifest(self.partial, name)
-                elif (marker := self.partial / f"failed-{rank}").exists():
-                    raise CheckpointError(f"rank {rank} failed: {marker.read_text()}")
+                if (marker := f"failed-{rank}") in names:
+                    text = (self.partial / marker).read_text()
+                    raise CheckpointError(f"rank {rank} failed: {text}")
             if not threading.main_thread().is_alive():
                 deadline = min(deadline, time.monotonic() + _PATIENCE_AT_EXIT_S)
             if time.monotonic() > deadline:
@@ -199,22 +225,22 @@ class _Writer:
                     f"rank(s) {missing} have not written to {self.partial} within "
                     f"{_PATIENCE_S:g} s; is it one folder for all processes?"
                 )
-            time.sleep(_POLL_S)
-        return [parts[rank] for rank in range(self.n_ranks)]
+            time.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, _LONGEST_WAIT_S)
 
     def _publish(self, parts: list[Manifest]) -> None:
-        """Join the parts: tables and lists of all stages, and all else of rank 0."""
-        tables: dict[str, Any] = {"files": {}, "tensors": {}, "aliases": {}}
+        """Join the parts: tables of all stages, and all else of rank 0."""
         values: dict[str, Any] = {}
+        aliases: dict[str, str] = {}
         for part in parts:
-            for name, table in tables.items():
-                table |= getattr(part, name)
+            aliases |= part.aliases
             for name, value in part.values.items():
                 if name in ("optimizer", "extra_states", "schedulers"):
                     values.setdefault(name, {}).update(value)
                 else:
                     values.setdefault(name, value)
-        manifest = replace(self.part, **tables, values=values)
+        files = [file for part in parts for file in part.files]
+        manifest = replace(self.part, files=files, aliases=aliases, values=values)
         write_durably(self.partial / MANIFEST, manifest.text())
         for path in self.partial.glob(_PART.format("*")):
             path.unlink()

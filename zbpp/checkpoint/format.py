@@ -1,0 +1,401 @@
+"""The files of a checkpoint: shards of tensors, and a manifest with their hashes.
+
+    step-00000012/
+        manifest.json         JSON with a hash of itself, written last
+        rank-0.safetensors    the shards that process 0 owns
+        ...
+
+Each shard has its offset in the whole tensor, in the form of torch's
+`HuggingFaceStorageReader`: it reads any part of any tensor, for a plain tensor or for
+a DTensor on any mesh. A folder without a manifest is no checkpoint. The manifest
+contains no names of files, and nothing is ever unpickled or executed.
+"""
+
+import hashlib
+import json
+import math
+import os
+import stat
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from zbpp.core import RequestError
+from zbpp.runtime.support.sharded import is_sharded
+
+__all__ = [
+    "MANIFEST",
+    "CheckpointError",
+    "FileHash",
+    "Manifest",
+    "SavedTensors",
+    "Shard",
+    "damaged",
+    "decode",
+    "encode",
+    "read_manifest",
+    "shard_of",
+    "sync_folder",
+    "write_durably",
+    "write_shards",
+]
+
+MANIFEST = "manifest.json"
+_SHARDS = "rank-{}.safetensors"
+_FORMAT, _VERSION = "zbpp-checkpoint", 3
+_MAX_BYTES = 2**29
+"""Of a manifest: a million tensors take half of it."""
+
+
+class CheckpointError(RequestError):
+    """A checkpoint is damaged or not there, or could not be written."""
+
+
+# ---- The manifest.
+
+
+class FileHash(NamedTuple):
+    """Size and hash of the shards of one process."""
+
+    n_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint, or of one process's part, without its tensors.
+
+    Args:
+        step: steps that were done.
+        run: mode, stages, micro-batches and split of the run that saved; for people.
+        files: of each process, by rank; None: it owns no shards.
+        aliases: other names of tied tensors.
+        values: the rest of the state, as `encode` writes it.
+    """
+
+    step: int
+    run: Mapping[str, Any]
+    files: Sequence[FileHash | None] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The content of the file."""
+        body = {"format": _FORMAT, "version": _VERSION, **vars(self)}
+        return json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
+
+
+def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
+    """Read and check a manifest in a folder; the files of tensors are not looked at.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another version.
+    """
+    path = folder / name
+    try:
+        status = path.stat()
+        # a pipe would be waited for, and a sparse file of any size can be made
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            raise ValueError(f"it is no file of at most {_MAX_BYTES:,} bytes")
+        body = json.loads(path.read_bytes())
+        sha256 = body.pop("sha256")
+        kind, version = body["format"], body["version"]
+        if (kind, version) != (_FORMAT, _VERSION):
+            raise CheckpointError(
+                f"{path} is a {kind} of version {version}; this zbpp reads {_FORMAT} "
+                f"of version {_VERSION}"
+            )
+        if sha256 != _digest(body):
+            raise ValueError("its text does not have the hash that it states")
+        del body["format"], body["version"]
+        body["files"] = [file and FileHash(*file) for file in body["files"]]
+        manifest = Manifest(**body)
+        if type(manifest.step) is not int or manifest.step < 0:
+            raise ValueError(f"its step is {manifest.step!r:.40}")
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing: {folder} is no checkpoint"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return manifest
+
+
+def damaged(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> list[str]:
+    """Describe each file of some ranks that is not what was written, and strays."""
+    expected = {_SHARDS.format(i) for i, x in enumerate(manifest.files) if x}
+    strays = {path.name for path in folder.glob("*.safetensors")} - expected
+    problems = [f"{folder / name} is not in the manifest" for name in sorted(strays)]
+    for rank in ranks:
+        file = manifest.files[rank]
+        if file is None:
+            continue
+        path = folder / _SHARDS.format(rank)
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                problems.append(f"{path} is no file")
+            elif status.st_size != file.n_bytes:
+                problems.append(
+                    f"{path} has {status.st_size:,} bytes, not {file.n_bytes!r:.40}"
+                )
+            elif _sha256_of(path) != file.sha256:
+                problems.append(f"{path} does not have the hash in the manifest")
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+    return problems
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file all or nothing, and wait until the disk has it."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- Values.
+
+# JSON's own types stay as they are. Everything else is an object with one key:
+#
+#     {"tuple": [...]}   {"dict": [[key, value], ...]}   {"counter": ...}
+#     {"float": "inf"}   {"tensor": "optimizer/0.weight/0/exp_avg"}
+
+
+def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
+    """Turn a value into what `json` writes.
+
+    Args:
+        value: numbers, texts, tensors, and containers of them.
+        where: its path; the names of its tensors begin with it.
+        put: takes each tensor, with its name.
+
+    Raises:
+        RequestError: a part of it is something else.
+
+    >>> encode({"lr": 0.1, "betas": (0.9, float("inf"))}, "group", print)
+    {'dict': [['lr', 0.1], ['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, Tensor):
+        put(where, value)
+        return {"tensor": where}
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{where}/{i}", put) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        rows = [
+            [encode(key, f"{where}/key", put), encode(item, f"{where}/{key}", put)]
+            for key, item in value.items()
+        ]
+        return {kind: rows}
+    raise RequestError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; it "
+        "holds numbers, texts, tensors, and lists, tuples and dicts of them"
+    )
+
+
+def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
+    """Turn what `encode` has made back.
+
+    Args:
+        value: as `json` reads it.
+        get: gives the tensor of a name.
+
+    Raises:
+        RequestError: there is a kind that `encode` does not make.
+    """
+    if isinstance(value, list):
+        return [decode(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((kind, content),) = value.items()
+        match kind:
+            case "tensor":
+                return get(content)
+            case "float":
+                return float(content)
+            case "tuple":
+                return tuple(decode(item, get) for item in content)
+            case "dict":
+                return {decode(key, get): decode(item, get) for key, item in content}
+            case "counter":
+                return Counter({decode(k, get): decode(n, get) for k, n in content})
+    raise RequestError(f"a checkpoint has no values of the kind {sorted(value)}")
+
+
+# ---- Tensors.
+
+
+class Shard(NamedTuple):
+    """Numbers of a tensor in this process, and where in the whole they begin."""
+
+    numbers: Tensor
+    offsets: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same part of another whole tensor."""
+        for dim, (start, length) in enumerate(
+            zip(self.offsets, self.numbers.shape, strict=True)
+        ):
+            whole = whole.narrow(dim, start if length else 0, length)
+        return whole
+
+
+@torch.no_grad()
+def shard_of(tensor: Tensor) -> Shard:
+    """The shard of a DTensor in this process; all of a plain tensor."""
+    if not is_sharded(tensor):
+        return Shard(tensor.detach(), (0,) * tensor.dim())
+    sharded = cast(Any, tensor.detach())
+    (chunk,) = sharded.__create_chunk_list__()
+    return Shard(sharded.to_local(), tuple(chunk.offsets))
+
+
+def write_shards(
+    folder: Path, rank: int, shards: Mapping[str, Shard]
+) -> FileHash | None:
+    """Write the shards of a process, and wait until the disk has them.
+
+    Args:
+        folder: of the checkpoint.
+        rank: of the process.
+        shards: on the CPU, contiguous, none in the memory of another.
+
+    Returns:
+        Size and hash of the file; None without shards.
+
+    Raises:
+        CheckpointError: it cannot be written: the disk is full, for instance.
+    """
+    if not shards:
+        return None
+    safetensors = _safetensors()
+    from safetensors.torch import save_file
+
+    path = folder / _SHARDS.format(rank)
+    offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
+    try:
+        save_file(
+            {name: shard.numbers for name, shard in shards.items()},
+            path,
+            {"DCP_SHARDING_INFO": json.dumps(offsets)},
+        )
+        # the package makes files that only their owner may read
+        path.chmod(folder.stat().st_mode & 0o666)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    except KeyError as error:  # so the package says that its format has no such dtype
+        raise CheckpointError(f"safetensors files hold no {error.args[0]}") from error
+    return FileHash(path.stat().st_size, _sha256_of(path))
+
+
+class SavedTensors:
+    """The tensors of a checkpoint, which are read part by part.
+
+    Args:
+        folder: of the checkpoint, whose files are verified.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with self._reader() as reader:
+            about = reader.read_metadata().state_dict_metadata
+        self.like: dict[str, Tensor] = {
+            name: torch.empty(x.size, dtype=x.properties.dtype, device="meta")
+            for name, x in about.items()
+        }
+        """Of the shape and dtype of each tensor, by its name, without numbers."""
+        self._name_of = {like: name for name, like in self.like.items()}
+
+    @torch.no_grad()
+    def read(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Fill tensors, plain or DTensors on any mesh, in place.
+
+        Args:
+            pairs: a tensor of `like`, and the one that shall have its numbers.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        rest = [(self._name_of[like], target) for like, target in pairs]
+        while rest:  # several places may have one saved tensor
+            targets: dict[str, Any] = dict(rest)
+            rest = [(name, x) for name, x in rest if targets[name] is not x]
+            with self._reader() as reader:
+                load(targets, storage_reader=reader, no_dist=True)
+
+    @contextmanager
+    def _reader(self) -> Iterator[Any]:
+        safetensors = _safetensors()
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it says that it reads alone
+                yield HuggingFaceStorageReader(str(self._folder))
+        except (CheckpointException, OSError, safetensors.SafetensorError) as error:
+            cause = str(error).strip().splitlines()[-1]  # before it come tracebacks
+            raise CheckpointError(f"{self._folder} cannot be read: {cause}") from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise RequestError(
+            "checkpoints need the package safetensors: pip install 'zbpp[train]'"
+        ) from error
+    return safetensors
