@@ -19,7 +19,7 @@ from zbpp.simulator import bubble_rate, simulate, span
 
 HERE, DATA = Path(__file__).parent, Path(__file__).parents[1] / "data"
 CHUNKS = {"single": "ZB", "v": "ZBV"}
-QUICK, LARGE = 64, 4000  # stages times micro-batches
+QUICK, LARGE = 32, 4000  # stages times micro-batches
 
 
 def rows_of(name: str) -> list[dict]:

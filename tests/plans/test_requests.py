@@ -52,6 +52,7 @@ def test_chunks_per_stage_are_two_or_as_asked():
         ("VPP", {}, 4),
         ("ZBVPP", {"chunks_per_stage": 3}, 6),
         ("auto", {"chunks_per_stage": 3}, 6),
+        ("ZBVPP", {"costs": Costs(comm=(0.1,) * 5)}, 6),  # one entry an edge
     ):
         assert plan(mode, **SMALL, **more).placement.n_chunks == n_chunks
 
