@@ -9,9 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zbpp.core import Pass, read_costs, read_layers
-from zbpp.planning import plan
-from zbpp.simulator import read_trace
+from zbpp.core import read_costs, read_layers
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -130,17 +128,6 @@ def test_doctor_tells_which_weights_wait_and_why_the_rest_do_not(zbpp):
         **dict.fromkeys(("idle.weight", "idle.bias"), "unused"),
     }
     assert "42.1% of 152 parameters; B those of 80 (used 2 times)" in out
-
-
-@pytest.mark.slow
-def test_train_writes_a_trace_of_the_jobs_of_its_plan(zbpp):
-    small = f"--size tiny --seq 16 --data {__file__}"
-    zbpp(f"train --steps 2 --stages 2 --trace trace.json {small}")
-    (measured,) = read_trace("trace.json")
-    order = plan("ZBH1", n_stages=2, n_microbatches=8).orders
-    for row, jobs in zip(measured.rows, order, strict=True):
-        ran = [slot.job for slot in row if isinstance(slot.job, Pass)]
-        assert ran == [job for job in jobs if isinstance(job, Pass)]
 
 
 @pytest.mark.parametrize(

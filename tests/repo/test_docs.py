@@ -49,6 +49,7 @@ DEAR_SESSIONS = {
     "docs/how_to/simulating.md",  # draws
     "docs/how_to/your_script.md",  # measures a model
 }
+PLANS_LONG = {"docs/how_to/planning.md", "docs/how_to/data_parallel.md"}
 AT_NIGHT = {
     "docs/how_to/benchmarking.md",  # repeats tests/bench
     "docs/how_to/planning.md",  # repeats the page on profiles
@@ -99,7 +100,15 @@ def test_the_sessions_run(page, tmp_path):
     assert run_session(page, tmp_path) > 2
 
 
-@pytest.mark.parametrize("page", [p for p in GUIDES if p.commands("zbpp")], **by_name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.name in PLANS_LONG else ())
+        for page in GUIDES
+        if page.commands("zbpp")
+    ],
+    **by_name,
+)
 def test_the_commands_run(page, tmp_path, capsys):
     if run_commands(page, tmp_path, dear=False):
         assert capsys.readouterr().out

@@ -11,6 +11,7 @@ from zbpp.cli import main
 from zbpp.core import read_costs
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.needs("transformers"),
     pytest.mark.xdist_group("hf"),
     pytest.mark.usefixtures("transformers"),
@@ -97,7 +98,6 @@ def test_a_checkpoint_is_trained_on_from_its_weights(transformers: Any) -> None:
         (".", {}, "no safetensors files;"),
         ("config.json", {"n_positions": 8}, "max_position_embeddings is 8"),
         ("config.json", {"model_type": "absent"}, "absent"),
-        ("config.json", {"model_type": "vit"}, "vit is no causal language model"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
@@ -109,7 +109,7 @@ def test_what_cannot_be_trained_is_refused(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_estimated_and_profiled(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--stages 2 --microbatches 4 --seq 16 --model hf:gpt2/config.json"
     assert main(["estimate", *sizes.split(), "--modes", "ZBV", "1F1B", "--json"]) == 0
