@@ -2,13 +2,15 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import pytest
-from commands import PATIENCE_S, playground
+from pool import PATIENCE_S
+from ranks import heed_ctrl_c
 
 LINES = {
     "zbpp show 1F1B -p 40 -m 90 | head -1": (
@@ -97,8 +99,19 @@ def test_without_torch_and_matplotlib_all_works_that_needs_neither(tmp_path):
 
 @pytest.fixture(scope="module")
 def address():
-    with playground() as address:
-        yield address
+    """Of ``zbpp playground``, which Ctrl-C ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zbpp", "playground"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,
+    )
+    with process:
+        yield process.stdout.readline().strip()
+        process.send_signal(signal.SIGINT)
+        assert "interrupted" in process.stderr.read()
+        assert process.wait(PATIENCE_S) == 130
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run
+from pages import run_on_ranks
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -400,9 +400,8 @@ def test_the_command_profiles_a_users_model_in_processes(
     monkeypatch.chdir(tmp_path)
     Path("my_model.py").write_text(MODEL)
     flags = "--model my_model:build --out c.json --rounds 2 --layers_out l.json"
-    done = run("profile", *flags.split())
-    assert done.returncode == 0, done.stderr
-    assert "link 0-1: delay" in done.stdout
+    printed = run_on_ranks(2, tmp_path, "zbpp", "profile", *flags.split())
+    assert "link 0-1: delay" in printed
     costs = read_costs("c.json")
     assert isinstance(costs.comm, tuple) and costs.comm[0] > 0
     assert isinstance(costs.m_fixed, tuple) and costs.m_fixed[0] > 4 * 2 * 72

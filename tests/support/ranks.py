@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pool import PATIENCE_S, PRELOAD, load_file
 
-__all__ = ["Ended", "Ranks", "end_of"]
+__all__ = ["Ended", "Ranks", "end_of", "heed_ctrl_c"]
 
 
 class Ended(NamedTuple):
@@ -109,6 +109,11 @@ class Ranks:
             pickle.loads(value.read_bytes()) if value.exists() else None,
             place,
         )
+
+
+def heed_ctrl_c() -> None:
+    """A process that a shell's background has started would inherit a deaf ear."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_of(function: Callable[..., Any], n: int, *args: Any) -> list[Ended]:

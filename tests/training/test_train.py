@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from commands import PATIENCE_S, heed_ctrl_c
-from ranks import end_of
+from pool import PATIENCE_S
+from ranks import end_of, heed_ctrl_c
 from training_here import run_train
 
 import zbpp
