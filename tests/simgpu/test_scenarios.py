@@ -322,16 +322,6 @@ def test_seeds_delays_and_limits(pool: SimulatedPool, mode: str, n: int) -> None
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_processes_that_load_go_on(
-    pool: SimulatedPool, mode: str, tmp_path: Any
-) -> None:
-    n = 2 + 2 * (MODES.index(mode) % 2)
-    scenario = Scenario(mode, from_host, case(mode), {"folder": str(tmp_path)}, n)
-    check_processes(pool, scenario, {"policy": "random", "seed": 3})
-
-
 def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
     """Whatever other processes take for it."""
     plain = Scenario("ZBV", from_host, case("ZBV"), n_processes=2)
@@ -345,24 +335,16 @@ def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
     assert digests[0] == digests[1] == digests[2] != control
 
 
-def struck(fault: str) -> None:
-    """Rank 1 comes to harm in its second step."""
-    inject(fault)
+def struck() -> None:
+    """Rank 1 is killed in its second step."""
+    inject("kill:1:1:1F2")
     watched(partial(from_host, case("1F1B"), timeout_s=2.0, first_timeout_s=30.0))
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("kill", "rank 1 has left no word"),
-        pytest.param("stop", "rank 1 has left no word", marks=pytest.mark.slow),
-        pytest.param("raise", "rank 1 failed first, in 1F2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_lost_peer_is_named(pool: SimulatedPool, fault: str, words: str) -> None:
-    place = r"PeerError: stage 0 waits at \w+ for .* from stage 1: "
-    with pytest.raises(AssertionError, match=f"{place}.*{words}"):
-        pool.run(struck, 2, f"{fault}:1:1:1F2", timeout_s=60)
+def test_a_lost_peer_is_named(pool: SimulatedPool) -> None:
+    words = r"PeerError: stage 0 waits at \w+ for .* from stage 1: .*rank 1 has left"
+    with pytest.raises(AssertionError, match=words):
+        pool.run(struck, 2, timeout_s=60)
 
 
 def with_an_error_of_nccl(fails_at: int) -> None:
