@@ -198,7 +198,7 @@ TABLE = (
     ("comm", "another dtype fits", "zbpp/runtime/comm/shapes.py",
      "and x.dtype is self.dtypes[0]", ""),
     ("comm", "evaluation has the tags of training", "zbpp/runtime/comm/links.py",
-     "_KIND_OF[value.what] + 2 * (not training)", "_KIND_OF[value.what]"),
+     "return int(not self._training)", "return 0"),
     ("comm", "an input without influence gets ones", "zbpp/runtime/values.py",
      "torch.zeros_like(x) if dx is None", "torch.ones_like(x) if dx is None"),
     ("comm", "a tensor that is there twice travels twice", "zbpp/runtime/values.py",

@@ -27,13 +27,12 @@ __all__ = [
     "Group",
     "Groups",
     "gather_objects",
-    "has_tags",
     "open_group",
     "open_groups",
 ]
 
 _NO_TAG = 2**31 - 1
-"""Tag of no message: it would be the last tensor of a full message."""
+"""Tag of no message."""
 
 _WATCHDOG = 2
 """Times as long as this house waits: NCCL's watchdog, and its likes, would end the
@@ -63,6 +62,8 @@ class Groups:
             the host, as gloo does.
         device: where tensors must be to be moved.
         everyone: all processes that step together.
+        hosts: the same processes, for numbers of the host (gloo).
+        pipeline: ranks in these of this pipeline's processes, by stage.
         channels: of this stage, by (sending stage, receiving stage).
         store: for these processes alone.
         replicas: those with the same part of this stage on other replicas, for numbers
@@ -73,14 +74,21 @@ class Groups:
     on_device: bool
     device: torch.device
     everyone: Group
+    hosts: Group
+    pipeline: Sequence[int]
     channels: dict[tuple[int, int], Channel]
     store: Any
     replicas: Group | None = None
     sides: Sequence[Any] = ()
 
+    def numbers(self, source: int, target: int) -> Channel:
+        """Return the channel for numbers of the host between two stages."""
+        return Channel(self.hosts, self.pipeline[source], self.pipeline[target])
+
     def opened(self) -> list[Group]:
         """The pipeline's own, in an order that is the same on all members."""
-        groups = [self.everyone, *(c.group for c in self.channels.values())]
+        groups = [self.everyone, self.hosts]
+        groups += [channel.group for channel in self.channels.values()]
         if self.replicas is not None:
             groups.append(self.replicas)
         return list(dict.fromkeys(groups))
@@ -103,7 +111,7 @@ class Groups:
         if self.on_device:  # torch's groups hold a backend for each kind of device
             sides = [side._get_backend(device) for side in sides]
         for group in [*self.opened(), *sides]:
-            if self.on_device and group is not self.replicas:
+            if self.on_device and group not in (self.hosts, self.replicas):
                 group.abort()
             else:
                 _break_connections(group)
@@ -117,7 +125,7 @@ class Groups:
             group.shutdown()
         self.channels = {}
         self.replicas = None
-        del self.everyone
+        del self.everyone, self.hosts
 
 
 def _break_connections(group: Group) -> None:
@@ -128,11 +136,6 @@ def _break_connections(group: Group) -> None:
             with suppress(RuntimeError):
                 never = group.recv([torch.zeros(1)], peer, _NO_TAG)
                 never.wait(timedelta(milliseconds=1))
-
-
-def has_tags(backend: str) -> bool:
-    """True if messages of one group are told apart by tags."""
-    return backend == "gloo"
 
 
 def open_groups(
@@ -147,10 +150,9 @@ def open_groups(
 ) -> Groups:
     """Open the groups of a pipeline; all that step together must call, nobody else.
 
-    With gloo one group serves all channels, as tags tell the messages apart. NCCL has
-    no tags, and what shares a communicator waits for each other: a send and a receive
-    between the same two stages must not, so every direction has its own, and none is
-    shared.
+    With gloo one group serves everything, as messages of other pairs do not wait for
+    each other. With NCCL what shares a communicator does: a send and a receive between
+    the same two stages must not, so every direction has its own.
 
     A receive that is posted early runs on its communicator's own stream. This stream
     waits for what was given to the stage's before, and the stage's waits for it only
@@ -177,34 +179,44 @@ def open_groups(
     name = _draw_name(world, wire, timeout_s=timeout_s)
     open_members = partial(open_group, world, backend=backend, timeout_s=timeout_s)
     all_ranks = range(dist.get_world_size(world))
-    everyone = open_members(all_ranks, name)
+    hosts = open_group(world, all_ranks, name, backend="gloo", timeout_s=timeout_s)
     pairs = [  # in the same order on all stages: no circle of waits
         (source, target)
         for source, targets in enumerate(neighbours)
         for target in sorted(targets)
         if stage in (source, target)
     ]
-    if has_tags(backend):
-        shared = everyone
-        if [*pipeline] != [*all_ranks]:
-            shared = open_members(pipeline, f"{name}/pipeline_{pipeline[0]}")
-        channels = {pair: Channel(shared, *pair) for pair in pairs}
+    if backend == "gloo":
+        everyone = hosts
+        channels = {(i, j): Channel(hosts, pipeline[i], pipeline[j]) for i, j in pairs}
     else:
+        everyone = open_members(all_ranks, f"{name}/device")
         channels = {}
         for pair in pairs:
-            ends = pipeline[pair[0]], pipeline[pair[1]]
-            group = open_members(ends, f"{name}/{ends[0]}_to_{ends[1]}")
+            both = pipeline[pair[0]], pipeline[pair[1]]
+            group = open_members(both, f"{name}/{both[0]}_to_{both[1]}")
             _connect(group, sends=stage == pair[0], device=wire)
             channels[pair] = Channel(group, 0, 1)
-    hosts: Group | None = None
+    of_replicas: Group | None = None
     if len(replicas) > 1:
         title = f"{name}/replicas_{replicas[0]}"
-        hosts = open_group(world, replicas, title, backend="gloo", timeout_s=timeout_s)
+        of_replicas = open_group(
+            world, replicas, title, backend="gloo", timeout_s=timeout_s
+        )
     _await_members(world, wire, timeout_s=timeout_s)
     store = world.get_group_store()
     notes = dist.PrefixStore(f"{name}/notes", store)  # type: ignore[attr-defined]
-    on_device = backend != "gloo"
-    return Groups(on_device, wire, everyone, channels, notes, hosts, sides)
+    return Groups(
+        backend != "gloo",
+        wire,
+        everyone,
+        hosts,
+        pipeline,
+        channels,
+        notes,
+        of_replicas,
+        sides,
+    )
 
 
 def _connect(group: Group, *, sends: bool, device: torch.device) -> None:
@@ -328,24 +340,18 @@ _MAKERS: Mapping[str, _Make] = {
 """Makers of groups, by the name of the backend; see `_registered` for the rest."""
 
 
-def gather_objects(group: Group, thing: Any, device: torch.device) -> list[Any]:
-    """Give every member the picklable things of all, by rank.
-
-    Args:
-        group: all of its members must call.
-        thing: of this member.
-        device: where tensors must be for the group.
-    """
+def gather_objects(group: Group, thing: Any) -> list[Any]:
+    """Give every member of a gloo group the picklable things of all, by rank."""
     data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-    length = torch.tensor([len(data)], device=device)
+    length = torch.tensor([len(data)])
     lengths = [torch.zeros_like(length) for _ in range(group.size())]
     group.allgather([lengths], [length]).wait()
     counts = [int(count) for count in lengths]
-    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded = torch.zeros(max(counts), dtype=torch.uint8)
     padded[: len(data)] = data
     rows = [torch.empty_like(padded) for _ in counts]
     group.allgather([rows], [padded]).wait()
     return [
-        pickle.loads(row[:count].cpu().numpy().tobytes())
+        pickle.loads(row[:count].numpy().tobytes())
         for row, count in zip(rows, counts, strict=True)
     ]

@@ -1,15 +1,17 @@
 """Move single tensors between stages, and sums over all, by gloo or NCCL.
 
     HostWaits     gloo: the host waits for each message; GPUs' tensors go through it
-    StreamWaits   NCCL: streams wait, and the host only where it reads a number
+    StreamWaits   NCCL: streams wait, and the host only where it reads a sum
 
-What else torch.distributed has is treated as NCCL if torch takes it for the device.
+Numbers that the host reads (the kinds of a step's micro-batches, headers) go over gloo
+in any case: they wait for no job of a device. What else torch.distributed has is
+treated as NCCL if torch takes it for the device.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,33 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Job, Message, TiedGradient, What
+from zbpp.core import Job, Message
 from zbpp.runtime.comm.failures import Failures
-from zbpp.runtime.comm.groups import Group, Groups, gather_objects
-from zbpp.runtime.comm.shapes import MAX_TENSORS
-from zbpp.runtime.support.streams import HostCopy, SideStream, sent_ahead
+from zbpp.runtime.comm.groups import Channel, Group, Groups, gather_objects
+from zbpp.runtime.support.streams import HostCopy, SideStream
 
 __all__ = [
-    "HEADER",
-    "KINDS",
-    "PING",
-    "HostMessage",
     "HostWaits",
     "P2PLink",
     "PendingSum",
     "StreamWaits",
     "WaitContext",
-    "tag",
 ]
 
-_CHUNKS = 1024
-_SLOTS = 256
-HEADER, PING, KINDS = 0, _SLOTS - 2, _SLOTS - 1
-"""Slots of what is no tensor of a value; these have 1, 2, ..."""
-assert MAX_TENSORS < PING
-
-_KIND_OF = {What.ACTIVATION: 0, What.GRADIENT: 1}
-"""Part of a tag; a table, as a look at a member of an enum takes .3 us."""
+_NUMBERS = 2
+"""Added to the tag of a message that is no tensor of a value."""
 
 _POLL_S = 1e-4
 _ROUNDED_S = 1e-3  # gloo counts a time-out in whole milliseconds
@@ -57,13 +47,6 @@ class HostWaits:
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
-
-    def beside_jobs(self) -> AbstractContextManager[object]:
-        """Within this, what is begun waits for no job."""
-        return nullcontext()
-
-    def hand_over(self, tensor: Tensor) -> None:
-        """Let a tensor that was made beside the jobs be freed behind them."""
 
     def wait(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
         """Wait for a message.
@@ -81,8 +64,12 @@ class HostWaits:
             raise self._failures.peer_error(what, peer, is_late=is_late) from error
 
     def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
-        """Let a buffer go to the host once it is filled: it is there already."""
+        """Let a sum go to the host once it has come: it is there already."""
         return HostCopy(buffer)
+
+    def read(self, work: dist.Work, context: WaitContext) -> None:
+        """Wait on the host for a sum."""
+        self.wait(work, context, None)
 
     def confirm(self, work: dist.Work) -> None:
         """A message that was waited for has come."""
@@ -98,16 +85,13 @@ class StreamWaits:
 
     Args:
         failures: of the stage.
-        side: stream for small messages that the host reads, and the copies that bring
-            them.
+        side: stream for the copies of sums that the host reads.
     """
 
     def __init__(self, failures: Failures, side: SideStream) -> None:
         self._failures = failures
         self._side = side
         self._unconfirmed: deque[tuple[dist.Work, WaitContext, int | None]] = deque()
-        self.beside_jobs = side.running
-        self.hand_over = side.hand_over
 
     def wait(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
         """Let the current stream wait for a message.
@@ -141,10 +125,16 @@ class StreamWaits:
         return True
 
     def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
-        """Let a buffer go to the host once a message or collective has filled it."""
+        """Let a sum go to the host once it has come."""
         with self._side.running():
             work.wait()
             return HostCopy(buffer)
+
+    def read(self, work: dist.Work, context: WaitContext) -> None:
+        """Wait on the host for a sum, and for all that was waited for before."""
+        with self._side.running():  # jobs need not wait for it
+            self.wait(work, context, None)
+        self.confirm(work)
 
     def confirm(self, work: dist.Work) -> None:
         """Wait on the host until a message, the last that was waited for, has come.
@@ -169,27 +159,19 @@ def _text(context: WaitContext) -> str:
     return " ".join(map(str, ("waits at", *context)))
 
 
-class HostMessage(NamedTuple):
-    """Numbers that the host reads, on their way from a stage (None: a sum over all)."""
-
-    work: dist.Work
-    copy: HostCopy
-    peer: int | None
-
-
 class PendingSum:
     """A sum that is under way; it needs no more of a stage than to have begun it.
 
     Args:
-        message: brings what is summed.
-        read: waits for it.
+        work: of the collective.
+        copy: of what it sums, on the host.
+        read: waits for both.
     """
 
     def __init__(
-        self, message: HostMessage, read: Callable[[HostMessage, WaitContext], Tensor]
+        self, work: dist.Work, copy: HostCopy, read: Callable[[WaitContext], Tensor]
     ) -> None:
-        self._message = message
-        self._read = read
+        self._work, self._copy, self._read = work, copy, read
         self._total: Tensor | None = None
 
     def ready(self) -> bool:
@@ -200,13 +182,12 @@ class PendingSum:
         """True if it has come."""
         if self._total is not None:
             return True
-        return self._message.work.is_completed() and self._message.copy.done()
+        return self._work.is_completed() and self._copy.done()
 
     def result(self, job: Job | None = None) -> Tensor:
         """Wait for it."""
         if self._total is None:
-            context = (job or "a result", "for the sum over")
-            self._total = self._read(self._message, context)
+            self._total = self._read((job or "a result", "for the sum over"))
         return self._total
 
 
@@ -235,74 +216,90 @@ class P2PLink:
         self.on_device = groups.on_device
         self.device = groups.device
         """Where tensors must be to be moved."""
-        self.wait, self.confirm = waits.wait, waits.confirm
         self.groups = groups
         self.failures = failures
         self._waits = waits
+        self._hosts = HostWaits(failures)
         self._training = True
         self._sends: deque[_Sent] = deque()
         self._n_sent = 0
         self._n_older = 0
         """Tensors sent in the steps before this one."""
+        self._numbers: deque[_Sent] = deque()
 
     def begin(self, *, training: bool) -> None:
-        """Start a step, or an evaluation."""
+        """Start a step, or an evaluation; the numbers of the one before have left."""
         self._training = training
         self._n_older = self._n_sent
+        self._finish_numbers()
 
-    def send(self, value: Message, slot: int, tensor: Tensor, peer: int) -> None:
+    def send(self, value: Message, tensor: Tensor, peer: int) -> None:
         """Start to send a tensor of a value; it is kept until it has left."""
         channel = self.groups.channels[self.failures.stage, peer]
-        number = tag(value, slot, training=self._training)
-        try:
-            work = channel.group.send([tensor], channel.target, number)
-        except RuntimeError as error:
-            what = f"could not send {value} to"
-            raise self.failures.peer_error(what, peer) from error
-        self._sends.append(_Sent(work, tensor, value, peer))
+        self._sends.append(self._send(channel, self._tag, value, tensor, peer))
         self._n_sent += 1
         # gloo calls none completed before one waits for it
         while self._sends and self._sends[0].work.is_completed():
             self._finish(self._sends.popleft(), "to hand on")
 
-    def receive(
-        self, value: Message, slot: int, buffer: Tensor, peer: int
-    ) -> dist.Work:
+    def send_numbers(self, value: Message, numbers: Tensor, peer: int) -> None:
+        """Start to send numbers of the host; a step sends few."""
+        channel = self.groups.numbers(self.failures.stage, peer)
+        sent = self._send(channel, self._tag + _NUMBERS, value, numbers, peer)
+        self._numbers.append(sent)
+
+    def _send(
+        self, channel: Channel, tag: int, value: Message, tensor: Tensor, peer: int
+    ) -> _Sent:
+        try:
+            work = channel.group.send([tensor], channel.target, tag)
+        except RuntimeError as error:
+            what = f"could not send {value} to"
+            raise self.failures.peer_error(what, peer) from error
+        return _Sent(work, tensor, value, peer)
+
+    def _finish_numbers(self) -> None:
+        while self._numbers:
+            work, _, value, peer = self._numbers.popleft()
+            self._hosts.wait(work, ("the numbers of", value, "to"), peer)
+
+    @property
+    def _tag(self) -> int:
+        """Tells steps from evaluations; a channel keeps the order of its messages.
+
+        A step would take an evaluation's tensors for those that it waits for, if one
+        rank alone evaluates.
+        """
+        return int(not self._training)
+
+    def receive(self, value: Message, buffer: Tensor, peer: int) -> dist.Work:
         """Start to receive a tensor of a value."""
         channel = self.groups.channels[peer, self.failures.stage]
-        number = tag(value, slot, training=self._training)
+        return self._receive(channel, self._tag, value, buffer, peer)
+
+    def _receive(
+        self, channel: Channel, tag: int, value: Message, buffer: Tensor, peer: int
+    ) -> dist.Work:
         try:
-            work: dist.Work = channel.group.recv([buffer], channel.source, number)
+            work: dist.Work = channel.group.recv([buffer], channel.source, tag)
         except RuntimeError as error:
             what = f"could not receive {value} from"
             raise self.failures.peer_error(what, peer) from error
         return work
 
-    def send_numbers(
-        self, value: Message, slot: int, numbers: Tensor, peer: int
-    ) -> None:
-        """Start to send numbers of the host to a host."""
-        with self._waits.beside_jobs():
-            tensor = sent_ahead(numbers, self.device)
-            self.send(value, slot, tensor, peer)
-        # A backend may keep it until its work is waited for, and let go of it there.
-        self._waits.hand_over(tensor)
+    def wait(self, work: dist.Work, context: WaitContext, peer: int) -> None:
+        """Wait for a tensor of a value."""
+        self._waits.wait(work, context, peer)
 
-    def receive_numbers(
-        self, value: Message, slot: int, like: Tensor, peer: int
-    ) -> HostMessage:
-        """Start to receive numbers that the host will read."""
-        with self._waits.beside_jobs():
-            buffer = torch.empty_like(like, device=self.device)
-            work = self.receive(value, slot, buffer, peer)
-        return HostMessage(work, self._waits.copy_after(work, buffer), peer)
-
-    def read(self, message: HostMessage, context: WaitContext) -> Tensor:
-        """Wait on the host for numbers, and for all that was waited for before."""
-        with self._waits.beside_jobs():
-            self._waits.wait(message.work, context, message.peer)
-        self._waits.confirm(message.work)
-        return message.copy.read()
+    def read_numbers(
+        self, value: Message, like: Tensor, context: WaitContext, peer: int
+    ) -> Tensor:
+        """Wait for numbers of another stage's host."""
+        buffer = torch.empty_like(like)
+        channel = self.groups.numbers(peer, self.failures.stage)
+        work = self._receive(channel, self._tag + _NUMBERS, value, buffer, peer)
+        self._hosts.wait(work, context, peer)
+        return buffer
 
     def sum(self, vector: Tensor) -> PendingSum:
         """Start to sum a vector over all processes.
@@ -313,25 +310,24 @@ class P2PLink:
         with _reaching_all(self.failures, "could not begin a sum with"):
             work = self.groups.everyone.allreduce([vector])
             copy = self._waits.copy_after(work, vector)
-        read = partial(self._read_sum, self._n_sent)
-        return PendingSum(HostMessage(work, copy, None), read)
+        return PendingSum(work, copy, partial(self._read_sum, work, copy, self._n_sent))
 
     def _read_sum(
-        self, n_sent: int, message: HostMessage, context: WaitContext
+        self, work: dist.Work, copy: HostCopy, n_sent: int, context: WaitContext
     ) -> Tensor:
-        total = self.read(message, context)
+        self._waits.read(work, context)
         for sent in self._take(n_sent):
             where = ("the end of the step to hand", sent.value, "to")
             self._waits.let_go(sent.work, where, sent.peer)
-        return total
+        return copy.read()
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""
-        everyone = self.groups.everyone
+        hosts = self.groups.hosts
         with _reaching_all(self.failures, "waits at a gather for"):
-            if not self.on_device:  # this waits no longer than a step, unlike a gather
-                everyone.monitored_barrier(self.failures.timeout)
-            return gather_objects(everyone, thing, self.device)
+            # this waits no longer than a step, unlike a gather
+            hosts.monitored_barrier(self.failures.timeout)
+            return gather_objects(hosts, thing)
 
     def end(self) -> None:
         """End a step: what was sent in the steps before it is let go."""
@@ -343,6 +339,7 @@ class P2PLink:
         for sent in self._take(self._n_sent):
             self._finish(sent, "the end to hand")
             self._waits.confirm(sent.work)
+        self._finish_numbers()
 
     def _take(self, n: int) -> Iterator[_Sent]:
         """Take out the sends that are not let go yet of the first ``n`` of all."""
@@ -350,7 +347,7 @@ class P2PLink:
             yield self._sends.popleft()
 
     def _finish(self, sent: _Sent, when: str) -> None:
-        self.wait(sent.work, (when, sent.value, "to"), sent.peer)
+        self._waits.wait(sent.work, (when, sent.value, "to"), sent.peer)
 
     @property
     def is_idle(self) -> bool:
@@ -365,34 +362,16 @@ class P2PLink:
         self.groups.close()
 
 
-def tag(value: Message, slot: int, *, training: bool) -> int:
-    """Give a tensor of a value a number that no other has within a step.
-
-    An evaluation has numbers of its own: a step would take its tensors for those that
-    it waits for, if one rank alone evaluates.
-    """
-    if isinstance(value, TiedGradient):  # only in training, as gradients are
-        number, kind = value.tie, 3
-    else:
-        number = value.microbatch
-        kind = _KIND_OF[value.what] + 2 * (not training)
-    index = (number * _CHUNKS + value.chunk) * 4 + kind
-    return (index * _SLOTS + slot) % 2**31
-
-
 def sum_on_hosts(failures: Failures, group: Group, numbers: Tensor) -> PendingSum:
     """Start to sum numbers of the host over a gloo group."""
     with _reaching_all(failures, "could not begin a sum with"):
         work = group.allreduce([numbers])
-    read = partial(_read_on_host, HostWaits(failures))
-    return PendingSum(HostMessage(work, HostCopy(numbers), None), read)
 
+    def read(context: WaitContext) -> Tensor:
+        HostWaits(failures).read(work, context)
+        return numbers
 
-def _read_on_host(
-    waits: HostWaits, message: HostMessage, context: WaitContext
-) -> Tensor:
-    waits.wait(message.work, context, message.peer)
-    return message.copy.read()
+    return PendingSum(work, HostCopy(numbers), read)
 
 
 @contextmanager

@@ -28,8 +28,6 @@ from zbpp.core import Check, Job, Message, Value, What
 from zbpp.runtime.comm.failures import Failures
 from zbpp.runtime.comm.groups import open_groups
 from zbpp.runtime.comm.links import (
-    HEADER,
-    KINDS,
     HostWaits,
     P2PLink,
     PendingSum,
@@ -66,16 +64,12 @@ class StageLinks:
 
     Args:
         neighbours: of every stage, those that it sends to, and receives from.
-        parents: of every stage, the one that tells it the kinds of a step's
-            micro-batches; None: it reads the inputs.
+        reader: the stage that reads the inputs, and tells the others the kinds of a
+            step's micro-batches.
     """
 
     neighbours: Sequence[set[int]]
-    parents: Sequence[int | None]
-
-    def children(self, stage: int) -> list[int]:
-        """The stages that a stage tells the kinds."""
-        return [x for x, parent in enumerate(self.parents) if parent == stage]
+    reader: int
 
 
 @dataclass(slots=True, eq=False)
@@ -128,8 +122,7 @@ class Mailbox(Transport):
         self.stage = self._failures.stage
         self.peers = peers
         self.on_device = link.on_device
-        self._parent = stages.parents[self.stage]
-        self._children = stages.children(self.stage)
+        self._reader, self._n_stages = stages.reader, len(stages.neighbours)
         self._steady_timeout_s = timeout_s
         self._shapes = Shapes()
         self._is_step = False
@@ -166,7 +159,7 @@ class Mailbox(Transport):
         if opening is None:
             return None
         size = opening.n_microbatches + 3
-        if self._parent is None:
+        if self.stage == self._reader:
             assert opening.inputs is not None, "this stage reads the inputs"
             n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
             n_filled = opening.n_filled or opening.n_microbatches
@@ -174,14 +167,15 @@ class Mailbox(Transport):
             if self._is_step:
                 numbers += self._shapes.number(opening.inputs)
             numbers += [0] * (size - len(numbers))
+            for peer in range(self._n_stages):
+                if peer != self.stage:
+                    self._link.send_numbers(_FIRST, torch.tensor(numbers), peer)
         else:
             like = torch.empty(size, dtype=torch.int64)
-            message = self._link.receive_numbers(_FIRST, KINDS, like, self._parent)
             context = ("the start", "for the size of the batch from")
-            numbers = self._link.read(message, context).tolist()
+            message = self._link.read_numbers(_FIRST, like, context, self._reader)
+            numbers = message.tolist()
             n_inputs, n_filled = numbers[:2]
-        for peer in self._children:
-            self._link.send_numbers(_FIRST, KINDS, torch.tensor(numbers), peer)
         if self._is_step:
             self._shapes.take(numbers[2:])
             check_samples(None if n_inputs < 0 else n_inputs, opening.n_targets)
@@ -209,19 +203,16 @@ class Mailbox(Transport):
             if known_spec is None or not known_spec.fits(tensors):
                 self._announce(value, known_spec, spec_of(value, tensors), peer)
         device = self._link.device
-        for place, tensor in enumerate(tensors):
+        for tensor in tensors:
             payload = tensor if tensor.device == device else tensor.detach().to(device)
-            self._link.send(value, place + 1, payload, peer)
+            self._link.send(value, payload, peer)
 
     def _announce(
         self, value: Value, known_spec: Spec | None, spec: Spec, peer: int
     ) -> None:
         """Send a header where the receiver does not know the shapes yet."""
         if known_spec is None:
-            # In the order of the jobs, unlike the kinds: one more stream, used so
-            # often, has been seen to wait in a circle where streams share queues.
-            header = pack(value, spec).to(self._link.device)
-            self._link.send(value, HEADER, header, peer)
+            self._link.send_numbers(value, pack(value, spec), peer)
             self._shapes.learn(value, spec)
         elif known_spec != spec:
             if replace(known_spec, needs_grad=spec.needs_grad) == spec:
@@ -293,7 +284,7 @@ class Mailbox(Transport):
         value, posted.spec = posted.value, spec
         for place in range(len(spec.shapes)):
             buffer = spec.empty(place, self._link.device)
-            work = self._link.receive(value, place + 1, buffer, posted.peer)
+            work = self._link.receive(value, buffer, posted.peer)
             posted.buffers.append(buffer)
             posted.works.append(work)
 
@@ -301,11 +292,10 @@ class Mailbox(Transport):
         """Wait for the shapes of a value."""
         value, peer = posted.value, posted.peer
         assert isinstance(value, Value)
-        buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._link.device)
-        work = self._link.receive(value, HEADER, buffer, peer)
-        self._link.wait(work, (job, "for", value, "from"), peer)
-        self._link.confirm(work)
-        spec = unpack(buffer.cpu(), value)
+        like = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        context = (job, "for", value, "from")
+        header = self._link.read_numbers(value, like, context, peer)
+        spec = unpack(header, value)
         self._shapes.learn(value, spec)
         return spec
 

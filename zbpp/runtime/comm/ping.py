@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import Value, What
-from zbpp.runtime.comm.links import PING, P2PLink
+from zbpp.runtime.comm.links import P2PLink
 from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = ["Ping", "ping"]
@@ -65,7 +65,7 @@ def ping(
             if number < rounds:
                 work, buffer = _post(link, tensor, peer)
         before = time.perf_counter()
-        link.send(_VALUE, PING, tensor.to(link.device), peer)
+        link.send(_VALUE, tensor.to(link.device), peer)
         send_s = time.perf_counter() - before
         if leads:
             link.wait(work, ("a ping with",), peer)
@@ -81,4 +81,4 @@ def ping(
 
 def _post(link: P2PLink, like: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
     buffer = torch.empty_like(like, device=link.device)
-    return link.receive(_VALUE, PING, buffer, peer), buffer
+    return link.receive(_VALUE, buffer, peer), buffer

@@ -12,13 +12,10 @@ from zbpp.core import (
     Pass,
     PassKind,
     Program,
-    Receive,
     RequestError,
     Send,
     Step,
     TiedGradient,
-    Value,
-    What,
 )
 from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.comm.local import LocalHub
@@ -100,7 +97,7 @@ def make_transports(
         return dict(enumerate(LocalHub(len(programs)).transports()))
     links = StageLinks(
         neighbours=[{i.peer for i in x if isinstance(i, Send)} for x in programs],
-        parents=[_first_source(program) for program in programs],
+        reader=next(i for i, x in enumerate(programs) if Pass(PassKind.F, 0, 0) in x),
     )
     mailbox = connect(
         place.everyone,
@@ -113,19 +110,6 @@ def make_transports(
         sides=place.sides(shards=shards),
     )
     return {mailbox.stage: mailbox}
-
-
-def _first_source(program: Program) -> int | None:
-    """Stage whose activations a stage receives first; None: it reads the inputs."""
-    first = [
-        (i.value.chunk, i.peer)
-        for i in program
-        if isinstance(i, Receive)
-        and isinstance(i.value, Value)
-        and i.value.what is What.ACTIVATION
-    ]
-    reads_inputs = Pass(PassKind.F, 0, 0) in program
-    return None if reads_inputs or not first else min(first)[1]
 
 
 def build_layers(

@@ -9,7 +9,6 @@ and names no kind of its own.
 """
 
 import os
-import platform
 
 import torch
 
@@ -25,7 +24,6 @@ __all__ = [
     "make_current",
     "own_device",
     "runs_ahead",
-    "unique_name",
 ]
 
 _HAVE_NO_STREAMS = ("cpu", "meta", "mps")
@@ -128,18 +126,6 @@ def asked_device(name: str) -> torch.device:
     """
     check_kind(name)
     return own_device(None if name == "auto" else name)
-
-
-def unique_name(device: torch.device) -> str:
-    """A name that no other accelerator has, on any machine; empty for the CPU.
-
-    CUDA and XPU have a UUID, which holds also where each process sees its own device
-    alone, as number 0.
-    """
-    if not runs_ahead(device):
-        return ""
-    about = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(about, "uuid", f"{platform.node()} {device}"))
 
 
 def make_current(device: torch.device) -> None:
