@@ -168,13 +168,10 @@ def test_the_host_waits_for_the_sum_of_the_norms_only(
 
 
 @pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
-def test_processes_wait_for_the_sum_and_for_the_kinds_only(
+def test_hosts_of_processes_wait_for_the_sum_only(
     pool: SimulatedPool, mode: str
 ) -> None:
-    first, second = pool.run(waits_of_steps, 2, mode)
-    assert first == {("V", "read")}
-    assert ("", "read") in second, "the kinds of the micro-batches"
-    assert second <= {("", "read"), ("V", "read")}
+    assert pool.run(waits_of_steps, 2, mode) == [{("V", "read")}] * 2
 
 
 def test_a_loss_that_waits_is_seen() -> None:
@@ -358,7 +355,7 @@ def with_an_error_of_nccl(fails_at: int) -> None:
 
 @pytest.mark.parametrize(
     ("fails_at", "what"),
-    [pytest.param(44, "allreduce", marks=pytest.mark.slow), (50, "receive")],
+    [pytest.param(42, "allreduce", marks=pytest.mark.slow), (40, "receive")],
 )
 def test_an_error_of_nccl_is_reported(
     pool: SimulatedPool, fails_at: int, what: str

@@ -54,12 +54,11 @@ def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> 
     place: dict[str, Any] = {}
     if store is not None:
         place = {"store": store, "rank": rank, "world_size": n_processes}
-    if not runs_ahead(device) or _share_devices():
-        place["backend"] = "gloo"
-    else:
-        place["device_id"] = device
+    backend = "gloo"
+    if runs_ahead(device) and not _share_devices():
+        backend = str(dist.get_default_backend_for_device(device.type))
     try:
-        dist.init_process_group(timeout=timedelta(seconds=timeout_s), **place)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
     except RuntimeError as error:
         raise PeerError(
             f"rank {rank} does not reach the others at the start: {error}"
