@@ -500,8 +500,8 @@ TABLE = (
      "    return staged.copy_(tensor).to("),
     ("simgpu", "a sent tensor is let go before it has left",
      "zbpp/runtime/comm/links.py",
-     "self._sends.append(_Sent(work, tensor, value, peer))",
-     "(self._sends.append(_Sent(work, None, value, peer)), work.synchronize())"),
+     "return _Sent(work, tensor, value, peer)",
+     "return (work.synchronize(), _Sent(work, None, value, peer))[1]"),
     ("simgpu", "a copy to the host before the message has come",
      "zbpp/runtime/comm/links.py",
      "with self._side.running():\n            work.wait()",
@@ -509,9 +509,9 @@ TABLE = (
     ("simgpu", "receives in another order than sends", "zbpp/runtime/comm/mailbox.py",
      "self._start(waiting.popleft(), spec)", "self._start(waiting.pop(), spec)"),
     ("simgpu", "tensors of a value in another order", "zbpp/runtime/comm/mailbox.py",
-     "in enumerate(tensors)", "in [*enumerate(tensors)][::-1]"),
+     "for place in range(len(spec.shapes))", "for place in range(len(spec.shapes))[::-1]"),
     ("simgpu", "one communicator for both directions", "zbpp/runtime/comm/groups.py",
-     "{name}/{ends[0]}_to_{ends[1]}", "{name}/{min(ends)}_to_{max(ends)}"),
+     "{name}/{both[0]}_to_{both[1]}", "{name}/{min(both)}_to_{max(both)}"),
 )
 # fmt: on
 
@@ -529,9 +529,9 @@ OF_HOSTS = {"ping.py", "groups.py", "failures.py", "process_group.py"}
 """Files of ``comm`` whose waits are for threads and stores of the host."""
 UNSEEN = {
     "work.wait(self._failures.timeout)": "for gloo, where the host waits",
-    'self._link.wait(work, (job, "for", value, "from"), peer)': "for its time-out",
-    "self._waits.wait(message.work, context, message.peer)": "for its time-out",
-    "self._link.confirm(work)": "`.cpu()` waits too, without a time-out",
+    "self.wait(work, context, None)": "for its time-out",
+    "self._hosts.wait(work, context, peer)": "for gloo, where the host waits",
+    'self._hosts.wait(work, ("the numbers of", value, "to"), peer)': "for gloo",
     "optimizer.wait(job)": "the job waits itself, which then counts as its time",
     "event.synchronize()": "only the place of times on a common axis",
     "step.norms[-1][1].synchronize()": "the host has waited for a sum behind it",
