@@ -509,7 +509,8 @@ TABLE = (
     ("simgpu", "receives in another order than sends", "zbpp/runtime/comm/mailbox.py",
      "self._start(waiting.popleft(), spec)", "self._start(waiting.pop(), spec)"),
     ("simgpu", "tensors of a value in another order", "zbpp/runtime/comm/mailbox.py",
-     "for place in range(len(spec.shapes))", "for place in range(len(spec.shapes))[::-1]"),
+     "for place in range(len(spec.shapes))",
+     "for place in range(len(spec.shapes))[::-1]"),
     ("simgpu", "one communicator for both directions", "zbpp/runtime/comm/groups.py",
      "{name}/{both[0]}_to_{both[1]}", "{name}/{min(both)}_to_{max(both)}"),
 )
