@@ -367,7 +367,7 @@ TABLE = (
      "zbpp/runtime/overlap.py",
      "if self._is_stopped:\n            raise", "if self._is_over:\n            raise"),
     ("executor", "the pass that waits is named", "zbpp/runtime/executor.py",
-     "instruction = self.overlap.failed  # its", "pass  # its"),
+     "instruction = self.overlap.failed or", "instruction ="),
     ("schedules", "an F starts before what its memory comes from has ended",
      "schedules/passes/segments.py",
      "if has_forward or (first is not None and first < course.next.key):",

@@ -4,30 +4,22 @@ from typing import Any
 
 from simgpu import native
 from zbpp.runtime import executor
-from zbpp.runtime.executor import BoundProgram, Handler
 
 
 def name_jobs() -> None:
-    """Label every handler of a bound program by its instruction and its chunks."""
-    for key, make in executor.HANDLERS.items():
-        executor.HANDLERS[key] = _labelled(make)  # type: ignore[index]
+    """Label what each handler does by its instruction and the stage's chunks."""
+    for kind, handler in executor.HANDLERS.items():
+        executor.HANDLERS[kind] = _labelled(handler)
 
 
-def _labelled(make: Any) -> Any:
-    def bind(bound: BoundProgram, instruction: Any) -> Handler:
-        handler: Handler = make(bound, instruction)
-        chunks = sorted(bound.executor.stage.chunks)
-        text = f"{instruction} of the stage with chunks {chunks}"
-        run = handler.run
+def _labelled(handler: executor.Handler) -> executor.Handler:
+    def run(of: executor.Executor, instruction: Any) -> None:
+        native.label(
+            f"{instruction} of the stage with chunks {sorted(of.stage.chunks)}"
+        )
+        try:
+            handler(of, instruction)
+        finally:
+            native.label("")
 
-        def labelled() -> None:
-            native.label(text)
-            try:
-                run()
-            finally:
-                native.label("")
-
-        handler.run = labelled  # type: ignore[method-assign]
-        return handler
-
-    return bind
+    return run

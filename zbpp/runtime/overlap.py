@@ -384,10 +384,11 @@ class Overlap:
 
     Args:
         device: of the stage.
+        stops: False: no pass stops.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, stops: bool = True) -> None:
+        self.device, self.stops = device, stops
         self.network = NetworkStream(device) if runs_ahead(device) else None
         self.line = _Line()
         self._with_points: set[int] = set()

@@ -11,7 +11,6 @@ layer is seeded (`zbpp.runtime.layer_random`).
 import torch
 from torch import Tensor
 
-from zbpp.core import Pass
 from zbpp.runtime.recompute import Buffers
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.pytree import tensors_in
@@ -42,10 +41,10 @@ class Replay:
         self._buffers = None
         self._batch.clear()
 
-    def before(self, job: Pass) -> None:
+    def before(self, chunk: int, microbatch: int) -> None:
         """A forward comes, which may run once more: copy what it reads of the batch."""
         if self._buffers is not None:
-            batch = tensors_in(self._stage.own_batch(job.chunk, job.microbatch))
+            batch = tensors_in(self._stage.own_batch(chunk, microbatch))
             self._batch += [(x, x.detach().clone(), x._version) for x in batch]
 
     def rewind(self) -> None:

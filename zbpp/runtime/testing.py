@@ -45,7 +45,7 @@ _PARTS_OF_VALIDATION: Sequence[tuple[Any, str, str]] = (
 
 
 def inject(fault: str) -> ExitStack:
-    """Make this process fail, in pipelines whose first step is still to come.
+    """Make this process fail.
 
     Args:
         fault: ``kind:rank:step:place``. The kinds ``kill``, ``stop``, ``term`` and
@@ -62,10 +62,10 @@ def inject(fault: str) -> ExitStack:
     installed = ExitStack()
     if os.environ.get("RANK", "0") != rank:
         return installed
-    steps: list[Callable[[], int]] = []
+    running: list[Any] = [None]
 
     def strike() -> None:
-        if steps[-1]() != int(step):
+        if running[0].stage.step != int(step):
             return
         if kind in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[kind])
@@ -74,6 +74,15 @@ def inject(fault: str) -> ExitStack:
         else:
             raise RuntimeError("a fault that the test asks for")
 
+    def struck(handler: Callable[..., None]) -> Callable[..., None]:
+        def run(executor: Any, instruction: Any) -> None:
+            running[0] = executor
+            if str(instruction) == place:
+                strike()
+            handler(executor, instruction)
+
+        return run
+
     def before(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             strike()
@@ -81,13 +90,9 @@ def inject(fault: str) -> ExitStack:
 
         return run
 
-    def watch(handler: Any) -> None:
-        stage = handler.executor.stage
-        steps.append(lambda: stage.step)
-        if str(handler.instruction) == place:
-            handler.run = before(handler.run)
-
-    installed.callback(_change_handlers(watch))
+    handlers = dict(executor.HANDLERS)
+    installed.callback(executor.HANDLERS.update, handlers)
+    executor.HANDLERS.update({kind: struck(x) for kind, x in handlers.items()})
     for target, name, part in _PARTS_OF_VALIDATION:
         if part == place:
             installed.callback(setattr, target, name, getattr(target, name))
@@ -136,20 +141,3 @@ def plain_kernels() -> Iterator[list[Any]]:
     finally:
         compiler.compile_fx_inner = before
         torch._dynamo.reset()
-
-
-def _change_handlers(change: Callable[[Any], None]) -> Callable[[], None]:
-    """Call a function with each handler that is bound from now on; return the end."""
-    handlers: Any = executor.HANDLERS
-    before = dict(handlers)
-
-    def changed(make: Callable[..., Any]) -> Callable[..., Any]:
-        def handler(bound: Any, instruction: Any) -> Any:
-            result = make(bound, instruction)
-            change(result)
-            return result
-
-        return handler
-
-    handlers.update({kind: changed(make) for kind, make in before.items()})
-    return lambda: handlers.update(before)

@@ -256,7 +256,7 @@ def build_executors(
             stage_of=placement.stage_of,
             collectives=collectives,
             times=times,
-            overlap=Overlap(options.device) if execution.overlap else None,
+            overlap=Overlap(options.device, stops=execution.overlap),
         )
     return executors
 
