@@ -359,9 +359,9 @@ class Seeds(nn.Module):
 def test_the_seeds_of_layers_never_change() -> None:
     """By seed, step, layer and micro-batch: the last 63 bits of the numbers below."""
     for seed, step, expected in (
-        (0, 0, {(0, 0): 15220518902653198062}),
-        (3, 1, {(2, 5): 15531604019205315563}),
-        (-1, 0, {(7, 31): 11297183286996436349}),
+        (0, 0, {(0, 0): 7597623349406847530}),
+        (3, 1, {(2, 5): 2488765606281391141}),
+        (-1, 0, {(7, 31): 4827081757159018967}),
     ):
         layers = [Seeds() for _ in range(8)]
         numerics = zbpp.Numerics(seed=seed, first_step=step)
