@@ -233,8 +233,6 @@ TABLE = (
     ("parallel", "replicas sum other parts of a gradient",
      "zbpp/runtime/parallel/buckets.py",
      "place_gradients(self._parameters)", "pass"),
-    ("parallel", "used ones are unused", "zbpp/runtime/parallel/experts.py",
-     "shared[place] = p not in unused", "shared[place] = p in unused"),
     ("parallel", "replicas get different missing gradients",
      "zbpp/runtime/parallel/buckets.py",
      "p.grad = torch.zeros_like(p, requires_grad=False)",

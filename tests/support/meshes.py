@@ -45,6 +45,13 @@ class Kind:
     dtensors: bool = False
 
     @property
+    def sums(self) -> bool:
+        """True if gradients of the layers without experts are summed over processes."""
+        return bool(self.wrap) or any(
+            n > 1 for name, n in self.sizes.items() if name != "tensor_parallel"
+        )
+
+    @property
     def n_peers(self) -> int:
         """Processes of a stage."""
         return prod(n for name, n in self.sizes.items() if name != "replicate")
@@ -372,8 +379,13 @@ def reference(case: MeshCase) -> MeshCase:
     )
 
 
-def plain(case: MeshCase) -> Trace:
-    """Train in one process, by one backward of the whole batch."""
+def plain(case: MeshCase, *, zeros: bool = False) -> Trace:
+    """Train in one process, by one backward of the whole batch.
+
+    Args:
+        case: the training.
+        zeros: parameters that no sample uses have gradients of zeros.
+    """
     model = model_of(replace(case, kind="none", recompute="none"))
     optimizer = OPTIMIZERS[case.optimizer](list(model.parameters()))
     trace = Trace()
@@ -383,6 +395,9 @@ def plain(case: MeshCase) -> Trace:
             outputs = model(x)
         loss = loss_fn(outputs, y)
         loss.backward()
+        for p in model.parameters() if zeros else ():
+            if p.grad is None and p.requires_grad:
+                p.grad = torch.zeros_like(p)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         squares = [x.double().square().sum() for x in gradients]
         norm = float(torch.stack(squares).sum().sqrt())

@@ -410,7 +410,7 @@ class Executor:
 
     def _reduce(self, _: Reduce) -> None:
         """Leave each gradient where it belongs, and start the sum over all stages."""
-        self.collectives.end_sums(self.transport.add_over_replicas)
+        self.collectives.end_sums()
         self.times.begin_norms()
         self.optimizer.reduce(self.transport)
         self.times.end_norms()

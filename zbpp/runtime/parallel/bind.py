@@ -20,7 +20,6 @@ from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import BufferedCollectives
 from zbpp.runtime.parallel.experts import (
     ExpertNames,
-    UseTable,
     kept_dims,
 )
 from zbpp.runtime.parallel.mesh import Place
@@ -119,17 +118,10 @@ def bind_parallel(
         bound.append(replace(chunk, shards=shards, widen=widen, experts=in_chunk))
     make_collectives = BufferedCollectives if alternating else Collectives
     often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
-    summed = [p for layer_sums in layers.values() for x in layer_sums for p in x.summed]
     return bound, make_collectives(
         layers,
         reduces=often if groups or wrapped else "none",
         tied=Buckets(tied, groups) if groups and tied else None,
-        uses=UseTable(
-            summed,
-            experts,
-            place.peers.place.get(EXPERT_DIM, 0),
-            place.n_expert,
-        ),
         now=now,
     )
 
@@ -169,11 +161,7 @@ def _bind_layer(
         for dims, parameters in sorted(alike.items())
         if dims
     ]
-    summed = [
-        *shards.values(),
-        *(p for dims in sorted(alike) if dims for p in alike[dims]),
-    ]
-    return LayerSum(index, units, buckets, summed), shards
+    return LayerSum(index, units, buckets), shards
 
 
 def _check_managed(

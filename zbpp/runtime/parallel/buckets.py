@@ -55,21 +55,15 @@ class Buckets:
         self._totals: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
-    def reduce(self) -> list[nn.Parameter]:
-        """Start to sum the gradients.
-
-        Returns:
-            The parameters that have none here, and got zeros.
-        """
+    def reduce(self) -> None:
+        """Start to sum the gradients; parameters that have none get zeros."""
         place_gradients(self._parameters)
-        unused = []
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in self._parameters:
             if p.grad is None:
                 if not p.requires_grad:
                     continue
                 p.grad = torch.zeros_like(p, requires_grad=False)
-                unused.append(p)
             part = local_part(p.grad).numbers
             if part.layout is torch.sparse_coo:  # replicas may have other rows
                 p.grad = part = part.to_dense()
@@ -83,7 +77,6 @@ class Buckets:
             if p.grad is not None:
                 self._taken.append((p, p.grad))
                 p.grad = None
-        return unused
 
     @torch.no_grad()
     def wait(self) -> None:

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbpp.runtime.parallel.progress import LayerProgress, LayerSums
 from zbpp.runtime.parallel.stage import Collectives, LayerSum
@@ -358,16 +358,15 @@ class Turn:
             if self._parameters.owner == self.name:  # torch had waited by itself
                 self._parameters.cancel()
 
-    def reduce(self) -> list[nn.Parameter]:
-        """Start to sum the gradients; return the parameters that have none here."""
+    def reduce(self) -> None:
+        """Start to sum the gradients."""
         if self._gradients.owner is not None:
             self.shared.owners[self._gradients.owner].finish()
         self._gradients.fill(self.name)
-        unused = self._sums.take(self.buffers[1])
+        self._sums.take(self.buffers[1])
         self._gradients.filled(self.name)
         self._gradients.reduce(self.name)
         self._sums.start()
-        return unused
 
     def finish(self) -> None:
         """Add the sums that were started."""

@@ -14,7 +14,6 @@ themselves. What moves tokens to their experts is the layers' own.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
@@ -26,7 +25,6 @@ from zbpp.runtime.support.sharded import is_sharded, local_part
 
 __all__ = [
     "ExpertNames",
-    "UseTable",
     "check_experts",
     "kept_dims",
 ]
@@ -114,55 +112,6 @@ def kept_dims(p: Tensor, experts: Collection[Tensor]) -> tuple[str, ...]:
         mesh = p.device_mesh  # type: ignore[attr-defined]
         names = mesh.mesh_dim_names or ()
     return (*names, *((EXPERT_DIM,) if p in experts else ()))
-
-
-class UseTable:
-    """Parameters that replicas have used in a step, as they tell each other.
-
-        shared parameters | experts of ep 0 | experts of ep 1 | ..
-
-    Args:
-        parameters: that are summed, in the same order on all processes of the stage.
-        experts: those of them that are a process's own on ``ep``.
-        row: of this process along ``ep``.
-        n_rows: processes along it.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        experts: Collection[Tensor],
-        row: int,
-        n_rows: int,
-    ) -> None:
-        parameters = list(parameters)
-        self._shared = [p for p in parameters if p not in experts]
-        self._experts = [p for p in parameters if p in experts]
-        self._row, self._n_rows = row, n_rows
-
-    def vector(self, unused: Collection[nn.Parameter]) -> Tensor:
-        """One entry a parameter; 1 where this process has used it."""
-        shared = torch.ones(len(self._shared), dtype=torch.float64)
-        table = torch.zeros(self._n_rows, len(self._experts), dtype=torch.float64)
-        table[self._row] = 1.0
-        if unused:
-            for place, p in enumerate(self._shared):
-                shared[place] = p not in unused
-            for place, p in enumerate(self._experts):
-                table[self._row, place] = p not in unused
-        return torch.cat([shared, table.flatten()])
-
-    def used_by_none(self, total: Tensor) -> list[nn.Parameter]:
-        """The parameters of this process that nobody has used.
-
-        Args:
-            total: sum of the vectors of all processes.
-        """
-        n = len(self._shared)
-        counts = [*total[:n].tolist()]
-        counts += total[n:].view(self._n_rows, -1)[self._row].tolist()
-        every = (*self._shared, *self._experts)
-        return [p for p, count in zip(every, counts, strict=True) if count == 0]
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -12,9 +12,7 @@ here. Torch's own gathers ahead are off: what is gathered, a job has asked for, 
 pass that needs it.
 
 A sum is of all layers of a chunk, the last one first, and of all their parameters that
-learn, whatever this replica has used of them: what it has not counts with zeros. The
-replicas then tell each other what they have used, so that a parameter that none of them
-has is left without a gradient, as a plain loop leaves it.
+learn: what this replica has not used counts with zeros, and so does what none has.
 """
 
 import time
@@ -24,14 +22,11 @@ from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbpp.core import Collective, CollectiveKind
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.parallel.buckets import Buckets
-from zbpp.runtime.parallel.experts import UseTable
 from zbpp.runtime.parallel.progress import LayerProgress, LayerSums
 from zbpp.runtime.support.fsdp import Unit
 
@@ -42,14 +37,12 @@ __all__ = ["Collectives", "LayerSum"]
 class LayerSum:
     """The parts of one layer: what is wrapped, and what is not.
 
-    ``buckets`` are of parameters that are summed over the same dimensions. ``summed``
-    are all whose gradients are summed, on all replicas alike.
+    ``buckets`` are of parameters that are summed over the same dimensions.
     """
 
     index: int
     units: Sequence[Unit]
     buckets: Sequence[Buckets]
-    summed: Sequence[nn.Parameter]
 
 
 class Collectives:
@@ -59,7 +52,6 @@ class Collectives:
         layers: by chunk; empty: nothing is to be done.
         reduces: after which W's of a chunk its gradients are reduced.
         tied: parameters whose gradients other stages add to first.
-        uses: of the parameters that are summed; None: there are none.
         now: reads the clock by which the stage's jobs are timed.
     """
 
@@ -69,7 +61,6 @@ class Collectives:
         *,
         reduces: Literal["none", "last", "every"] = "none",
         tied: Buckets | None = None,
-        uses: UseTable | None = None,
         now: Callable[[], Any] = time.perf_counter,
     ) -> None:
         self._layers = layers
@@ -79,10 +70,6 @@ class Collectives:
         """Of each chunk that is being summed, the layers whose sums have begun."""
         self._complete: set[int] = set()
         """Chunks with all gradients of a micro-batch, if each is summed by itself."""
-        self._unused: dict[int, set[nn.Parameter]] = {}
-        """Of each layer, parameters without a gradient in all sums of this step."""
-        self._uses = uses
-        self._sum_of_uses: Reduction | None = None
         self.began: dict[int, Any] = {}
         """The start, by `now`, of the first sum of each chunk that is under way."""
         self._now = now
@@ -133,46 +120,20 @@ class Collectives:
         self._n_begun[chunk] = begun + len(ready)
         self.began.setdefault(chunk, self._now())
         for layer in reversed(ready):
-            self._begin_sum(layer)
-
-    def _begin_sum(self, layer: LayerSum) -> None:
-        """Start to sum one layer's gradients; note the parameters that have none."""
-        kept = {p for p in layer.summed if p.grad is not None}  # maybe the caller's
-        unused = [p for unit in reversed(layer.units) for p in unit.reduce()]
-        for buckets in layer.buckets:
-            unused += buckets.reduce()
-        if layer.index in self._unused:
-            self._unused[layer.index].intersection_update(unused)
-        else:
-            self._unused[layer.index] = set(unused) - kept
+            for unit in reversed(layer.units):
+                unit.reduce()
+            for buckets in layer.buckets:
+                buckets.reduce()
 
     def complete(self, chunk: int) -> None:
         """All gradients of a micro-batch are there, if each is summed by itself."""
         self._complete.add(chunk)
 
-    @torch.no_grad()
-    def end_sums(self, add: Callable[[Tensor], Reduction | None]) -> None:
-        """All sums of a step are there: leave every gradient where it belongs.
-
-        Parameters that no replica has used get none. All replicas must call; this one
-        waits for the others only if it has left a parameter unused itself.
-
-        Args:
-            add: starts to add numbers of all replicas; None: there are no others.
-        """
-        if self._reduces == "none" or self._uses is None:
-            return
+    def end_sums(self) -> None:
+        """All sums of a step are there: leave every gradient where it belongs."""
         for layer in chain.from_iterable(self._layers.values()):
             for buckets in layer.buckets:
                 buckets.put_back()
-        unused = set[nn.Parameter]().union(*self._unused.values())
-        self._unused = {}
-        total = add(self._uses.vector(unused))
-        self._sum_of_uses = total  # kept while it is under way
-        if not unused:
-            return
-        for p in unused if total is None else self._uses.used_by_none(total.result()):
-            p.grad = None
 
     def wait(self, chunk: int) -> None:
         """Have the sums of the chunk."""

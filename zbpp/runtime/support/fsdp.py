@@ -134,14 +134,10 @@ class Unit:
                 group.wait_for_unshard()
         self.module.reshard()
 
-    def reduce(self) -> list[nn.Parameter]:
-        """Start to reduce the gradients.
-
-        Returns:
-            The parameters that have none here, and count with zeros.
-        """
+    def reduce(self) -> None:
+        """Start to reduce the gradients; parameters that have none count with zeros."""
         self.widen()
-        unused = fill_unused(self._parameters)
+        fill_unused(self._parameters)
         for parameter in () if self._sums_apart else self._widened:
             total, parameter.wide_sum = parameter.wide_sum, None
             leaf = parameter._unsharded_param
@@ -152,7 +148,6 @@ class Unit:
             group.post_backward()
             group.reduce_grads = group.all_reduce_grads = False
         self._leave_narrow()
-        return unused
 
     def wait(self) -> None:
         """Let what comes next wait for the reduced gradients."""
@@ -261,16 +256,12 @@ def widening_of(units: Iterable[Unit]) -> Callable[[], None] | None:
     return widen if widened else None
 
 
-def fill_unused(parameters: Iterable[Any]) -> list[nn.Parameter]:
+def fill_unused(parameters: Iterable[Any]) -> None:
     """Give zeros to whole gradients that are not there.
 
     Args:
         parameters: torch's, of a layer; those that do not learn are left alone.
-
-    Returns:
-        The parameters with this process's part, where there was no gradient.
     """
-    unused = []
     for parameter in parameters:
         whole = parameter._unsharded_param
         there = whole.grad is not None or _wide_sum(parameter) is not None
@@ -281,8 +272,6 @@ def fill_unused(parameters: Iterable[Any]) -> list[nn.Parameter]:
             whole.grad = zeros
         else:  # all gradients of a sum have one dtype
             _set_wide_sum(parameter, zeros.to(parameter.reduce_dtype))
-        unused.append(parameter.sharded_param)
-    return unused
 
 
 def check_names(held: object, names: Sequence[str]) -> None:

@@ -58,8 +58,8 @@ def aligned(n_bytes: int) -> int:
 class Reduces(Protocol):
     """Sums gradients of a module."""
 
-    def reduce(self) -> list[nn.Parameter]:
-        """Start to sum them; return the parameters that have none here."""
+    def reduce(self) -> None:
+        """Start to sum them."""
 
     def finish(self) -> None:
         """Have what was started."""
@@ -158,10 +158,10 @@ class BufferedUnit(Unit):
         """Leave sums to another."""
         self._reduces = reduces
 
-    def reduce(self) -> list[nn.Parameter]:
+    def reduce(self) -> None:
         """Start to sum the gradients; see `Unit.reduce`."""
         assert self._reduces is not None
-        return self._reduces.reduce()
+        self._reduces.reduce()
 
     def wait(self) -> None:
         """Let what comes next wait for the reduced gradients."""
@@ -301,13 +301,9 @@ class PartSums:
         )
 
     @torch.no_grad()
-    def take(self, buffer: Tensor) -> list[nn.Parameter]:
-        """Copy the whole gradients to a buffer of bytes, and free them.
-
-        Returns:
-            The parameters that have none here, and count with zeros.
-        """
-        unused = fill_unused(self._parameters)
+    def take(self, buffer: Tensor) -> None:
+        """Copy the whole gradients to a buffer of bytes, and free them."""
+        fill_unused(self._parameters)
         n, end = self._group.size(), 0
         alike: dict[torch.dtype, list[Any]] = {}
         for parameter in self._parameters:
@@ -324,7 +320,6 @@ class PartSums:
             for parameter in parameters:
                 parameter._unsharded_param.grad = None
             self._sums.append(_Sum(parameters, rows, rows.new_empty(n_numbers // n)))
-        return unused
 
     def start(self) -> None:
         """Start the sums."""
