@@ -147,3 +147,21 @@ def test_no_setting_changes_the_numbers(pool: Pool, tmp_path: Path, kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_setting_changes_a_bit(pool: Pool, tmp_path: Path, kind: str) -> None:
     assert_right(pool, rows_of(kind), tmp_path, n_references=len(ROWS))
+
+
+@pytest.mark.slow
+def test_buffers_change_no_bit(pool: Pool, tmp_path: Path) -> None:
+    """Nor does a layer that is gathered ahead in vain, where it is computed again."""
+    rows = [
+        MeshCase(kind="buffers", mode=mode, recompute=recompute, numbers=numbers)
+        for mode, recompute, numbers in (
+            ("ZBV", "none", "float64"),
+            ("1F1B", "some", "autocast"),
+            ("VHalf", "within", "float64"),
+            ("ZBH1", "some", "float64"),
+        )
+    ]
+    alike = {case: replace(case, kind="parameters") for case in rows}
+    found = traces(pool, [*rows, *alike.values()], tmp_path)
+    for case, other in alike.items():
+        assert difference(found[case], found[other]) is None, case

@@ -1,8 +1,4 @@
-"""Find what of a stage is sharded or replicated, and what runs its collectives.
-
-What runs them is chosen here, once: `Collectives`, or with alternating buffers
-`BufferedCollectives`.
-"""
+"""Find what of a stage is sharded or replicated, and what runs its collectives."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +13,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.stage_group import EXPERT_DIM
 from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buckets import Buckets
-from zbpp.runtime.parallel.buffers import BufferedCollectives
+from zbpp.runtime.parallel.buffers import alternate
 from zbpp.runtime.parallel.experts import (
     ExpertNames,
     kept_dims,
@@ -27,7 +23,6 @@ from zbpp.runtime.parallel.stage import Collectives, LayerSum
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.support.fsdp import Unit, managed, units_in, widening_of
-from zbpp.runtime.support.fsdp_buffers import BufferedUnit
 
 __all__ = ["bind_parallel"]
 
@@ -94,6 +89,8 @@ def bind_parallel(
         from torch.distributed.fsdp import share_comm_ctx
 
         share_comm_ctx(roots)  # type: ignore[arg-type]
+    for module in wrapped if alternating else ():  # torch reads it in the first gather
+        module.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
     bound, layers = [], {}
     for chunk in chunks:
         shards: dict[nn.Parameter, nn.Parameter] = {}
@@ -107,7 +104,6 @@ def bind_parallel(
                 alike,
                 experts=experts,
                 plain=plain,
-                make_unit=BufferedUnit if alternating else Unit,
                 sums_each=reduces_every(shard),
             )
             shards |= shards_of_layer
@@ -116,9 +112,13 @@ def bind_parallel(
         widen = widening_of(unit for x in layer_sums for unit in x.units)
         in_chunk = plain.intersection(p for *_, p in chunk.all_leaves())
         bound.append(replace(chunk, shards=shards, widen=widen, experts=in_chunk))
-    make_collectives = BufferedCollectives if alternating else Collectives
+    if alternating:
+        alternate(
+            (chunk, [unit for layer in of_chunk for unit in layer.units])
+            for chunk, of_chunk in layers.items()
+        )
     often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
-    return bound, make_collectives(
+    return bound, Collectives(
         layers,
         reduces=often if groups or wrapped else "none",
         tied=Buckets(tied, groups) if groups and tied else None,
@@ -138,14 +138,13 @@ def _bind_layer(
     *,
     experts: Collection[nn.Parameter],
     plain: Collection[nn.Parameter],
-    make_unit: Callable[[nn.Module], Unit],
     sums_each: bool,
 ) -> tuple[LayerSum, dict[nn.Parameter, nn.Parameter]]:
     _check_managed(index, layer, place, experts, plain)
     modules = list(units_in(layer))
     held = {p for module in modules for p in managed(module)}
     others = [p for p in layer.parameters() if p not in held and p not in tied]
-    units = [make_unit(module) for module in modules]
+    units = [Unit(module) for module in modules]
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for unit in units:
         unit.begin(keeps=not unit.gathers_by_itself)

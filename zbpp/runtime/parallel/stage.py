@@ -2,14 +2,14 @@
 
     UNSHARD      gather parameters that `fully_shard` keeps in parts
     RESHARD      drop what was gathered: W needs no parameters
-    REDUCE_GRAD  start to sum gradients over the replicas; the last W of a chunk has
-                 done so for each layer that it was done with, with buffers every W
+    REDUCE_GRAD  start to sum gradients over the replicas; the last W of a chunk, or
+                 every W, has done so for each layer that it was done with
     REDUCE_WAIT  have them
 
 Layers may be wrapped by `fully_shard` or `replicate`, as a whole or in parts; those
 that nobody has wrapped are the same on all replicas, and their gradients are summed
-here. Torch's own gathers ahead are off: what is gathered, a job has asked for, or the
-pass that needs it.
+here. Torch's own gathers ahead are off: what is gathered, a job has asked for, the pass
+that needs it, or with alternating buffers the one before.
 
 A sum is of all layers of a chunk, the last one first, and of all their parameters that
 learn: what this replica has not used counts with zeros, and so does what none has.
@@ -68,8 +68,6 @@ class Collectives:
         self._tied = tied
         self._n_begun: dict[int, int] = {}
         """Of each chunk that is being summed, the layers whose sums have begun."""
-        self._complete: set[int] = set()
-        """Chunks with all gradients of a micro-batch, if each is summed by itself."""
         self.began: dict[int, Any] = {}
         """The start, by `now`, of the first sum of each chunk that is under way."""
         self._now = now
@@ -99,11 +97,12 @@ class Collectives:
             unit.drop()
 
     def reduce(self, chunk: int) -> None:
+        """Start to sum the chunk's gradients, unless each W has."""
+        if self._reduces == "last":
+            self.reduce_rest(chunk)
+
+    def reduce_rest(self, chunk: int) -> None:
         """Start to sum the chunk's gradients, but those that `reduce_layer` has."""
-        if self._reduces == "every":
-            if chunk not in self._complete:
-                return
-            self._complete.remove(chunk)
         layers = self._layers.get(chunk)
         if layers:
             self.reduce_layer(chunk, layers[0].index)
@@ -124,10 +123,6 @@ class Collectives:
                 unit.reduce()
             for buckets in layer.buckets:
                 buckets.reduce()
-
-    def complete(self, chunk: int) -> None:
-        """All gradients of a micro-batch are there, if each is summed by itself."""
-        self._complete.add(chunk)
 
     def end_sums(self) -> None:
         """All sums of a step are there: leave every gradient where it belongs."""
@@ -167,32 +162,30 @@ class Collectives:
     ) -> LayerProgress | None:
         reduce = partial(self.reduce_layer, chunk)
         if self._reduces == "every":
-            rest, left_over = partial(self.complete, chunk), partial(self.reduce, chunk)
-            return LayerSums(layer_of, reduce, rest, left_over=left_over)
+            return LayerSums(layer_of, reduce, partial(self.reduce_rest, chunk))
         return LayerProgress(layer_of, reduce) if self._reduces == "last" else None
 
     def rewind(self) -> None:
         """Drop all that was gathered before the step was rolled back."""
-        for chunk in self._layers:
+        for chunk, layers in self._layers.items():
+            for unit in chain.from_iterable(layer.units for layer in layers):
+                if unit.gathers_by_itself and unit.pending:  # ahead, and in vain
+                    unit.drop()
             self.reshard(chunk)
 
     def end(self) -> None:
         """End a step or an evaluation.
 
         Raises:
-            AssertionError: a gather or a sum is under way that nobody has waited for;
-                the next step would use what it brings.
+            RuntimeError: a gather or a sum is under way that nobody has waited for; the
+                next step would use what it brings.
         """
-        begun = {*self._n_begun, *self._complete}
-        assert not begun, f"nobody waits for sums of {sorted(begun)}"
-        for chunk, layers in self._layers.items():
-            for layer in layers:
-                for unit in layer.units:
-                    assert not unit.pending, (
-                        f"chunk {chunk}, layer {layer.index} is being gathered at the "
-                        "end of a step"
-                    )
-            self.reshard(chunk)
+        if self._n_begun:
+            raise RuntimeError(f"nobody waits for sums of {sorted(self._n_begun)}")
+        for chunk in self._layers:
+            if any(unit.pending for unit in self._kept(chunk)):
+                raise RuntimeError(f"chunk {chunk} is gathered at the end of a step")
+        self.rewind()
 
     def _kept(self, chunk: int) -> list[Unit]:
         return [

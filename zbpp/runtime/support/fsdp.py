@@ -4,7 +4,7 @@ Torch gives no public way to reduce a module's gradients at a time of one's own,
 leave out its prefetches, nor to widen gradients later than a backward leaves them. So
 `Unit` uses names that torch does not document, and refuses a torch that lacks one of
 `_NAMES`: a part of the work would be left out without a word. No other file touches
-them, but `zbpp.runtime.support.fsdp_buffers`, for layers in buffers of our own.
+them.
 
 Gradients of 16 bits that are summed in 32 are widened after each micro-batch, by who
 adds gradients in order: here a backward is B, whose turn it may not be, and W follows.
@@ -48,6 +48,7 @@ _NAMES = {
         "sharded_param",
         "reduce_dtype",
         "unsharded_accumulated_grad",
+        "padded_sharded_param_size",
     ),
     "gathered parameter": ("_unsharded_param",),
     "widened parameter": (
@@ -117,6 +118,41 @@ class Unit:
         module.set_force_sum_reduction_for_comms(True)
         module.set_reshard_after_backward(not keeps, recurse=False)
         self.take_over_widening()
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it is gathered on."""
+        device: torch.device = next(managed(self.module)).device
+        return device
+
+    @property
+    def trains(self) -> bool:
+        """True if a parameter is not frozen."""
+        return any(x.sharded_param.requires_grad for x in self._parameters)
+
+    @property
+    def whole_bytes(self) -> tuple[int, int]:
+        """Bytes of its parameters as they are gathered, and of their gradients."""
+        gathered = summed = 0
+        for parameter in self._parameters:
+            n_bytes = parameter.sharded_param.dtype.itemsize
+            gathered += self._padded_numel(parameter) * n_bytes
+            n_bytes = (parameter.reduce_dtype or parameter.sharded_param.dtype).itemsize
+            summed += self._padded_numel(parameter) * n_bytes
+        return gathered, summed
+
+    def is_whole_gradient(self, numel: int) -> bool:
+        """True if all gradients of this module have so many elements as they are sent.
+
+        A process's part of their sum has fewer.
+        """
+        learning = (x for x in self._parameters if x.sharded_param.requires_grad)
+        return numel == sum(map(self._padded_numel, learning))
+
+    def _padded_numel(self, parameter: Any) -> int:
+        (group,) = self._groups
+        n: int = group.mesh_info.shard_mesh_size
+        return n * int(parameter.padded_sharded_param_size.numel())
 
     @property
     def gathers_by_itself(self) -> bool:
