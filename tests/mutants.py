@@ -382,7 +382,7 @@ TABLE = (
      "schedules/passes/segments.py",
      "if b.done >= course.next.needs:", "if b.done:"),
     # ---- pipeline
-    ("pipeline", "keep=0", "zbpp/checkpoint/run.py",
+    ("pipeline", "keep=0", "zbpp/checkpoint/state.py",
      "if keep is not None and keep < 1", "if keep is not None and keep < 0"),
     ("pipeline", "another number of micro-batches has the old program",
      "zbpp/pipeline/pipeline.py",
@@ -444,7 +444,7 @@ TABLE = (
     ("checkpoint", "replicas save, too", "zbpp/checkpoint/state.py",
      "return peers.owns(dim_names)", "return True"),
     ("checkpoint", "the extra of another rank", "zbpp/checkpoint/state.py",
-     "    if rank == 0:\n        values", "    if is_first:\n        values"),
+     "if rank == 0:\n        values |=", "if is_first:\n        values |="),
     ("checkpoint", "one place of a tied tensor is filled", "zbpp/checkpoint/format.py",
      "rest = [(name, x) for name, x in rest if targets[name] is not x]", "rest = []"),
     ("checkpoint", "a host copy of another shape", "zbpp/checkpoint/save.py",

@@ -6,8 +6,7 @@ format      files: shards with hashes, and JSON; nothing is ever unpickled
 folder      of checkpoints: the newest whole one, how many stay, the lock
 model, optimizers   what a process has, by the model's own names
 save        in the background, all or nothing
-state       all of it: what is saved, read, checked, loaded
-run         of a pipeline
+state       all of it: what is saved, read, checked, loaded, and of a pipeline
 plain       without a pipeline
 """
 

@@ -6,6 +6,7 @@ a whole. A parameter that several layers share is saved once, under its first na
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from zbpp.checkpoint.experts import ExpertParts
 from zbpp.core import RequestError
+from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = [
     "Fit",
@@ -23,6 +25,7 @@ __all__ = [
     "State",
     "check_model",
     "load_model",
+    "room_for",
 ]
 
 Place = tuple[int, str]
@@ -198,12 +201,29 @@ def check_model(local: LocalModel, state: State, fit: Fit) -> None:
                 )
 
 
-def load_model(fit: Fit) -> Pairs:
-    """Load the extra states of modules; return the tensors that are to be copied."""
-    pairs: Pairs = []
+def load_model(fit: Fit, pairs: Pairs) -> list[Callable[[], None]]:
+    """Find what is to be copied; return what sets extra states after that."""
+    then: list[Callable[[], None]] = []
     for slot, value in fit.model:
-        if slot.set_extra is not None:
-            slot.set_extra(value)
-        else:
+        if slot.set_extra is None:
             pairs.append((value, slot.value.detach()))
-    return pairs
+        else:
+            then.append(partial(slot.set_extra, room_for(value, pairs)))
+    return then
+
+
+def room_for(value: Any, pairs: Pairs, device: torch.device | None = None) -> Any:
+    """A value with new tensors, which are to have the numbers of its own.
+
+    Args:
+        value: of a state.
+        pairs: gets each tensor with the new one.
+        device: of the new ones; None: as they are, and on the CPU where they have none.
+    """
+
+    def room(tensor: Tensor) -> Tensor:
+        where = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
+        pairs.append((tensor, torch.empty_like(tensor, device=where)))
+        return pairs[-1][1]
+
+    return map_tensors(value, room)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpp.checkpoint.model import Fit, LocalModel, Pairs, State
+from zbpp.checkpoint.model import Fit, LocalModel, Pairs, State, room_for
 from zbpp.core import RequestError
 
 __all__ = [
@@ -43,13 +43,7 @@ _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 def optimizer_state(
     local: LocalModel, *, saved: bool = False, trainable_only: bool = False
 ) -> dict[str, list[Entry]]:
-    """State and options of every parameter that an optimizer steps.
-
-    Args:
-        local: layers and optimizers.
-        saved: leave out what another stage saves.
-        trainable_only: leave out frozen parameters.
-    """
+    """State and options of parameters; ``saved``: without what another stage saves."""
     entries: dict[str, list[Entry]] = {}
     for optimizer, group in _groups(local):
         names = group.keys() - {"params", "param_names", *_OF_THE_MACHINE}
@@ -131,40 +125,36 @@ def _misfits(
         )
 
 
-def load_optimizers(local: LocalModel, fit: Fit) -> Pairs:
-    """Make room for the state of optimizers, and set their options.
-
-    Returns:
-        The tensors that are to be copied.
-    """
-    pairs: Pairs = []
+def load_optimizers(local: LocalModel, fit: Fit, pairs: Pairs) -> None:
+    """Make room for the state of optimizers, and set their options."""
     for optimizer, group, parameter, entry in fit.optimizers:
         optimizer.state.pop(parameter, None)
+        # many optimizers keep single numbers, as the step, on the host
         on_device = bool(group.get("capturable") or group.get("fused"))
         whole = local.slot_of(parameter).value
         for key, value in entry["state"].items():
-            place = value
-            if isinstance(value, Tensor):
-                # many optimizers keep single numbers, as the step, on the host
-                is_number = value.dim() == 0 and (whole.dim() > 0 or key == "step")
-                if value.shape == whole.shape and not is_number:
-                    place = torch.empty_like(parameter, dtype=value.dtype).detach()
-                else:
-                    on_host = is_number and not on_device
-                    device = torch.device("cpu") if on_host else parameter.device
-                    place = torch.empty(value.shape, dtype=value.dtype, device=device)
+            is_tensor = isinstance(value, Tensor)
+            is_number = (
+                is_tensor and value.dim() == 0 and (whole.dim() or key == "step")
+            )
+            if is_tensor and value.shape == whole.shape and not is_number:
+                place = torch.empty_like(parameter, dtype=value.dtype).detach()
                 pairs.append((value, local.experts.joined(parameter, place)))
+            else:
+                on_host = is_number and not on_device
+                device = torch.device("cpu") if on_host else parameter.device
+                place = room_for(value, pairs, device)
             optimizer.state[parameter][key] = place
         for name, value in entry["options"].items():
-            _set_option(group, name, value)
-    return pairs
+            _set_option(group, name, value, pairs)
 
 
-def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(group.get(name), Tensor):  # a scheduler may have the same
-        group[name].copy_(torch.as_tensor(value))
-    else:
-        group[name] = value.clone() if isinstance(value, Tensor) else value
+def _set_option(group: dict[str, Any], name: str, value: Any, pairs: Pairs) -> None:
+    here = group.get(name)
+    if not isinstance(here, Tensor):
+        group[name] = room_for(value, pairs)
+    else:  # a scheduler may have the same tensor
+        pairs.append((torch.as_tensor(value), here))
 
 
 def scheduler_states(local: LocalModel) -> list[dict[str, dict[str, Any]]]:
@@ -236,4 +226,7 @@ def load_schedulers(fit: Fit) -> None:
         rates = getattr(scheduler, "_last_lr", [])
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             if not group["params"]:  # no saved parameter has had its options
-                _set_option(group, "lr", rate)
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].copy_(torch.as_tensor(rate))
+                else:
+                    group["lr"] = rate

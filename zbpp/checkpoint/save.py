@@ -229,16 +229,13 @@ class _Writer:
             wait_s = min(1.5 * wait_s, _LONGEST_WAIT_S)
 
     def _publish(self, parts: list[Manifest]) -> None:
-        """Join the parts: tables of all stages, and all else of rank 0."""
+        """Join the parts: tables of all stages, and what rank 0 alone has."""
         values: dict[str, Any] = {}
         aliases: dict[str, str] = {}
         for part in parts:
             aliases |= part.aliases
             for name, value in part.values.items():
-                if name in ("optimizer", "extra_states", "schedulers"):
-                    values.setdefault(name, {}).update(value)
-                else:
-                    values.setdefault(name, value)
+                values.setdefault(name, {}).update(value)
         files = [file for part in parts for file in part.files]
         manifest = replace(self.part, files=files, aliases=aliases, values=values)
         write_durably(self.partial / MANIFEST, manifest.text())

@@ -3,21 +3,26 @@
     {"step": 12, "model": {...}, "optimizer": {...}, "schedulers": {...},
      "run": {"scaler": ..., ...}, "aliases": {...}, "extra": {...}}
 
+Names are the model's own, so a state fits any schedule and any number of stages.
+
 Loading has three parts, so that a state that does not fit changes nothing, on whatever
 process: `check_state` everywhere, `refuse_misfits` with what all have found, and only
 then `load_state`. Of a checkpoint this part alone reads parameters, buffers and
 moments, straight to where they belong; until then they are on the meta device.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.checkpoint.folder import Gather
+from zbpp.checkpoint.experts import ExpertParts
+from zbpp.checkpoint.folder import Gather, candidates, open_newest
 from zbpp.checkpoint.format import (
     CheckpointError,
     Manifest,
@@ -26,7 +31,16 @@ from zbpp.checkpoint.format import (
     encode,
     shard_of,
 )
-from zbpp.checkpoint.model import Fit, LocalModel, Pairs, State, check_model, load_model
+from zbpp.checkpoint.model import (
+    Fit,
+    LocalModel,
+    Pairs,
+    Place,
+    State,
+    check_model,
+    load_model,
+    room_for,
+)
 from zbpp.checkpoint.optimizers import (
     check_optimizers,
     check_schedulers,
@@ -36,68 +50,67 @@ from zbpp.checkpoint.optimizers import (
     optimizer_state,
     scheduler_states,
 )
-from zbpp.checkpoint.save import Put
+from zbpp.checkpoint.save import Put, Saver
 from zbpp.core import RequestError
 from zbpp.runtime.comm.stage_group import StageGroup
+from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.support.sharded import is_sharded, layout_of, local_part, whole
 
 __all__ = [
+    "Checkpoints",
     "Copy",
     "State",
     "check_state",
-    "copy_tensors",
     "load_state",
     "read_state",
     "refuse_misfits",
     "state_of",
-    "take_snapshot",
 ]
 
 Copy = Callable[[Pairs], None]
 """Gives tensors the numbers of those in a state."""
 
+_BY_NAME = ("model", "optimizer", "schedulers")
+"""The parts of a state that every stage has for its own names."""
+
 _MAX_SHOWN = 8  # misfits in an error
+_log = logging.getLogger("zbpp")
 
 
-def state_of(local: LocalModel, *, step: int, run: Mapping[str, Any]) -> State:
-    """The state of one process; its tensors are those of the model, not copies."""
+def state_of(
+    local: LocalModel,
+    *,
+    step: int,
+    run: Mapping[str, Any],
+    saved: bool = False,
+    trainable_only: bool = False,
+) -> State:
+    """The state of one process; its tensors are those of the model, not copies.
+
+    Args:
+        local: whose state it is.
+        step: steps done.
+        run: what the runtime needs to go on.
+        saved: leave out what another stage saves.
+        trainable_only: leave out frozen parameters and all buffers.
+    """
     return {
         "step": step,
         "model": {
             slot.name: x.detach() if isinstance(x := slot.value, Tensor) else x
             for slot in local.slots
+            if (slot.saves or not saved) and (slot.is_trainable or not trainable_only)
         },
-        "optimizer": optimizer_state(local),
+        "optimizer": optimizer_state(local, saved=saved, trainable_only=trainable_only),
         "schedulers": merge_schedulers(scheduler_states(local)),
         "run": dict(run),
         "aliases": local.aliases(),
+        "trainable_only": trainable_only,
     }
 
 
-def take_snapshot(
-    local: LocalModel,
-    about: Mapping[str, Any],
-    run: Mapping[str, Any],
-    put: Put,
-    *,
-    step: int,
-    extra: Mapping[str, Any],
-    peers: StageGroup,
-    rank: int,
-    trainable_only: bool = False,
-) -> Manifest:
-    """Collect what this process saves: of equal shards one process saves one.
-
-    Args:
-        local: whose state it is.
-        about: the schedule, for people who read the manifest.
-        run: what the runtime needs to go on.
-        put: takes the shards, one after the other.
-        step: steps done.
-        extra: of the script; rank 0 saves it.
-        peers: processes of the same stage; the first saves what is not sharded.
-        rank: of this process.
-        trainable_only: leave out frozen parameters and all buffers.
+def _take_snapshot(state: State, put: Put, *, peers: StageGroup, rank: int) -> Manifest:
+    """Encode a state, and put what this process saves: one of equal shards.
 
     Raises:
         RequestError: a part of the state is nothing that a checkpoint can hold.
@@ -116,46 +129,19 @@ def take_snapshot(
             if shard.numbers.numel() or not tensor.numel():
                 put(name, shard)
 
-    extra_states: dict[str, Any] = {}
-    for slot in local.slots:
-        if not slot.saves or (trainable_only and not slot.is_trainable):
-            continue
-        if isinstance(slot.value, Tensor):
-            take(f"model/{slot.saved_as}", slot.value)
-        else:
-            where = f"extra_states/{slot.saved_as}"
-            extra_states[slot.saved_as] = encode(slot.value, where, take)
-    entries = optimizer_state(local, saved=True, trainable_only=trainable_only)
-    schedulers = merge_schedulers(scheduler_states(local))
     values: dict[str, Any] = {
-        "extra_states": extra_states,
-        "optimizer": {
-            name: [
-                {
-                    "kind": entry["kind"],
-                    "state": encode(entry["state"], f"optimizer/{name}/{i}", take),
-                    "options": encode(entry["options"], f"options/{name}/{i}", take),
-                }
-                for i, entry in enumerate(of_parameter)
-            ]
-            for name, of_parameter in entries.items()
-        },
-        "schedulers": {
-            name: encode(state, f"schedulers/{name}", take)
-            for name, state in schedulers.items()
-        },
+        part: {
+            name: encode(x, f"{part}/{name}", take) for name, x in state[part].items()
+        }
+        for part in _BY_NAME
     }
     is_first = peers.owns(())
     values = values if is_first else {}
     if rank == 0:
-        values["run"] = encode(dict(run), "run", take)
-        values["extra"] = encode(dict(extra), "extra", take)
-    return Manifest(
-        step,
-        {**about, "trainable_only": trainable_only},
-        aliases=local.aliases() if is_first else {},
-        values=values,
-    )
+        values |= {part: encode(state[part], part, take) for part in ("run", "extra")}
+    about = {**state["about"], "trainable_only": state["trainable_only"]}
+    aliases = state["aliases"] if is_first else {}
+    return Manifest(state["step"], about, aliases=aliases, values=values)
 
 
 def _saves(peers: StageGroup, tensor: Tensor, name: str) -> bool:
@@ -189,47 +175,20 @@ def read_state(
     """
     tensors, pairs = SavedTensors(folder), Pairs()
 
-    def now(name: str) -> Tensor:
+    def get(name: str) -> Tensor:
         like = tensors.like[name]
-        pairs.append((like, torch.empty_like(like, device="cpu")))
-        return pairs[-1][1]
+        return (
+            like if name.startswith(("model/", "optimizer/")) else room_for(like, pairs)
+        )
 
-    def later(value: Any) -> Any:
-        is_tensor = isinstance(value, dict) and value.keys() == {"tensor"}
-        return tensors.like[value["tensor"]] if is_tensor else decode(value, now)
-
-    def entry_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-        rows = entry["state"]["dict"]
-        return {
-            "kind": entry["kind"],
-            "state": {decode(key, now): later(value) for key, value in rows},
-            "options": decode(entry["options"], now),
-        }
-
-    def table(part: str) -> dict[str, Any]:
-        return {name: decode(x, now) for name, x in manifest.values[part].items()}
-
-    prefix, values = "model/", manifest.values
-    model = {
-        k.removeprefix(prefix): x
-        for k, x in tensors.like.items()
-        if k.startswith(prefix)
-    }
+    state: State = {"step": manifest.step, "aliases": manifest.aliases}
+    values = manifest.values
     try:
-        state: State = {
-            "step": manifest.step,
-            "aliases": manifest.aliases,
-            "trainable_only": manifest.run["trainable_only"],
-            "extra": decode(values["extra"], now),
-            "model": model | table("extra_states"),
-        }
-        if not model_only:
-            state["run"] = decode(values["run"], now)
-            state["schedulers"] = table("schedulers")
-            state["optimizer"] = {
-                name: [entry_of(entry) for entry in of_parameter]
-                for name, of_parameter in values["optimizer"].items()
-            }
+        state["trainable_only"] = manifest.run["trainable_only"]
+        for part in ("model",) if model_only else _BY_NAME:
+            state[part] = {name: decode(x, get) for name, x in values[part].items()}
+        for part in ("extra",) if model_only else ("extra", "run"):
+            state[part] = decode(values[part], get)
     except (
         ArithmeticError,
         AttributeError,
@@ -299,12 +258,17 @@ def refuse_misfits(
 
 def load_state(local: LocalModel, fit: Fit, copy: Copy) -> None:
     """Load a state that was found to fit."""
-    copy([*load_model(fit), *load_optimizers(local, fit)])
+    pairs = Pairs()
+    set_extra_states = load_model(fit, pairs)
+    load_optimizers(local, fit, pairs)
+    copy(pairs)
+    for set_extra_state in set_extra_states:
+        set_extra_state()
     load_schedulers(fit)
 
 
 @torch.no_grad()
-def copy_tensors(pairs: Pairs) -> None:
+def _copy_tensors(pairs: Pairs) -> None:
     """Copy tensors, whole or sharded in any way, into those to which they belong."""
     for value, target in pairs:
         shard = shard_of(target)
@@ -312,3 +276,200 @@ def copy_tensors(pairs: Pairs) -> None:
             shard.numbers.copy_(shard_of(value).numbers)
         else:
             shard.numbers.copy_(shard.of(whole(value)))
+
+
+class Checkpoints:
+    """Takes, loads and saves the state of the stages of this process.
+
+    `zbpp.Pipeline` explains the arguments of the methods, and what they raise.
+
+    Args:
+        stages: whose state it is.
+        own_name: the model's own name of what a layer has under a name.
+        ties: places of parameters, and of buffers, that are one in the model.
+        rank: of this process.
+        expert_mesh: of the processes that have other experts; None: there are none.
+    """
+
+    def __init__(
+        self,
+        stages: LocalStages,
+        own_name: Callable[[int, str], str],
+        ties: Sequence[Sequence[Place]],
+        *,
+        rank: int,
+        expert_mesh: DeviceMesh | None = None,
+    ) -> None:
+        self._expert_mesh = expert_mesh
+        self._stages, self._own_name, self._ties = stages, own_name, ties
+        self._rank, self._gather = rank, stages.transport.gather
+        self._saver = Saver(rank, self._gather)
+        self._schedulers: tuple[Any, ...] = ()
+        self._has_warned = False
+
+    def attach(self, schedulers: tuple[Any, ...]) -> None:
+        """Take over LR schedulers, whose state is saved and loaded."""
+        optimizers = {id(optimizer) for optimizer in self._stages.optimizers}
+        for scheduler in schedulers:
+            if id(getattr(scheduler, "optimizer", None)) not in optimizers:
+                raise RequestError(
+                    f"the {type(scheduler).__name__} is not of an optimizer of this "
+                    "pipeline; make one for each of pipeline.optimizers"
+                )
+        scheduled = {id(scheduler.optimizer) for scheduler in schedulers}
+        of_kinds: dict[tuple[type, ...], list[bool]] = {}
+        for of_stage in self._stages.optimizers_by_stage:
+            are_scheduled = [id(x) in scheduled for x in of_stage]
+            kinds = tuple(map(type, of_stage))
+            if of_kinds.setdefault(kinds, are_scheduled) != are_scheduled:
+                raise RequestError(
+                    "the schedulers are for optimizers of some stages of this process "
+                    "only, so layers would train at different rates; "
+                    "attach(*[make_scheduler(x) for x in pipeline.optimizers])"
+                )
+        self._schedulers = schedulers
+
+    def state_dict(self, n_steps: int) -> State:
+        """The state after some steps."""
+        self._stages.synchronize()
+        run = self._stages.history.state_dict()
+        return state_of(self._local_model(), step=n_steps, run=run)
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        n_steps: int,
+        about: Mapping[str, Any],
+        keep: int | None,
+        extra: Mapping[str, Any],
+        trainable_only: bool,
+    ) -> None:
+        """Begin to save; ``about`` describes the schedule to whoever reads it."""
+        if keep is not None and keep < 1:
+            raise RequestError(f"keep is {keep}; it must be at least 1, or None")
+        self._stages.synchronize()
+
+        def take(put: Put) -> Manifest:
+            state = state_of(
+                self._local_model(),
+                step=n_steps,
+                run=self._stages.history.state_dict(),
+                saved=True,
+                trainable_only=trainable_only,
+            )
+            state |= {"about": about, "extra": dict(extra)}
+            peers = self._stages.transport.peers
+            return _take_snapshot(state, put, peers=peers, rank=self._rank)
+
+        with self._stages.failures_told("save", of_requests=False):
+            self._warn_of_schedulers()
+            failure = self._saver.begin(Path(folder), take, keep=keep)
+            self._stages.checkpoints = str(folder)
+            self._warn(failure, "a checkpoint was not saved, the run goes on")
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn once of LR schedulers whose state is not saved."""
+        scheduled = {id(scheduler.optimizer) for scheduler in self._schedulers}
+        if not self._has_warned and any(
+            "initial_lr" in group  # every scheduler of torch sets it
+            for optimizer in self._stages.optimizers
+            if id(optimizer) not in scheduled
+            for group in optimizer.param_groups
+        ):
+            self._has_warned = True
+            self._warn(
+                "an optimizer has an LR scheduler that is not attached, which will "
+                "begin again after a load; call pipeline.attach(*schedulers)",
+                "a checkpoint lacks state",
+            )
+
+    def finish_saving(self) -> None:
+        """Wait until the last save is on the disk."""
+        if self._saver.is_saving:
+            with self._stages.failures_told("finish saving", of_requests=False):
+                failure = self._saver.finish()
+            if failure is not None:
+                raise CheckpointError(f"the checkpoint was not saved: {failure}")
+
+    def end(self) -> None:
+        """Wait for the last save at the end of the run; a failure is logged."""
+        if self._stages.has_ended:  # the other ranks may be gone
+            return
+        try:
+            self.finish_saving()
+        except CheckpointError as error:
+            self._warn(str(error), "the run ends")
+
+    def load_state_dict(self, state: State, *, model_only: bool) -> int | None:
+        """Load a state; return the number of steps done, None if they stay."""
+        self._stages.synchronize()
+        with self._stages.failures_told("load a state", of_requests=False):
+            self._load(lambda: (state, _copy_tensors), model_only=model_only)
+        return None if model_only else int(state["step"])
+
+    def load(
+        self, path: str | Path, *, model_only: bool, missing_ok: bool
+    ) -> tuple[dict[str, Any], int | None]:
+        """Load a checkpoint, if there must be one or is one.
+
+        Returns:
+            The ``extra`` of `save`, and the number of steps done, None if they stay.
+        """
+        self._stages.synchronize()
+        with self._stages.failures_told("load", of_requests=False):
+            if missing_ok and not self._gather(candidates(Path(path)))[0]:
+                return {}, None
+            folder, manifest, damaged = open_newest(
+                Path(path), rank=self._rank, gather=self._gather
+            )
+            for text in damaged:
+                self._warn(text, "a damaged checkpoint is passed over")
+            state = self._load(
+                lambda: read_state(folder, manifest, model_only=model_only),
+                model_only=model_only,
+            )
+        self._stages.checkpoints = str(path)
+        return dict(state["extra"]), None if model_only else manifest.step
+
+    def _load(
+        self, read: Callable[[], tuple[State, Copy]], *, model_only: bool
+    ) -> State:
+        """Load on all ranks, or on none; all must call."""
+        local, state, fit = self._local_model(), State(), Fit()
+        copy: Copy = _copy_tensors
+        try:
+            state, copy = read()
+            fit = check_state(local, state, model_only=model_only)
+        except RequestError as error:
+            fit.wrong.append(str(error))
+        run, history = state.get("run"), self._stages.history
+        if not model_only and run is not None:
+            fit.wrong += history.check_state(run)
+        elif not model_only and "run" not in state and not fit.wrong:
+            fit.wrong.append("the state of the run (run) is missing")
+        counts = self._stages.transport.peers.owns(())
+        refuse_misfits(fit, state, self._gather, counts=counts)
+        load_state(local, fit, copy)
+        if not model_only and run is not None:
+            for executor in self._stages.executors.values():
+                executor.optimizer.history.load_state_dict(run)
+        return state
+
+    def _local_model(self) -> LocalModel:
+        stages = [x.stage for x in self._stages.executors.values()]
+        return LocalModel(
+            self._stages.layers(),
+            self._own_name,
+            ties=self._ties,
+            copies=dict(pair for x in stages for pair in x.ties.unseen_copies()),
+            optimizers=self._stages.optimizers_by_stage,
+            schedulers=self._schedulers,
+            experts=ExpertParts(
+                {p for stage in stages for p in stage.experts}, self._expert_mesh
+            ),
+        )
+
+    def _warn(self, text: str | None, what: str) -> None:
+        if text is not None and self._rank == 0:
+            _log.warning("%s: %s", what, text)

@@ -21,8 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from zbpp.checkpoint.model import State
-from zbpp.checkpoint.run import Checkpoints
+from zbpp.checkpoint.state import Checkpoints, State
 from zbpp.core import Program, RequestError, Schedule, schedule_text
 from zbpp.diagnostics import split_warning
 from zbpp.models import Tie, layered_of
