@@ -3,14 +3,16 @@
 timeline, timelines            jobs of the last steps, with their times
 measured_costs                 costs of the last steps
 prediction                     the simulated step beside the measured one
-split_report, split_summary    where W computes gradients, and why not elsewhere
+split_report, split_summary    the gradients that W computes, and their share
 """
 
-from collections import ChainMap, Counter
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from zbpp.core import (
     Costs,
@@ -26,9 +28,9 @@ from zbpp.core.measured import not_told_apart
 from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.window import Wires, measure_wires, window_costs
-from zbpp.runtime.backward.causes import NO_WEIGHT
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.job_times import clock_offsets
+from zbpp.runtime.stage import Stage
 
 __all__ = [
     "RunningPipeline",
@@ -41,8 +43,6 @@ __all__ = [
     "timeline",
     "timelines",
 ]
-
-_IN_B = f"B: {NO_WEIGHT}"
 
 _wires: WeakKeyDictionary[LocalStages, Wires] = WeakKeyDictionary()
 """Links between the stages of each pipeline, measured once."""
@@ -179,9 +179,10 @@ def prediction(
 
 
 def split_report(pipeline: RunningPipeline) -> dict[str, str]:
-    """Name the origin of each gradient of this process, by parameter.
+    """Name the pass that computes each gradient of this process, in the first step.
 
-    ``"W"``, or ``"B: "`` and the reason why it cannot wait; of the first step.
+    ``"W"``, or ``"B: no product's weight"``: a weight waits for W if it is used by
+    products only, as it is or through views, casts and slices.
     """
     report = {}
     for executor in pipeline.stages.executors.values():
@@ -200,33 +201,23 @@ def split_summary(pipeline: RunningPipeline) -> str:
 
 
 def summarize_split(where: Mapping[str, str], sizes: Mapping[str, int]) -> str:
-    """One line: the share of the weights in W, and the reasons of the others.
+    """One line: the share of the parameters whose gradients W computes.
 
     Args:
-        where: for each parameter ``"W"`` or ``"B: "`` and the reason.
+        where: see `split_report`.
         sizes: elements of each parameter.
 
-    >>> summarize_split({"a": "W", "b": "B: used 2 times"}, {"a": 90, "b": 10})
-    'W computes the gradients of 90.0% of 100 parameters; B those of 10 (used 2 times)'
+    >>> summarize_split({"a": "W", "b": "B: no product's weight"}, {"a": 90, "b": 10})
+    'W computes the gradients of 90.0% of 100 parameters'
     """
     total = sum(sizes[name] for name in where)
-    reasons: Counter[str] = Counter()
-    for name, text in where.items():
-        if text != "W":
-            reasons[text.removeprefix("B: ")] += sizes[name]
-    in_w = total - sum(reasons.values())
-    line = (
-        f"W computes the gradients of {in_w / max(1, total):.1%} of {total:,} "
-        "parameters"
-    )
-    if reasons:
-        parts = (f"{n:,} ({reason})" for reason, n in reasons.most_common())
-        line += "; B those of " + ", ".join(parts)
-    return line
+    in_w = sum(sizes[name] for name, text in where.items() if text == "W")
+    share = in_w / max(1, total)
+    return f"W computes the gradients of {share:.1%} of {total:,} parameters"
 
 
 def split_warning(pipeline: RunningPipeline) -> str | None:
-    """Say that W has less to do than is kept in B for a reason to be mended.
+    """Say that W computes the gradients of less than half of the matrices.
 
     Embeddings, norms and biases do not count: nothing of theirs could wait.
     """
@@ -234,15 +225,26 @@ def split_warning(pipeline: RunningPipeline) -> str | None:
     if not schedule.runs(PassKind.W):
         return None
     where, sizes = split_report(pipeline), _leaf_sizes(pipeline)
-    in_w = sum(sizes[name] for name, text in where.items() if text == "W")
-    kept = sum(sizes[name] for name, text in where.items() if text not in ("W", _IN_B))
-    stages = (executor.stage for executor in pipeline.stages.executors.values())
-    if in_w >= kept or (not in_w and any(stage.defers for stage in stages)):
+    stages = [executor.stage for executor in pipeline.stages.executors.values()]
+    matrices = [name for name in _matrices(stages) if name in where]
+    n = sum(sizes[name] for name in matrices)
+    in_w = sum(sizes[name] for name in matrices if where[name] == "W")
+    if 2 * in_w >= n or (not in_w and any(stage.defers for stage in stages)):
         return None  # modules that leave work for W by themselves are in no plan
     return (
         f"{schedule.name} gains little here: {summarize_split(where, sizes)}; "
         "zbpp.diagnostics.split_report(pipeline) names them, and '1F1B' is as fast"
     )
+
+
+def _matrices(stages: Iterable[Stage]) -> Iterator[str]:
+    """Names of parameters that products may multiply by."""
+    for chunk in chain.from_iterable(stage.chunks.values() for stage in stages):
+        for index, layer in chunk.numbered():
+            for path, module in layer.named_modules():
+                for name, p in module.named_parameters(path, recurse=False):
+                    if p.dim() > 1 and not isinstance(module, nn.Embedding):
+                        yield chunk.own_name(index, name)
 
 
 def _leaf_sizes(pipeline: RunningPipeline) -> dict[str, int]:

@@ -104,7 +104,7 @@ def _compiled(module: Any) -> Callable[..., Any]:
     from torch import nn
 
     from zbpp.runtime.chunk import Chunk
-    from zbpp.runtime.compiled.layers import compiled
+    from zbpp.runtime.compiled.backend import compiled
     from zbpp.runtime.driver.compile_chunks import compiled_chunk
 
     if not isinstance(module, nn.Sequential):

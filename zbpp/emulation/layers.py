@@ -6,7 +6,8 @@ pass: the layers sleep for that too, the last one in F and the first one in B.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import ChunkCosts
-from zbpp.runtime.backward.queue import DeferredWork, WeightQueue, current_queue
+from zbpp.runtime.backward.split import WeightQueue, current_queue
 
 __all__ = ["EmulatedLayer", "sleep_until", "sleeping_chunks"]
 
@@ -79,34 +80,24 @@ class _Sleep(torch.autograd.Function):
             _take(None, b_s + w_s)
             return dx, torch.zeros_like(weight), None, None
         clock = None if ctx.adds else queue
-        queue.put(_SleepingW(clock, weight, w_s))
+        queue.defer((weight,), partial(_sleep_in_w, clock, weight, w_s))
         _take(clock, b_s)
         return dx, None, None, None
 
 
-class _SleepingW(DeferredWork):
-    """The W of a layer: zeros, after its time.
+def _sleep_in_w(
+    clock: WeightQueue | None, weight: Tensor, seconds: float
+) -> tuple[Tensor | None]:
+    """W of a layer: zeros, after its time; where there is a gradient nothing is added.
 
     Args:
-        queue: whose pass the time is counted from; None: it comes on top.
+        clock: whose pass the time is counted from; None: it comes on top.
         weight: that gets the zeros.
         seconds: the time.
     """
-
-    __slots__ = ("_queue", "_seconds", "_weight")
-
-    def __init__(
-        self, queue: WeightQueue | None, weight: Tensor, seconds: float
-    ) -> None:
-        super().__init__((weight,), ())
-        self._queue, self._weight, self._seconds = queue, weight, seconds
-
-    def run(self, *, in_place: bool) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return the gradient; where there is one already, nothing is added."""
-        weight = self._weight
-        zeros = [] if weight.grad is not None else [(weight, torch.zeros_like(weight))]
-        _take(self._queue, self._seconds)
-        return zeros
+    zeros = torch.zeros_like(weight) if weight.grad is None else None
+    _take(clock, seconds)
+    return (zeros,)
 
 
 class EmulatedLayer(nn.Module):

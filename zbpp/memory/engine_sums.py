@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from zbpp.runtime.support.autograd_internals import sequence_number
 from zbpp.runtime.support.compile_internals import current_node
 
 __all__ = ["EngineSums"]
@@ -107,7 +106,7 @@ def _number(node: Any) -> int | None:
 
     Not its ``id``: the Python object of a node may be made anew, where another was.
     """
-    return None if node is None else sequence_number(node)
+    return None if node is None else int(node._sequence_nr())
 
 
 def _is_dense(tensor: Tensor) -> bool:

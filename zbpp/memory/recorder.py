@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.memory.tracker import Span, StorageTracker
-from zbpp.runtime.backward.queue import current_queue
+from zbpp.runtime.backward.split import current_queue
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
 __all__ = ["Recorder", "WatchedLayer"]

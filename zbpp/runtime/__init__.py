@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zbpp.runtime.backward.queue import WeightQueue
-    from zbpp.runtime.backward.split import SplitGraph, split_forward
+    from zbpp.runtime.backward.split import SplitGraph, WeightQueue, split_forward
     from zbpp.runtime.backward.torch_stage import SplitModule
     from zbpp.runtime.comm.process_group import use_loopback
     from zbpp.runtime.optim.decision import StepResult
@@ -28,7 +27,7 @@ _HOMES = {
     "SplitGraph": "backward.split",
     "SplitModule": "backward.torch_stage",
     "StepResult": "optim.decision",
-    "WeightQueue": "backward.queue",
+    "WeightQueue": "backward.split",
     "split_forward": "backward.split",
     "use_loopback": "comm.process_group",
 }

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import nn
 
-from zbpp.runtime.backward.queue import memory_of
+from zbpp.runtime.backward.split import memory_of
 from zbpp.runtime.error_notes import note_layer
 
 __all__ = ["Chunk", "OwnName", "layer_name"]

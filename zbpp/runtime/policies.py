@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from zbpp.runtime.compiled.layers import Compiling
+    from zbpp.runtime.compiled.backend import Compiling
     from zbpp.runtime.microbatches import Weigh, WeighName
 
 __all__ = [
@@ -46,8 +46,8 @@ class Numerics:
             when the pipeline is built. Steps leave the generators as they were.
         first_step: number of the first step, for dropout; `Pipeline.load` sets it too.
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
-            does; then all modes agree to the last bit. False adds them as they come,
-            within the matrix products: a few per cent faster, with less memory.
+            does; then all modes agree to the last bit. False adds those of plain
+            matrices within their products: a few per cent faster, with less memory.
         weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
             the targets (or ``targets["labels"]``) that are not -100; or a function
             that counts the targets of a micro-batch. ``"sum"``: ``loss_fn`` is a sum

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.accumulate import GradientOrder
-from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.ends import alias_of
-from zbpp.runtime.backward.queue import Progress, WeightQueue
-from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.backward.order import GradientOrder
+from zbpp.runtime.backward.split import Progress, SplitGraph, WeightQueue, alias_of
+from zbpp.runtime.backward.wrappers import check_module
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
 from zbpp.runtime.loss import Loss, LossFn, refuse_foreign
@@ -116,7 +114,7 @@ class Stage:
         self.defers = False
         """W of some chunk has had something to do."""
         self._orders = {
-            i: GradientOrder(c.leaves_once(), c.widen, is_released=not exact_sums)
+            i: GradientOrder(c.leaves_once(), c.widen, is_exact=exact_sums)
             for i, c in self.chunks.items()
         }
         self.loss_scale = 1.0

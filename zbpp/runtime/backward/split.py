@@ -5,13 +5,13 @@ runs the first, keeps the operands of the second in a queue, and W runs the queu
 
     F   y  = x w^T + b
     B   dx = dy w,  db = sum(dy)      keeps (x, dy)
-    W   w.grad += dy^T x              drops them
+    W   dw = dy^T x                   drops them
 
-F runs as ever: B finds the products in the graph that F has left (`graph`). What is
-no product, or not alone in using its weight, gets its gradient in B. Where autograd
-would only add a gradient, W adds it; elsewhere it goes through autograd's own
-accumulation, so hooks fire as they would. A split backward and ``loss.backward()``
-agree to the last bit.
+F runs as ever. B is autograd's own backward, asked for everything but the weights that
+wait (`plan`). W computes the other half of their products (`products`), and hands each
+to autograd where the weight enters its product, so that casts, slices and hooks on the
+way, and the sum, are autograd's. Where autograd would only add, W adds by itself. A
+split backward and ``loss.backward()`` agree to the last bit.
 
 >>> import torch
 >>> from zbpp.runtime.backward.split import split_forward
@@ -27,24 +27,325 @@ tensor([[1., 1.],
         [1., 1.]])
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.causes import NO_WEIGHT, causes_in_b
-from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.ends import End, alias_of, end_of, fitting
-from zbpp.runtime.backward.engine import run_b, run_full
-from zbpp.runtime.backward.graph import REENTRANT, SplitPlan, node_of, plan_split
-from zbpp.runtime.backward.layouts import InputLayouts
-from zbpp.runtime.backward.plan_cache import SplitPlanCache
-from zbpp.runtime.backward.queue import Progress, WeightQueue
+from zbpp.runtime.backward.plan import (
+    Plan,
+    PlanCache,
+    Product,
+    Site,
+    grad_dtype_of,
+    is_plain,
+    make_plan,
+)
+from zbpp.runtime.backward.products import Rule
+from zbpp.runtime.backward.wrappers import check_module
+from zbpp.runtime.compiled.backend import defer_piece
+from zbpp.runtime.support.autograd_internals import (
+    add_hook,
+    hooks_made,
+    is_built_in,
+    run_backward,
+)
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
+from zbpp.runtime.support.sharded import own_shard
 
-__all__ = ["SplitGraph", "run_forward", "split_forward"]
+__all__ = [
+    "IN_B",
+    "Progress",
+    "SplitGraph",
+    "WeightQueue",
+    "alias_of",
+    "current_queue",
+    "memory_of",
+    "run_forward",
+    "split_forward",
+]
+
+IN_B = "B: no product's weight"
+"""In a report: a leaf that some node uses otherwise than as the weight of a product."""
+
+_TOGETHER_BYTES = 4 * 2**20
+"""Gradients that one call of autograd accumulates: a call costs up to 0.1 ms with cold
+caches, and until then the gradients are held."""
+
+
+# ---- What B leaves for W.
+
+
+class Progress(Protocol):
+    """Hears how far W is."""
+
+    def begin(self, leaves: Sequence[Tensor]) -> None:
+        """W begins, and will add to these leaves."""
+
+    def done(self, leaf: Tensor) -> None:
+        """All gradients of a leaf are added."""
+
+
+class _Work(NamedTuple):
+    """The second half of one product.
+
+    Args:
+        product: whose.
+        edges: where the gradients of its weights go.
+        tensors: the gradient of the product, and the operands.
+        settings: see `Rule`.
+        versions: how often each tensor had been changed in place when it was kept.
+    """
+
+    product: Product
+    edges: Sequence[Any]
+    tensors: Sequence[Any]
+    settings: Sequence[Any]
+    versions: Sequence[int]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number of the memory that a tensor, or this process's part, lies in."""
+    part: Tensor = own_shard(tensor)
+    number: int = part.untyped_storage()._cdata
+    return number
+
+
+class WeightQueue:
+    """Weight-gradient work of one micro-batch, left by B for W.
+
+    ``with queue:`` makes it the `current_queue` of this thread, for modules that defer
+    work by themselves.
+
+    Args:
+        lent: memory that is something else's between B and W, as `memory_of` tells it:
+            parameters that were gathered for B.
+    """
+
+    def __init__(self, lent: Collection[int] = ()) -> None:
+        self.lent = lent
+        self.n_hooks = hooks_made()
+        """Hooks of others when its forward began; None: unknown."""
+        self.work: list[_Work] = []
+        """In the order in which B has left it."""
+        self._has_failed = False
+        self._token: Token[WeightQueue | None] | None = None
+        self.began_s = 0.0
+        """`time.perf_counter` when the pass that runs now began, for emulation."""
+
+    def held_bytes(self) -> int:
+        """Memory of all operands that wait for W; what shares memory counts once."""
+        tensors = [own_shard(x) for work in self.work for x in work.tensors]
+        dense = [x for x in tensors if x is not None and x.layout is torch.strided]
+        storages = [x.untyped_storage() for x in dense]
+        return sum({x._cdata: x.nbytes() for x in storages}.values())
+
+    def defer(
+        self,
+        leaves: Sequence[Tensor],
+        compute: Callable[[], Sequence[Tensor | None]],
+    ) -> None:
+        """Keep a call for W.
+
+        Args:
+            leaves: that gradients go to.
+            compute: returns one for each leaf.
+        """
+        product = Product(Rule(compute), (), tuple(leaves))
+        self.work.append(_Work(product, leaves, (), (), []))
+
+    def read(self, site: Site) -> tuple[list[Tensor], list[Any]]:
+        """Read the operands and settings of a product that has not run yet.
+
+        An operand is cut off its graph, which leads to the chunk's input. One that lies
+        in lent memory is copied: a layer's queries, say, may be parameters.
+        """
+        node, product, _ = site
+        operands = []
+        for name in product.operands:
+            operand = getattr(node, name)
+            if operand is not None:
+                operand = operand.detach()
+                if self.lent and memory_of(operand) in self.lent:
+                    operand = operand.clone()
+            operands.append(operand)
+        return operands, [getattr(node, name) for name in product.settings]
+
+    def put(
+        self, site: Site, tensors: Sequence[Any], settings: Sequence[Any] = ()
+    ) -> None:
+        """Keep the work of a product."""
+        versions = [0 if x is None else x._version for x in tensors]
+        self.work.append(_Work(site[1], site[2], tensors, settings, versions))
+
+    def run(self, progress: Progress | None = None, *, in_place: bool = False) -> None:
+        """Do all work, and forget it; operands are freed as W proceeds.
+
+        Args:
+            progress: told what comes, and what is done.
+            in_place: add gradients within the products' own kernels, where there are
+                such.
+
+        Raises:
+            RuntimeError: an operand was changed in place after B, or an earlier run has
+                failed, so that gradients are missing.
+        """
+        if self._has_failed:
+            raise RuntimeError(
+                "W has failed before, and its gradients are incomplete; clear them, "
+                "and run a new forward, B and W"
+            )
+        self._has_failed = True
+        self.began_s = time.perf_counter()
+        if progress is not None:
+            leaves = [leaf for work in self.work for leaf in work.product.leaves]
+            progress.begin(list(dict.fromkeys(leaves)))
+        self.work.reverse()
+        has_grad = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # as `no_grad`, which takes three times as long
+        try:
+            self._run_all(progress, in_place)
+        finally:
+            torch.set_grad_enabled(has_grad)
+        self._has_failed = False
+
+    def _run_all(self, progress: Progress | None, in_place: bool) -> None:
+        """Add gradients, or collect those of some leaves for one call of autograd.
+
+        It gets all gradients of a leaf in one call: they meet there as in a backward.
+        """
+        left = Counter(  # gradients to come, of leaves that are left to autograd
+            [
+                leaf
+                for work in self.work
+                if work.product.adds_transposed is None
+                for leaf in work.product.leaves
+            ]
+        )
+        open_leaves: dict[Tensor, None] = {}
+        roots: list[Any] = []
+        gradients: list[Tensor] = []
+
+        def accumulate() -> None:
+            if roots:
+                run_backward(roots, gradients)
+            if progress is not None:
+                for leaf in open_leaves:
+                    progress.done(leaf)
+            for things in (open_leaves, roots, gradients):
+                things.clear()
+
+        while self.work:
+            leaves = self.work[-1].product.leaves
+            found = _run_work(self.work.pop(), in_place)
+            if found is None:
+                if progress is not None:
+                    progress.done(leaves[0])
+                continue
+            roots += [_root(place) for place, dw in found if dw is not None]
+            gradients += [dw for _, dw in found if dw is not None]
+            del found  # it would be held while the next one is computed
+            open_leaves.update(dict.fromkeys(leaves))
+            left.subtract(leaves)
+            is_enough = sum([x.nbytes for x in gradients]) >= _TOGETHER_BYTES
+            if is_enough and all(left[x] <= 0 for x in open_leaves):
+                accumulate()
+        accumulate()
+
+    def run_first(self, n: int, *, in_place: bool = False) -> None:
+        """Do up to n works now, as far as W adds them by itself; see `run`."""
+        n_alone = 0
+        while n_alone < min(n, len(self.work)):
+            if self.work[n_alone].product.adds_transposed is None:
+                break
+            n_alone += 1
+        self.work, rest = self.work[:n_alone], self.work[n_alone:]
+        self.run(in_place=in_place)
+        self.work = rest
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self)
+        self.began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _current.reset(self._token)
+
+
+_current: ContextVar[WeightQueue | None] = ContextVar("weight_queue", default=None)
+
+
+def current_queue() -> WeightQueue | None:
+    """The queue of the pass that runs now, if its weight gradients are deferred.
+
+    To be asked for in a forward: on a GPU autograd runs B in a thread of its own, which
+    has none.
+    """
+    return _current.get()
+
+
+def _root(place: Any) -> Tensor | GradientEdge:
+    """Return where a backward may start: a leaf, or an edge."""
+    return place if isinstance(place, Tensor) else GradientEdge(*place)
+
+
+def _versions(tensors: Sequence[Any]) -> list[int]:
+    """Return how often each tensor was changed in place."""
+    return [0 if x is None else x._version for x in tensors]
+
+
+def _run_work(
+    work: _Work, in_place: bool
+) -> Sequence[tuple[Any, Tensor | None]] | None:
+    """Compute the gradients of one product, and add the only one if that is all to do.
+
+    Returns:
+        None, or the gradients that autograd has to accumulate, and where they enter.
+    """
+    product, edges, tensors, settings, versions = work
+    rule, leaves, is_transposed = product.rule, product.leaves, product.adds_transposed
+    if _versions(tensors) != versions:
+        raise RuntimeError(
+            "a tensor that W needs was changed in place after B; change a copy"
+        )
+    if is_transposed is None or not _only_adds(leaves[0]):
+        return list(zip(edges, rule.gradients(*tensors, *settings), strict=False))
+    leaf = leaves[0]
+    total = leaf.grad
+    if total is not None and total.layout is not torch.strided:
+        total = None
+    if in_place and total is not None and rule.add and total.dtype == tensors[0].dtype:
+        rule.add(total.t() if is_transposed else total, *tensors, *settings)
+        return None
+    if is_transposed and rule.transposed is not None:
+        gradient = rule.transposed(*tensors, *settings)
+    else:
+        gradient = cast(Tensor, rule.gradients(*tensors, *settings)[0])
+        gradient = gradient.t() if is_transposed else gradient
+    if total is not None and total.dtype == gradient.dtype:
+        total.add_(gradient)
+    elif leaf.grad is None and gradient.dtype == leaf.dtype == grad_dtype_of(leaf):
+        is_alike = gradient.stride() == leaf.stride()
+        leaf.grad = gradient if is_alike else torch.empty_like(leaf).copy_(gradient)
+    else:
+        return [(leaf, gradient)]
+    return None
+
+
+def _only_adds(leaf: Tensor) -> bool:
+    """True if autograd would only add to a leaf: it has no hooks and is not frozen."""
+    has_hooks = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+    return leaf.requires_grad and not has_hooks
+
+
+# ---- The graph of one forward.
 
 
 class SplitGraph:
@@ -57,10 +358,9 @@ class SplitGraph:
         inputs: leaves whose gradients B returns.
         queue: where B leaves its work for W; some may be in it already.
         is_exact: round each weight gradient before it is added, as autograd does.
-            False adds it within the matrix product's own kernel: faster, without a
-            temporary of the weight's size, and different in the last bits. Hooks that
-            only C++ can see (DistributedDataParallel's) do not fire in W, and a view
-            of a weight retains no gradient.
+            False adds that of a matrix, where W does so by itself, within the product's
+            own kernel: faster, without a temporary of the weight's size, and different
+            in the last bits.
         plans: of the graphs of forwards like this one; they need not be planned again.
 
     Raises:
@@ -74,13 +374,13 @@ class SplitGraph:
         queue: WeightQueue | None = None,
         *,
         is_exact: bool = True,
-        plans: SplitPlanCache | None = None,
+        plans: PlanCache | None = None,
     ) -> None:
-        self._ends: list[End] = []
+        self._ends: list[Any] = []
         self._shapes: list[torch.Size | None] = []
         for y in outputs:  # no comprehension, which costs a call: a part of every F
             if y.requires_grad:
-                self._ends.append(end_of(y))
+                self._ends.append(_end_of(y))
                 self._shapes.append(None if y.is_nested else y.shape)
         self._inputs: list[Tensor] = []
         for x in inputs:
@@ -97,48 +397,29 @@ class SplitGraph:
         self._queue = queue
         self._is_exact = is_exact
         self._plans = plans
-        self._layouts = InputLayouts() if plans is None else plans.layouts
-        self._made_plan: SplitPlan | None = None
-        self._is_done = self._deferred = False
+        self._is_done = self._has_deferred = False
         self.outputs: Any = None
         """The function's result, its tensors detached; set by `split_forward`."""
 
     def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
-        """Say where each gradient is computed: ``"W"``, or ``"B: "`` and why.
+        """Name the pass that computes each gradient: ``"W"``, or `IN_B`.
 
         To be asked before B.
 
         Args:
             parameters: of the function, which a reentrant checkpoint hides.
         """
-        inputs = {id(x) for x in self._inputs}
-        plan = plan_split(self._ends, self._inputs)
-        where = plan.where()
-        if plan.is_reentrant:
-            learning = (p for p in parameters if p.requires_grad)
-            where = {**dict.fromkeys(learning, f"B: {REENTRANT}"), **where}
-        in_b = f"B: {NO_WEIGHT}"
-        if in_b in where.values():
-            causes = causes_in_b(map(node_of, self._ends), inputs)
-            for p, cause in causes.items():
-                if where.get(p) == in_b:
-                    where[p] = f"B: {cause}"
-        return {p: text for p, text in where.items() if id(p) not in inputs}
-
-    def in_b(self) -> list[Tensor]:
-        """The leaves whose gradients B computes, inputs included; ask before B."""
-        return self._plan().leaves
-
-    def in_w(self) -> list[Tensor]:
-        """The leaves whose gradients W computes."""
-        return self._plan().waiting
+        plan = self._plan()
+        leaves = [*(p for p in parameters if p.requires_grad), *plan.leaves]
+        waiting = [leaf for _, product, _ in plan.sites for leaf in product.leaves]
+        return dict.fromkeys(leaves, IN_B) | dict.fromkeys(waiting, "W")
 
     def defers(self) -> bool:
         """True if B has left work for W, or a module of its own kind has.
 
         After `backward`: if B would have.
         """
-        return self._deferred or bool(self._queue.work)
+        return self._has_deferred or bool(self._queue.work)
 
     def held_bytes(self) -> int:
         """Memory that B has left for W: operands of the deferred products.
@@ -146,12 +427,6 @@ class SplitGraph:
         It is the least that can be held: for ``y = x w`` both ``x`` and ``dy``.
         """
         return self._queue.held_bytes()
-
-    def _plan(self) -> SplitPlan:
-        if self._made_plan is None:
-            plan = plan_split if self._plans is None else self._plans.plan
-            self._made_plan = plan(self._ends, self._inputs)
-        return self._made_plan
 
     def backward_input(
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
@@ -171,24 +446,21 @@ class SplitGraph:
             RuntimeError: B has run already.
             RequestError: the gradients do not fit the outputs; B may be called again.
         """
-        if self._is_done:
-            raise RuntimeError("B runs once: its graph is freed; run a new forward")
-        ends, seeds = fitting(self._ends, self._shapes, gradients)
-        plan = self._plan()
+        ends, dys = self._fitting(gradients)
+        plan, inputs, queue = self._plan(), self._inputs, self._queue
         self._is_done = True
-        result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
-        if ends:
-            with self._queue:
-                result = run_b(
-                    plan,
-                    (ends, seeds),
-                    self._inputs,
-                    self._queue,
-                    layouts=self._layouts,
-                )
-        self._made_plan = SplitPlan([], [], [], plan.waiting, {}, plan.is_reentrant)
+        found: tuple[Tensor | None, ...] = (None,) * len(inputs)
+        # A hook that the forward has set on an output would not see what is captured.
+        sees_hooks = queue.n_hooks is None or queue.n_hooks != hooks_made()
+        if not ends:
+            pass
+        elif plan.may_capture and not sees_hooks and all(map(_only_adds, plan.leaves)):
+            found = self._capture(plan, ends, dys, inputs)
+        else:
+            with queue:
+                found = self._run_around(plan, ends, dys, inputs)
         self._ends, self._inputs, self.outputs = [], [], None
-        return result
+        return found
 
     def backward(
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
@@ -197,19 +469,17 @@ class SplitGraph:
 
         Arguments, result and errors are those of B; W then has nothing to do.
         """
-        if self._is_done:
-            raise RuntimeError("B runs once: its graph is freed; run a new forward")
-        ends, seeds = fitting(self._ends, self._shapes, gradients)
+        ends, dys = self._fitting(gradients)
         self._is_done = True
-        result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
+        found: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
             with self._queue:
-                result = run_full((ends, seeds), self._inputs, layouts=self._layouts)
+                found = _run_whole(ends, dys, self._inputs)
         self._ends, self._inputs, self.outputs = [], [], None
         if self._queue.work:
-            self._deferred = True
-            self._queue.run(in_place=not self._is_exact)
-        return result
+            self._has_deferred = True
+            self.backward_weight()
+        return found
 
     def input_gradients(
         self, gradients: Sequence[Tensor | None]
@@ -219,11 +489,11 @@ class SplitGraph:
         Raises:
             RequestError: the gradients do not fit the outputs.
         """
-        ends, seeds = fitting(self._ends, self._shapes, gradients)
+        ends, dys = self._fitting(gradients)
         if not ends or not self._inputs:
             return (None,) * len(self._inputs)
         return torch.autograd.grad(
-            ends, self._inputs, seeds, retain_graph=True, allow_unused=True
+            ends, self._inputs, dys, retain_graph=True, allow_unused=True
         )
 
     def backward_weight(self, progress: Progress | None = None) -> None:
@@ -248,6 +518,205 @@ class SplitGraph:
         n_works = len(self._queue.work)
         n = n_works if self._ends else -(-n_works // n_left)
         self._queue.run_first(n, in_place=not self._is_exact)
+
+    def _plan(self) -> Plan:
+        edges = [
+            end if isinstance(end, GradientEdge) else get_gradient_edge(end)
+            for end in self._ends
+        ]
+        plan = make_plan if self._plans is None else self._plans.plan
+        return plan(edges, self._inputs)
+
+    def _fitting(
+        self, gradients: Tensor | Sequence[Tensor | None] | None
+    ) -> tuple[list[Any], list[Tensor | None]]:
+        """Return the ends that have influence, and their gradients."""
+        if self._is_done:
+            raise RuntimeError("B runs once: its graph is freed; run a new forward")
+        shapes = self._shapes
+        if gradients is None:
+            if any(shape is None or shape.numel() != 1 for shape in shapes):
+                raise RequestError(
+                    "B needs gradients, one for each output: not all are scalars"
+                )
+            return self._ends, [None] * len(self._ends)
+        if isinstance(gradients, Tensor):
+            gradients = (gradients,)
+        if len(gradients) != len(shapes):
+            raise RequestError(
+                f"B was given {len(gradients)} gradients, and {len(shapes)} "
+                "outputs require one; give one for each, None where it has no influence"
+            )
+        ends: list[Any] = []
+        dys: list[Tensor | None] = []
+        for i, dy in enumerate(gradients):  # without a zip: a part of every B
+            if dy is None:
+                continue
+            shape = shapes[i]
+            if shape is not None and dy.shape != shape:
+                raise RequestError(
+                    f"gradient {i} has the shape {list(dy.shape)}, and its output "
+                    f"{list(shape)}"
+                )
+            ends.append(self._ends[i])
+            dys.append(dy)
+        return ends, dys
+
+    def _capture(
+        self,
+        plan: Plan,
+        ends: list[Any],
+        dys: list[Tensor | None],
+        inputs: list[Tensor],
+    ) -> tuple[Tensor | None, ...]:
+        """B whose gradients are all returned by autograd: nothing calls back."""
+        queue, leaves = self._queue, plan.leaves
+        values = [queue.read(site) for site in plan.sites]
+        edges = [GradientEdge(site[0], 0) for site in plan.sites]
+        found = run_backward(ends, dys, [*inputs, *leaves, *edges], accumulates=False)
+        first, first_site = len(inputs), len(inputs) + len(leaves)
+        _add_all(leaves, found[first:first_site])
+        for i, site in enumerate(plan.sites):
+            dy = found[first_site + i]
+            if dy is not None:
+                operands, settings = values[i]
+                queue.put(site, [dy, *operands], settings)
+        return found[:first]
+
+    def _run_around(
+        self,
+        plan: Plan,
+        ends: list[Any],
+        dys: list[Tensor | None],
+        inputs: list[Tensor],
+    ) -> tuple[Tensor | None, ...]:
+        """B that keeps operands of a product when autograd comes to it."""
+        if not plan.sites:
+            return _run_whole(ends, dys, inputs)
+        hooks = []
+        for site in plan.sites:
+            node, product, _ = site
+            if product.slot is None:
+                hook = partial(self._take, site)
+                hooks.append(add_hook(node.register_prehook, hook))
+            else:
+                defer_piece(node, product.slot, partial(self._queue.put, site))
+        edges = [GradientEdge(node, 0) for node, *_ in plan.sites]
+        learning = [leaf for leaf in plan.leaves if leaf.requires_grad]
+        try:
+            return _run_whole(ends, dys, inputs, [*learning, *inputs, *edges])
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def _take(self, site: Site, dys: Sequence[Tensor | None]) -> None:
+        if dys[0] is not None:
+            operands, settings = self._queue.read(site)
+            self._queue.put(site, [dys[0], *operands], settings)
+
+
+def _run_whole(
+    ends: list[Any],
+    dys: list[Tensor | None],
+    inputs: list[Tensor],
+    wanted: Sequence[Any] = (),
+) -> tuple[Tensor | None, ...]:
+    """Run a backward; return the gradients of inputs, and leave their ``.grad`` alone.
+
+    Autograd keeps a gradient of other strides than the leaf's as a copy of the leaf's:
+    then the gradient itself is returned, so that sums of it have the bits that they
+    have without a cut here.
+
+    Args:
+        ends: where it starts.
+        dys: gradients of these.
+        inputs: leaves that require a gradient.
+        wanted: where it ends; empty: at all leaves.
+    """
+    others: dict[int, Tensor] = {}
+
+    def look(i: int, dx: Tensor) -> None:
+        if dx.layout is torch.strided and dx.stride() != inputs[i].stride():
+            others[i] = dx
+
+    before = [x.grad for x in inputs]
+    hooks = []
+    for i, x in enumerate(inputs):
+        x.grad = None
+        hooks.append(add_hook(x.register_hook, partial(look, i)))
+    try:
+        run_backward(ends, dys, wanted)
+        return tuple([others.get(i, x.grad) for i, x in enumerate(inputs)])
+    finally:
+        for x, hook, grad in zip(inputs, hooks, before, strict=True):
+            hook.remove()
+            x.grad = grad
+
+
+def _add_all(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients that autograd has returned, and may have returned twice."""
+    totals: list[Tensor] = []
+    added: list[Tensor] = []
+    first: list[Tensor] = []
+    first_gradients: list[Tensor] = []
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if gradient is None:
+            continue
+        total = leaf.grad
+        is_sum = total is not None and total.dtype == gradient.dtype
+        if total is not None and is_sum and total.layout is gradient.layout is _STRIDED:
+            totals.append(total)
+            added.append(gradient)
+        else:
+            first.append(leaf)
+            first_gradients.append(gradient)
+    if totals:
+        torch._foreach_add_(totals, added)
+    if first:
+        run_backward(first, first_gradients)
+
+
+_STRIDED = torch.strided
+
+
+def _end_of(tensor: Tensor) -> Any:
+    """Return where a tensor's gradient enters the graph; it holds no data.
+
+    Subclasses and nested tensors, which torch does not describe by their edge alone,
+    stand for themselves.
+    """
+    node = tensor.grad_fn
+    is_dense = not tensor.is_nested
+    # a node in Python needs a token to live on
+    if node is not None and type(tensor) is Tensor and is_dense and is_built_in(node):
+        return GradientEdge(node, tensor.output_nr)
+    return get_gradient_edge(tensor) if is_plain(tensor) and is_dense else tensor
+
+
+# ---- Forwards.
+
+
+class _Alias(torch.autograd.Function):
+    """Return an alias of a tensor that is no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+
+def alias_of(leaf: Tensor) -> Tensor:
+    """Return a leaf's data as a tensor that may be changed in place.
+
+    One that needs no gradient may be changed itself.
+    """
+    if not leaf.requires_grad:
+        return leaf
+    apply: Any = _Alias.apply  # typed from torch 2.14 on
+    return cast(Tensor, apply(leaf))
 
 
 def split_forward(

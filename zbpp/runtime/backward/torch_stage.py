@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.self_check import check_split
 from zbpp.runtime.backward.split import SplitGraph, run_forward
+from zbpp.runtime.backward.wrappers import check_module
 from zbpp.runtime.support.autograd_internals import accumulates
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 

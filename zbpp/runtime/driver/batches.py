@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zbpp.core import Placement, RequestError
-from zbpp.runtime.backward.data_parallel import check_hooks
+from zbpp.runtime.backward.wrappers import check_hooks
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.loss import LossFn

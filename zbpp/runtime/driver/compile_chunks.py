@@ -8,7 +8,7 @@ from torch import nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.compiled.layers import Call, Compiling, compiled, is_worth_it
+from zbpp.runtime.compiled.backend import Call, Compiling, compiled, is_worth_it
 from zbpp.runtime.ties.bind import AliasedLayer
 
 __all__ = ["check_compile", "compiled_chunk", "compiled_layer"]

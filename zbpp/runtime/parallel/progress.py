@@ -10,14 +10,12 @@ that their sums meet all the same, layers are reduced in one order, the last one
 a layer waits for those behind it.
 """
 
-import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from zbpp.runtime.backward.queue import EachSum, Root
-from zbpp.runtime.support.autograd_internals import leaves_behind
+from zbpp.runtime.backward.order import EachSum
 
 __all__ = ["LayerProgress", "LayerSums"]
 
@@ -35,29 +33,23 @@ class LayerProgress:
     ) -> None:
         self._layer_of = layer_of
         self._reduce = reduce
-        self._left: list[tuple[int, int]] = []
+        self._left: Counter[int] = Counter()
+        self._order: list[int] = []
 
-    def begin(self, edges: Sequence[Sequence[Root]]) -> None:
-        """Find the work that each layer waits for; B has done the rest."""
-        last = dict.fromkeys(self._layer_of.values(), 0)
-        for place, piece in enumerate(edges, start=1):
-            leaves = [leaf for edge in piece for leaf in leaves_behind(edge)]
-            if not leaves or any(leaf not in self._layer_of for leaf in leaves):
-                self._left = []  # it may be of any layer: all wait for the job
-                return
-            for leaf in leaves:
-                last[self._layer_of[leaf]] = place
-        self._left = [(last[layer], layer) for layer in sorted(last, reverse=True)]
+    def begin(self, leaves: Sequence[Tensor]) -> None:
+        """Learn which leaves W will add to; B has done the rest."""
+        self._left = Counter(self._layer_of[leaf] for leaf in leaves)
+        self._order = sorted({*self._layer_of.values()})
+        self._go_on()
 
-    def done(self, n: int) -> int:
-        """Reduce the layers that needed no more than n pieces of work.
+    def done(self, leaf: Tensor) -> None:
+        """All gradients of a leaf are there."""
+        self._left[self._layer_of[leaf]] -= 1
+        self._go_on()
 
-        Returns:
-            The pieces that the next layer needs.
-        """
-        while self._left and self._left[0][0] <= n:
-            self._reduce(self._left.pop(0)[1])
-        return self._left[0][0] if self._left else sys.maxsize
+    def _go_on(self) -> None:
+        while self._order and not self._left[self._order[-1]]:
+            self._reduce(self._order.pop())
 
 
 class LayerSums(LayerProgress, EachSum):
@@ -67,7 +59,6 @@ class LayerSums(LayerProgress, EachSum):
         layer_of: layer of every leaf of the chunk.
         reduce: called with each layer; it takes the gradients that are there.
         rest: called when all of a micro-batch are there.
-        within_backward: within it layers are reduced when a full backward leaves them.
         left_over: called when a W follows another: the sums of a micro-batch are left
             to a job, and this reduces what no job has; None: W begins them itself.
     """
@@ -77,28 +68,27 @@ class LayerSums(LayerProgress, EachSum):
         layer_of: Mapping[Tensor, int],
         reduce: Callable[[int], None],
         rest: Callable[[], None],
-        within_backward: Callable[[], AbstractContextManager[object]] = nullcontext,
         *,
         left_over: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(layer_of, reduce)
         self._rest = rest
-        self._within_backward = within_backward
         self._left_over = left_over
 
-    def begin(self, edges: Sequence[Sequence[Root]]) -> None:
-        """Find the work that each layer waits for, unless a job will reduce them."""
+    def begin(self, leaves: Sequence[Tensor]) -> None:
+        """Learn which leaves W will add to, unless a job will reduce them."""
         if self._left_over is None:
-            super().begin(edges)
+            super().begin(leaves)
+
+    def done(self, leaf: Tensor) -> None:
+        """All gradients of a leaf are there."""
+        if self._left_over is None:
+            super().done(leaf)
 
     def before(self) -> None:
         """Reduce what no job has taken."""
         if self._left_over is not None:
             self._left_over()
-
-    def within_backward(self) -> AbstractContextManager[object]:
-        """Reduce layers as a full backward leaves them."""
-        return self._within_backward()
 
     def rest(self) -> None:
         """Reduce what is there."""

@@ -4,22 +4,17 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 __all__ = [
-    "DTensorLayout",
     "Inner",
     "compile_graph",
     "compile_with",
-    "compiled_backward",
     "current_node",
-    "dtensor_gradient",
-    "graph_inputs",
     "inductor_options",
-    "is_compiled",
     "missing",
 ]
 
@@ -109,81 +104,6 @@ def inductor_options(
     wrapper: Any = torch._TorchCompileInductorWrapper  # typed from torch 2.14 on
     made = wrapper(mode, None if options is None else dict(options), dynamic)
     return dict(made.config)
-
-
-def is_compiled(node: Any) -> bool:
-    """True for the node of a compiled region."""
-    return type(node).__name__ == "CompiledFunctionBackward"
-
-
-def compiled_backward(node: Any) -> Any:
-    """Return what a compiled region's node runs; None: unknown, or not compiled yet."""
-    forward = getattr(type(node), "_forward_cls", None)
-    return getattr(forward, "compiled_bw", None)
-
-
-_DTENSOR = ["_local_tensor", "device_mesh"]
-"""The parts that compilation takes a DTensor into."""
-
-
-def graph_inputs(value: Any) -> int:
-    """Count what a region's input is in the graph that is compiled.
-
-    A DTensor is its part and its mesh. Where it is more, as with sizes that are
-    symbols, the number of all inputs tells.
-    """
-    return len(_DTENSOR) if type(value).__name__ == "DTensor" else 1
-
-
-class DTensorLayout(NamedTuple):
-    """The DTensor that a compiled region's gradient is a process's part of.
-
-    Args:
-        mesh: of the parameter.
-        placements, shape, stride: of the gradient.
-    """
-
-    mesh: Any
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def whole(self, part: Tensor) -> Tensor:
-        """Return the DTensor with this part; called without a graph."""
-        from torch.distributed.tensor import DTensor
-
-        made: Tensor = DTensor.from_local(
-            part,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
-        )
-        return made
-
-
-def dtensor_gradient(node: Any, place: int, leaf: Any) -> DTensorLayout | None:
-    """Return what a compiled region's node makes of a gradient of a DTensor.
-
-    Args:
-        node: of the region.
-        place: of the gradient's part among the results of the backward.
-        leaf: the parameter.
-
-    Returns:
-        None: it is placed otherwise than the parameter (a sum over processes that is
-        not made yet, say), or this torch does not tell.
-    """
-    forward = getattr(type(node), "_forward_cls", None)
-    about = getattr(forward, "maybe_subclass_metadata", None)
-    for meta in getattr(about, "grad_input_metas", None) or ():
-        if getattr(meta, "flat_tensor_start_idx", None) != place:
-            continue
-        if list(meta.attrs) == _DTENSOR and tuple(meta.meta[0]) == leaf.placements:
-            stride = tuple(meta.outer_stride)
-            return DTensorLayout(leaf.device_mesh, leaf.placements, leaf.shape, stride)
-    return None
 
 
 def _no_node() -> None:

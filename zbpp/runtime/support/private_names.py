@@ -13,7 +13,6 @@ __all__ = ["PRIVATE_NAMES", "missing_names"]
 PRIVATE_NAMES = (
     "torch:_TorchCompileInductorWrapper",
     "torch._C:_current_autograd_node",
-    "torch._C:_set_grad_enabled",
     "torch._dynamo.exc:TorchDynamoException",
     "torch._functorch.config:enable_autograd_cache",
     "torch._functorch.config:force_non_lazy_backward_lowering",
@@ -23,7 +22,6 @@ PRIVATE_NAMES = (
     "torch._subclasses.fake_tensor:FakeCopyMode",
     "torch._subclasses.fake_tensor:FakeTensor",
     "torch._subclasses.fake_tensor:unset_fake_temporarily",
-    "torch.autograd:Variable._execution_engine.run_backward",
     "torch.autograd:_is_checkpoint_valid",
     "torch.autograd.graph:_engine_run_backward",
     "torch.autograd.profiler:_is_profiler_enabled",
@@ -35,7 +33,6 @@ PRIVATE_NAMES = (
     "torch.optim.optimizer:_global_optimizer_post_hooks",
     "torch.optim.optimizer:_global_optimizer_pre_hooks",
     "torch.utils._pytree:SUPPORTED_NODES",
-    "torch.utils.checkpoint:_Holder",
     "torch.utils.hooks:RemovableHandle.next_id",
 )
 
