@@ -141,7 +141,9 @@ def by_modules(module: Numbered, n: int) -> Found:
         module(torch.tensor(i), *xs).backward()
         split.dw_builder()()
         found |= {f"input {j} of {i}": x.grad for j, x in enumerate(xs)}
-    return found | module.found()
+    found |= module.found()
+    del found["before"]  # rounds by the strides of the inputs' gradients
+    return found
 
 
 def by_pipeline(module: Numbered, order: str, **numerics: Any) -> Found:

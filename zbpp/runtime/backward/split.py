@@ -623,33 +623,20 @@ def _run_whole(
 ) -> tuple[Tensor | None, ...]:
     """Run a backward; return the gradients of inputs, and leave their ``.grad`` alone.
 
-    Autograd keeps a gradient of other strides than the leaf's as a copy of the leaf's:
-    then the gradient itself is returned, so that sums of it have the bits that they
-    have without a cut here.
-
     Args:
         ends: where it starts.
         dys: gradients of these.
         inputs: leaves that require a gradient.
         wanted: where it ends; empty: at all leaves.
     """
-    others: dict[int, Tensor] = {}
-
-    def look(i: int, dx: Tensor) -> None:
-        if dx.layout is torch.strided and dx.stride() != inputs[i].stride():
-            others[i] = dx
-
     before = [x.grad for x in inputs]
-    hooks = []
-    for i, x in enumerate(inputs):
+    for x in inputs:
         x.grad = None
-        hooks.append(add_hook(x.register_hook, partial(look, i)))
     try:
         run_backward(ends, dys, wanted)
-        return tuple([others.get(i, x.grad) for i, x in enumerate(inputs)])
+        return tuple([x.grad for x in inputs])
     finally:
-        for x, hook, grad in zip(inputs, hooks, before, strict=True):
-            hook.remove()
+        for x, grad in zip(inputs, before, strict=True):
             x.grad = grad
 
 
