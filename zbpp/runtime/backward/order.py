@@ -36,10 +36,6 @@ class EachSum(Progress, ABC):
     """Sums gradients of one micro-batch after another; those it has taken are gone."""
 
     @abstractmethod
-    def before(self) -> None:
-        """Sum what earlier micro-batches have left: another one's W is to add."""
-
-    @abstractmethod
     def rest(self) -> None:
         """Sum what is there."""
 
@@ -123,7 +119,6 @@ class GradientOrder:
     def _do_w(self, microbatch: int, graph: SplitGraph) -> None:
         each, progress = self._each, None
         if each is not None:
-            each.before()
             _add_all(self._apart.pop(microbatch))
         if each is not None or microbatch + 1 == self._n_microbatches:
             progress = self._progress

@@ -59,8 +59,6 @@ class LayerSums(LayerProgress, EachSum):
         layer_of: layer of every leaf of the chunk.
         reduce: called with each layer; it takes the gradients that are there.
         rest: called when all of a micro-batch are there.
-        left_over: called when a W follows another: the sums of a micro-batch are left
-            to a job, and this reduces what no job has; None: W begins them itself.
     """
 
     def __init__(
@@ -68,27 +66,9 @@ class LayerSums(LayerProgress, EachSum):
         layer_of: Mapping[Tensor, int],
         reduce: Callable[[int], None],
         rest: Callable[[], None],
-        *,
-        left_over: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(layer_of, reduce)
         self._rest = rest
-        self._left_over = left_over
-
-    def begin(self, leaves: Sequence[Tensor]) -> None:
-        """Learn which leaves W will add to, unless a job will reduce them."""
-        if self._left_over is None:
-            super().begin(leaves)
-
-    def done(self, leaf: Tensor) -> None:
-        """All gradients of a leaf are there."""
-        if self._left_over is None:
-            super().done(leaf)
-
-    def before(self) -> None:
-        """Reduce what no job has taken."""
-        if self._left_over is not None:
-            self._left_over()
 
     def rest(self) -> None:
         """Reduce what is there."""
