@@ -248,6 +248,18 @@ def test_metrics_are_means_like_the_loss(mode: str, clip: float | None) -> None:
     close(found[0][1]["mae"], (layers(case)(x) - y).abs().mean().item())
 
 
+def test_metrics_of_some_micro_batches_are_means_over_these() -> None:
+    calls = iter(range(M))
+
+    def loss_fn(y: Tensor, t: Tensor) -> Any:
+        n = next(calls)
+        return mse_loss(y, t), {"n": n, **({"odd": n} if n % 2 else {})}
+
+    case = Case(model="vectors", mode="FThenB", n_stages=1)
+    result = make(case, loss_fn=loss_fn).step(*case.batch(0))
+    assert result.metrics == {"n": 1.5, "odd": 2.0}
+
+
 def test_outputs_are_those_of_the_micro_batches_in_order() -> None:
     for mode in ("1F1B", "ZBV"):
         x, y = VECTORS.batch(0)

@@ -127,19 +127,15 @@ def test_a_value_that_no_pytree_knows(
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (lambda x, n: (x, {"a": x} if n else {"b": x}), "the metrics b before"),
-        (lambda x, n: (x, {"a": x}) if n else x, "no metrics before"),
-        (lambda x, n: (x, [x]), "the metrics .* are a list"),
-        (lambda x, n: (x, {"a": x[None]}), r"'a' .* tensor of shape \(1,\)"),
-        (lambda x, n: (x, {"a": "x"}), "'a' .* is a str"),
-        (lambda x, n: (x, {}, {}), "must return a scalar tensor"),
+        (lambda x: (x, [x]), "the metrics .* are a list"),
+        (lambda x: (x, {"a": x[None]}), r"'a' .* Tensor of shape \[1\]"),
+        (lambda x: (x, {"a": "x"}), "'a' .* is a str"),
+        (lambda x: (x, {}, {}), "must return a scalar tensor"),
     ],
 )
 def test_metrics_that_do_not_fit(returned: Any, words: str) -> None:
-    calls = iter(range(100))
-
     def loss_fn(y: Tensor, t: Tensor) -> Any:
-        return returned(mse_loss(y, t), next(calls))
+        return returned(mse_loss(y, t))
 
     with pytest.raises(RequestError, match=words):
         make(VECTORS, loss_fn=loss_fn).step(X, Y)
@@ -194,7 +190,7 @@ def test_a_recomputed_layer_that_writes_to_its_input() -> None:
     pipeline = pipeline_of(
         [*linears(1), Writes(0)], replace(schedule, recompute=(True, True))
     )
-    with pytest.raises(RequestError, match=r"layers\.1 writes to its input"):
+    with pytest.raises(RequestError, match=r"layers\.1 .* writes to its input"):
         pipeline.step(X, Y)
 
 

@@ -56,7 +56,7 @@ def test_an_error_of_a_forward_names_the_module_chunk_and_micro_batch():
         "in 0F1",
         "0F1 is the forward of micro-batch 1 in chunk 0, layers 0 to 4",
     ]
-    assert notes[0].startswith("raised in blocks.0.0 (layer 1)")
+    assert notes[0].startswith("raised in blocks.0 (layer 1)")
     assert "'hidden': float32[2, 4]" in notes[0]
 
 

@@ -14,7 +14,6 @@ import torch
 from zbpp.core.measured import robust_mean
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.overlap import marked
-from zbpp.runtime.support.streams import Event
 
 __all__ = ["Spread", "Stopwatch", "spread"]
 
@@ -67,10 +66,8 @@ def spread(seconds: Iterable[float]) -> Spread:
 class Stopwatch:
     """Notes when pieces of work run, by name; on GPUs with events, read at the end."""
 
-    def __init__(
-        self, device: torch.device, *, make_event: Callable[[], Event] | None = None
-    ) -> None:
-        self._times = JobTimes(device, make_event=make_event)
+    def __init__(self, device: torch.device) -> None:
+        self._times = JobTimes(device)
         self._marks: dict[Hashable, list[tuple[Any, ...]]] = defaultdict(list)
 
     def time(self, name: Hashable, action: Callable[..., _T], *args: Any) -> _T:

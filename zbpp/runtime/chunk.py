@@ -78,11 +78,16 @@ class Chunk:
         for name, p in layer.named_parameters():
             yield self.own_name(index, name), instead.get(p, p)
 
-    def name_of(self, index: int, path: str = "") -> str:
-        """The model's own name of a layer, or of a module in it."""
-        name = self.own_name(index, f"{path}.").rstrip(".")
+    def name_of(self, index: int) -> str:
+        """The model's own name of a layer."""
+        name = self.own_name(index, ".").rstrip(".")
         is_unnamed = not name or name.isdigit()
         return f"layers.{index}" if is_unnamed else name
+
+    @property
+    def indices(self) -> range:
+        """Global indices of the layers."""
+        return range(self.first, self.first + len(self.layers))
 
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer."""
@@ -115,6 +120,6 @@ class Chunk:
             try:
                 value = (instead.get(index) or self.calls.get(index, layer))(value)
             except Exception as error:
-                note_layer(error, index, layer, value, self.name_of)
+                note_layer(error, f"{self.name_of(index)} (layer {index})", value)
                 raise
         return value

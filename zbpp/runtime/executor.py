@@ -452,8 +452,7 @@ class Executor:
             raise self.transport.lost_peer(str(instruction), error) from error
         error.add_note(f"in {instruction}")
         if isinstance(instruction, Pass):
-            chunk = self.stage.chunks[instruction.chunk]
-            note_pass(error, instruction, list(chunk.numbered()), chunk.name_of)
+            note_pass(error, instruction, self.stage.chunks[instruction.chunk].indices)
 
 
 Handler = Callable[[Executor, Any], None]

@@ -1,6 +1,6 @@
 """The loss of each micro-batch, its share in the loss of the batch, and metrics."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -53,8 +53,6 @@ class Loss:
         ]
         self.adds = False
         """The loss of the batch is the sum over micro-batches, not their mean."""
-        self.names: tuple[str, ...] | None = None
-        """Of the metrics that loss_fn returns; None: it has not run here."""
         self._all_weights: list[float] = []
         self.begin(None, None, n_microbatches=1)
 
@@ -100,18 +98,15 @@ class Loss:
         Raises:
             RequestError: it is no scalar tensor.
         """
-        assert self.targets is not None
         loss: object
-        if not self.counts(microbatch):
+        if self.targets is None or not self.counts(microbatch):
             loss = _nothing(outputs, self._device)
         else:
             move = partial(sent_ahead, device=self._device)
             loss = self._used_fn(outputs, map_tensors(self.targets[microbatch], move))
-            number = self._first + microbatch
             if type(loss) is tuple and len(loss) == 2:
                 loss, metrics = loss
-                self.metrics[number] = _numbers(metrics)
-            self._check_names(self.metrics.get(number, {}))
+                self.metrics[self._first + microbatch] = _numbers(metrics)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise RequestError(
                 "loss_fn must return a scalar tensor, the mean over a micro-batch, or "
@@ -144,19 +139,10 @@ class Loss:
         ]
 
     def discard(self) -> None:
-        """Forget the losses so far; they will be computed once more."""
-        self.values.clear()
-        self.metrics.clear()
-
-    def _check_names(self, metrics: Metrics) -> None:
-        if self.names is None:
-            self.names = tuple(metrics)
-        elif metrics.keys() != set(self.names):
-            raise RequestError(
-                f"loss_fn returned {_names_text(metrics)}, and "
-                f"{_names_text(self.names)} before; it must return the same metrics "
-                "for every micro-batch"
-            )
+        """Forget the losses of this part of the step; they will be computed again."""
+        for number in range(self._first, self._first + self._n_microbatches):
+            self.values.pop(number, None)
+            self.metrics.pop(number, None)
 
     def counts(self, microbatch: int) -> bool:
         """False for a micro-batch of weight 0."""
@@ -246,22 +232,14 @@ def loss_alone(loss_fn: LossFn) -> Callable[..., Tensor]:
 def _mean_metrics(
     metrics: Mapping[int, Metrics], weights: Sequence[float]
 ) -> dict[str, float]:
-    """Mean of each metric over micro-batches by weight; those of weight 0 have none."""
-    names = dict.fromkeys(name for one in metrics.values() for name in one)
-    counts = torch.tensor(weights, dtype=torch.float64)
+    """Mean of each metric by weight, over the micro-batches that have it."""
     means = {}
-    for name in names:
-        values = [
-            float(metrics[i][name]) if i in metrics else 0.0
-            for i in range(len(weights))
-        ]
-        means[name] = mean_by_weight(torch.tensor(values, dtype=torch.float64), counts)
+    for name in dict.fromkeys(name for one in metrics.values() for name in one):
+        having = [i for i in sorted(metrics) if name in metrics[i]]
+        pairs = [(float(metrics[i][name]), weights[i]) for i in having]
+        values, counts = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+        means[name] = mean_by_weight(values, counts)
     return means
-
-
-def _names_text(names: Iterable[str]) -> str:
-    """Names of metrics in words."""
-    return f"the metrics {', '.join(sorted(names))}" if names else "no metrics"
 
 
 def _numbers(metrics: object) -> Metrics:
@@ -275,23 +253,19 @@ def _numbers(metrics: object) -> Metrics:
             f"the metrics that loss_fn returns are a {type(metrics).__name__}; they "
             "must be a dict from names to scalar tensors or numbers"
         )
-    kept: dict[str, Tensor | float] = {}
+    numbers: dict[str, Tensor | float] = {}
     for name, value in metrics.items():
         if isinstance(value, Tensor) and value.dim() == 0:
-            kept[name] = value.detach().clone()
+            numbers[name] = value.detach().clone()
         elif isinstance(value, int | float):
-            kept[name] = float(value)
+            numbers[name] = float(value)
         else:
-            what = (
-                f"tensor of shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else type(value).__name__
-            )
+            shape = f" of shape {[*value.shape]}" if isinstance(value, Tensor) else ""
             raise RequestError(
-                f"the metric {name!r} that loss_fn returns is a {what}; it must be a "
-                "scalar tensor or a number"
+                f"the metric {name!r} that loss_fn returns is a "
+                f"{type(value).__name__}{shape}; it must be a scalar tensor or a number"
             )
-    return kept
+    return numbers
 
 
 def _parts(weights: Sequence[float], total: float) -> list[float]:

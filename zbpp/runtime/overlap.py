@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from threading import Condition, Semaphore, Thread
+from threading import Event, Semaphore, Thread
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -73,7 +73,8 @@ class OpenPass:
         self.is_forward = is_forward
         self.has_ended = False
         """As far as `go_on` has seen."""
-        self._line = overlap.line
+        self._overlap = overlap
+        self._has_communicated = Event()
         self._error: BaseException | None = None
         self._is_over = self._is_stopped = False
         self._go, self._back = Semaphore(0), Semaphore(0)
@@ -110,9 +111,10 @@ class OpenPass:
         Raises:
             PassStoppedError: its step has failed.
         """
-        self._line.join(self)
+        before = self._overlap.network_is_free
+        self._has_communicated = self._overlap.network_is_free = Event()
         self._back.release()
-        self._line.await_turn(self)
+        before.wait()
         self._refuse_if_stopped()
 
     def come_back(self) -> None:
@@ -121,13 +123,13 @@ class OpenPass:
         Raises:
             PassStoppedError: its step has failed.
         """
-        self._line.leave(self)
+        self._has_communicated.set()
         self._go.acquire()
         self._refuse_if_stopped()
 
     def await_network(self) -> None:
         """Wait while others communicate; called in its thread."""
-        self._line.await_end()
+        self._overlap.network_is_free.wait()
 
     def _refuse_if_stopped(self) -> None:
         if self._is_stopped:
@@ -142,38 +144,8 @@ class OpenPass:
         except BaseException as error:
             self._error = error
         self._is_over = True
-        self._line.leave(self)
+        self._has_communicated.set()
         self._back.release()
-
-
-class _Line:
-    """Passes that communicate: one at a time, in the order of their points."""
-
-    def __init__(self) -> None:
-        self._changed = Condition()
-        self._passes: list[OpenPass] = []
-
-    def join(self, last: OpenPass) -> None:
-        """Stand at the end."""
-        with self._changed:
-            self._passes.append(last)
-
-    def await_turn(self, of: OpenPass) -> None:
-        """Wait for a pass's turn."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._passes[0] is of)
-
-    def await_end(self) -> None:
-        """Wait until nobody communicates."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._passes)
-
-    def leave(self, of: OpenPass) -> None:
-        """Let the next one communicate, if this one has."""
-        with self._changed:
-            if of in self._passes:
-                self._passes.remove(of)
-                self._changed.notify_all()
 
 
 class _MarkedPass:
@@ -390,7 +362,9 @@ class Overlap:
     def __init__(self, device: torch.device, *, stops: bool = True) -> None:
         self.device, self.stops = device, stops
         self.network = NetworkStream(device) if runs_ahead(device) else None
-        self.line = _Line()
+        self.network_is_free = Event()
+        """The communication that began last is over: they go one after the other."""
+        self.network_is_free.set()
         self._with_points: set[int] = set()
         self._open: dict[Pass, OpenPass] = {}
         self.failed: Pass | None = None

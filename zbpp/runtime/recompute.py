@@ -60,7 +60,7 @@ class Recomputed:
 
     Args:
         layer: any module.
-        name: of the layer, in errors.
+        name: of the layer, with its index, in errors.
         random: seeds the layer.
         call: what runs its forward.
     """
@@ -102,6 +102,9 @@ class Recomputed:
             try:
                 with self._random.again(seed):
                     yield
+            except Exception as error:
+                error.add_note(f"raised in {self._name}, which runs its forward again")
+                raise
             finally:
                 now.restore()
 
@@ -132,7 +135,9 @@ def recomputed_of(
         random: seeds them.
     """
     return {
-        index: Recomputed(layer, chunk.name_of(index), random, chunk.call(index))
+        index: Recomputed(
+            layer, f"{chunk.name_of(index)} (layer {index})", random, chunk.call(index)
+        )
         for chunk in chunks
         for index, layer in chunk.numbered()
         if index in layers

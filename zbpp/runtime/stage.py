@@ -104,6 +104,7 @@ class Stage:
             if all(map(draws_nothing, chunk.layers))
         }
         """Modules of the chunks that draw no random numbers, unless hooks do."""
+        self._has_checked_loss = False
         self.ties = ties or StageTies()
         self._exact_sums = exact_sums
         self._only_reads: set[int] = set()
@@ -357,16 +358,16 @@ class Stage:
         if chunk == self._last and self.loss.targets is not None:
             if self.outputs is not None:
                 self.outputs[microbatch] = map_tensors(value, isolated)
-            is_first = self.loss.names is None
             value = self.loss(value, microbatch)
-            if is_first:
+            if not self._has_checked_loss:
                 refuse_foreign(value, {p for *_, p in self.named_leaves()})
+                self._has_checked_loss = True
         try:
             return ready(as_tensors(value))
         except UnfitValueError as error:
-            first, n = self.chunks[chunk].first, len(self.chunks[chunk].layers)
+            layers = self.chunks[chunk].indices
             raise RequestError(
-                f"chunk {chunk} (layers {first} to {first + n - 1}) puts out {error}"
+                f"chunk {chunk} (layers {layers[0]} to {layers[-1]}) puts out {error}"
             ) from None
 
     def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:

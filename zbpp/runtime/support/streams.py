@@ -5,13 +5,11 @@
 
 By itself torch waits at both ends of such a copy: ``x.cpu()`` for all that the stream
 has been given, ``x.to(device)`` for memory that is not pinned. On CPUs there is nothing
-to copy. The functions that make events are given, so that tests can play a GPU.
+to copy.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,46 +17,25 @@ from torch import Tensor
 from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = [
-    "Event",
     "HostCopy",
-    "MakeEvent",
     "NetworkStream",
     "SideStream",
+    "recorded_event",
     "sent_ahead",
     "timed_event",
 ]
 
 
-class Event(Protocol):
-    """The part of `torch.Event` that is used."""
-
-    def record(self) -> None:
-        """Enter the current stream."""
-
-    def query(self) -> bool:
-        """True if the stream has passed it."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until the stream has passed it."""
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds to a later event; both must have been passed."""
-
-
-MakeEvent = Callable[[], Event]
-
-
-def timed_event(device: torch.device) -> Event:
+def timed_event(device: torch.device) -> torch.Event:
     """Make an event whose time can be read."""
     return torch.Event(device, enable_timing=True)
 
 
-def plain_event(device: torch.device) -> Event:
-    """Make an event that only orders."""
-    return torch.Event(device)
+def recorded_event(device: torch.device) -> torch.Event:
+    """Record such an event in the current stream."""
+    event = timed_event(device)
+    event.record()
+    return event
 
 
 class HostCopy:
@@ -68,21 +45,16 @@ class HostCopy:
 
     Args:
         tensor: that nobody writes to any more.
-        make_event: gives an event; None: torch's where the tensor's device has them.
     """
 
-    def __init__(self, tensor: Tensor, *, make_event: MakeEvent | None = None) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._source: Tensor | None = tensor
         self._values = tensor
-        self._event: Event | None = None
-        is_ahead = runs_ahead(tensor.device)
-        if make_event is None and is_ahead:
-            make_event = partial(plain_event, tensor.device)
-        if make_event is not None:
-            self._values = torch.empty_like(
-                tensor, device="cpu", pin_memory=is_ahead
-            ).copy_(tensor, non_blocking=True)
-            self._event = make_event()
+        self._event: torch.Event | None = None
+        if runs_ahead(tensor.device):
+            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(tensor.device)
             self._event.record()
 
     def done(self) -> bool:
@@ -130,10 +102,10 @@ class SideStream:
             self._made = torch.Stream(self._device)
         return self._made
 
-    def event(self) -> Event:
+    def event(self) -> torch.Event:
         """Record an event behind all that it has been given so far."""
         with self.running():
-            event = plain_event(self._device)
+            event = torch.Event(self._device)
             event.record()
         return event
 
@@ -159,7 +131,7 @@ class NetworkStream(SideStream):
         network.wait_stream(torch.accelerator.current_stream(self._device))
         _record(tensors, network)
 
-    def end(self, event: Event, tensors: Iterable[Tensor]) -> None:
+    def end(self, event: torch.Event, tensors: Iterable[Tensor]) -> None:
         """Let the current stream use tensors, once it has waited for an event here."""
         event.wait()
         _record(tensors, torch.accelerator.current_stream(self._device))
