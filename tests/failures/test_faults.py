@@ -199,23 +199,33 @@ def test_the_first_of_two_causes_is_named(pool: Pool, tmp_path: Path) -> None:
     assert "rank 2 failed first, in 2F0: ValueError: the first" in last
 
 
-def evaluate_alone() -> str:
-    """Rank 0 evaluates, rank 1 does not."""
-    limits = zbpp.Execution(timeout_s=1.0, first_timeout_s=100.0)
+def call_apart(steps: bool, timeout_s: float) -> str:
+    """Rank 0 evaluates; rank 1 takes a step, or does nothing."""
+    limits = zbpp.Execution(timeout_s=timeout_s, first_timeout_s=100.0)
     pipeline, words = make("1F1B", None, execution=limits), ""
     pipeline.step(*batch(0))  # the first one has time
-    if pipeline.rank == 0:
-        with pytest.raises(PeerError) as caught:
+    try:
+        if pipeline.rank == 0:
             pipeline.evaluate(*batch(3))
-        words = str(caught.value)
+        elif steps:
+            pipeline.step(*batch(3))
+    except PeerError as error:
+        words = str(error)
     torch.distributed.barrier()
     return words
 
 
 def test_an_evaluation_that_other_ranks_leave_out(pool: Pool) -> None:
-    first, _ = pool.run(evaluate_alone, 2)
+    first, _ = pool.run(call_apart, 2, False, 1.0)
     assert "rank 1 has left no word" in first
     assert "every rank must call evaluate()" in first
+
+
+@pytest.mark.slow
+def test_an_evaluation_beside_a_step(pool: Pool) -> None:
+    """The activations would fit, so that they must not be taken for the step's."""
+    for words in pool.run(call_apart, 2, True, 5.0):
+        assert "all ranks wait (rank 0: evaluate, rank 1: step 1)" in words
 
 
 def fail_outside_of_steps() -> list[str]:
