@@ -3,6 +3,7 @@
 Histories of tied weights are in test_histories.py, trainings in tests/bits.
 """
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,7 @@ def gradient(n_stages: int) -> Tensor:
     with torch.no_grad():
         layers[0].weight.mul_(0.5)
     pipeline.step(*batch(1))
-    assert layers[-1].weight is layers[0].weight
+    pipeline.close()
     return layers[0].weight.grad
 
 
@@ -96,6 +97,54 @@ def test_gradients_without_an_optimizer_are_those_of_the_plain_model() -> None:
         with torch.no_grad():
             layers[0].weight.mul_(0.5 if step == 0 else 1.0)
     torch.testing.assert_close(ours, layers[0].weight.grad)
+
+
+# While a pipeline lives, each layer has a parameter of its own on the same memory.
+
+
+@pytest.mark.parametrize(
+    ("end", "n_stages"), [("close", 1), ("close", 2), ("failure", 2), ("drop", 2)]
+)
+def test_layers_are_tied_again_at_the_end(end: str, n_stages: int) -> None:
+    layers = tied()
+    pipeline = make(layers, n_stages=n_stages)
+    pipeline.step(*batch())
+    pipeline.synchronize()
+    first, last = layers[0].weight, layers[-1].weight
+    assert first is not last and first.data_ptr() == last.data_ptr()
+    if end == "close":
+        pipeline.close()
+    elif end == "failure":
+        with pytest.raises(IndexError):
+            pipeline.step(batch()[0] + WORDS, batch()[1])
+    else:
+        del pipeline
+        gc.collect()
+    assert layers[-1].weight is layers[0].weight is first
+
+
+def test_the_other_layers_follow_the_first_one() -> None:
+    """In its memory and its freezing."""
+    layers, halved = tied(), tied()
+    pipeline = make(layers)
+    layers[0].weight.data = layers[0].weight.data * 0.5
+    halved[0].weight.data.mul_(0.5)
+    assert results(pipeline) == results(make(halved))
+    pipeline.synchronize()
+    layers[0].weight.requires_grad_(False)
+    before = layers[0].weight.clone()
+    results(pipeline)
+    pipeline.close()
+    assert torch.equal(layers[0].weight, before)
+
+
+def test_a_model_in_another_pipeline_is_still_tied() -> None:
+    layers = tied()
+    first = make(layers)
+    second = make(layers)
+    assert second.ties == first.ties == tuple(TIE)
+    del first
+    assert results(second) == results(make(tied()))
 
 
 # What is refused.
@@ -124,6 +173,12 @@ def test_sparse_gradients_of_a_tied_weight_are_refused(n_stages: int) -> None:
 )
 def test_other_ties_than_those_of_the_layers_are_refused(ties: Any, words: str) -> None:
     assert words in refusal(lambda: make(slices(tied(), ties)))
+
+
+def test_a_module_in_two_layers_is_refused() -> None:
+    inner = nn.Linear(WIDTH, WIDTH)
+    layers = [*untied()[:-1], inner, inner]
+    assert "layers 5 and 6 share the Linear that holds" in refusal(make, layers)
 
 
 def test_a_tie_within_one_chunk_needs_no_name() -> None:

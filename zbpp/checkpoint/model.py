@@ -5,7 +5,7 @@ a whole. A parameter that several layers share is saved once, under its first na
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,8 +43,7 @@ class Slot:
     """A parameter, a persistent buffer or an extra state of a module.
 
     ``name`` is the model's own, ``saved_as`` that of the first layer that has it: there
-    ``saves`` is true. ``set_extra`` is None for tensors. ``is_copy``: another stage of
-    this process steps a tensor of its own for it.
+    ``saves`` is true. ``set_extra`` is None for tensors.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Slot:
     value: Any
     saves: bool
     set_extra: Callable[[Any], None] | None = None
-    is_copy: bool = False
 
     @property
     def is_trainable(self) -> bool:
@@ -71,7 +69,6 @@ class LocalModel:
         layers: by global index.
         own_name: the model's own name of what a layer has under a name.
         ties: places of parameters that are one in the model.
-        copies: of tied parameters, each with the one that is in a layer.
         optimizers: of the parameters, by stage.
         schedulers: of the optimizers.
         experts: parameters that are parts of tensors over several processes.
@@ -83,7 +80,6 @@ class LocalModel:
         own_name: Callable[[int, str], str],
         *,
         ties: Sequence[Sequence[Place]] = (),
-        copies: Mapping[Tensor, Tensor] | None = None,
         optimizers: Sequence[Sequence[torch.optim.Optimizer]] = (),
         schedulers: Sequence[Any] = (),
         experts: ExpertParts | None = None,
@@ -102,9 +98,6 @@ class LocalModel:
             for value, slot in reversed(found)
             if isinstance(value, Tensor)
         }
-        for copy, original in (copies or {}).items():
-            slot = self._slots[id(original)]
-            self._slots[id(copy)] = replace(slot, saves=False, is_copy=True)
 
     def _find(
         self, layers: Iterable[tuple[int, nn.Module]]

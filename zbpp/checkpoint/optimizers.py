@@ -50,7 +50,7 @@ def optimizer_state(
         options = {name: group[name] for name in group if name in names}
         for parameter in group["params"]:
             slot = local.slot_of(parameter)
-            if slot.is_copy or (saved and not slot.saves):
+            if saved and not slot.saves:
                 continue
             if trainable_only and not parameter.requires_grad:
                 continue

@@ -462,7 +462,6 @@ class Checkpoints:
             self._stages.layers(),
             self._own_name,
             ties=self._ties,
-            copies=dict(pair for x in stages for pair in x.ties.unseen_copies()),
             optimizers=self._stages.optimizers_by_stage,
             schedulers=self._schedulers,
             experts=ExpertParts(

@@ -1,7 +1,7 @@
 """From a module whose blocks are named to the layers of a pipeline."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from zbpp.models.weights import Weights
 from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.fsdp import is_unit, units_in
 from zbpp.runtime.support.torch_internals import copying
+from zbpp.runtime.ties.plan import numbers_of
 
 __all__ = ["CutModel", "cut_module"]
 
@@ -83,9 +84,9 @@ class CutModel:
 
     def ties(self) -> tuple[Tie, ...]:
         """Parameters that lie in several places."""
-        places: dict[int, list[tuple[int, str]]] = {}
+        places: dict[Hashable, list[tuple[int, str]]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            places.setdefault(id(parameter), []).extend(self.place(name))
+            places.setdefault(numbers_of(parameter), []).extend(self.place(name))
         # within a layer its first name is enough: it is one parameter there
         firsts = [dict(reversed(occurrences)) for occurrences in places.values()]
         return tuple(tuple(sorted(f.items())) for f in firsts if len(f) > 1)
@@ -153,7 +154,10 @@ class CutModel:
             )
         names = set(self._owned(index == 0))
         children = children_on_path(self.model, self.at.blocks)
-        owned = Owned({n: self._real(n, held) for n, held in children if n in names})
+        modules = {n: self._real(n, held) for n, held in children if n in names}
+        if index > 0:  # the first layer has the modules that stand in both
+            modules |= {n: _twin(m) for n, m in modules.items() if n in self.at.before}
+        owned = Owned(modules)
         for prefix, module in path_modules(self.model, self.at.blocks):
             for key, parameter in module._parameters.items():
                 full = join(prefix, key)
@@ -276,6 +280,17 @@ def cut_at(
         return at
     order = find_order(model, at, example, missing)
     return replace(at, before=at.before | order[0], after=at.after | order[1])
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Another module with the same parameters and buffers, as ties need one a layer."""
+    twin = copy.copy(module)
+    twin._parameters = dict(module._parameters)
+    twin._modules = {
+        name: None if child is None else _twin(child)
+        for name, child in module._modules.items()
+    }
+    return twin
 
 
 def cut_module(

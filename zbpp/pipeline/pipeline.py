@@ -745,9 +745,11 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters by the model's own names, validated."""
         self.synchronize()
-        for index, layer in self.stages.layers():
-            for name, parameter in layer.named_parameters():
-                yield self.layered.own_name(index, name), parameter
+        for executor in self.stages.executors.values():
+            aliases = executor.stage.ties.aliases
+            for index, layer in executor.stage.numbered():
+                for name, p in layer.named_parameters():
+                    yield self.layered.own_name(index, name), aliases.get(p, p)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This process's buffers by the model's own names, validated."""

@@ -211,8 +211,7 @@ class PassTiming:
 
 def _alone(chunk: Chunk, index: int, layer: nn.Module) -> Chunk:
     """A layer as a chunk of its own, with its own parameters."""
-    calls = {} if index in chunk.leaves else {index: chunk.call(index)}
-    return Chunk(index, index, (layer,), calls=calls)
+    return Chunk(index, index, (layer,), calls={index: chunk.call(index)})
 
 
 class _Nothing(nn.Module):

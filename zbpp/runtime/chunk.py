@@ -28,7 +28,6 @@ class Chunk:
         index: of the chunk.
         first: global index of its first layer.
         layers: the modules.
-        leaves: by layer, parameters that stand in for tied ones in its forwards.
         calls: by layer, what runs its forward where that is not the module itself.
         shards: of leaves that are gathered for the forwards, the parameter with this
             process's part, which is stepped.
@@ -40,9 +39,6 @@ class Chunk:
     index: int
     first: int
     layers: tuple[nn.Module, ...]
-    leaves: Mapping[int, Mapping[nn.Parameter, nn.Parameter]] = field(
-        default_factory=dict
-    )
     calls: Mapping[int, Callable[[object], object]] = field(default_factory=dict)
     shards: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     widen: Callable[[], None] | None = None
@@ -73,10 +69,9 @@ class Chunk:
 
     def named_leaves(self, index: int) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own names and parameters of a layer, as its forwards use them."""
-        instead = {**self._gathered, **self.leaves.get(index, {})}
         layer = self.layers[index - self.first]
         for name, p in layer.named_parameters():
-            yield self.own_name(index, name), instead.get(p, p)
+            yield self.own_name(index, name), self._gathered.get(p, p)
 
     def name_of(self, index: int) -> str:
         """The model's own name of a layer."""

@@ -62,14 +62,10 @@ def measure_layers(
     pipeline = build(schedule=SAFE_MODE)
     m = pipeline.n_microbatches
     inputs, targets = split_inputs(example[0], m)[0], split_targets(example[1], m)[0]
-    memory: LayerCosts | None = None
-    if pipeline.rank == 0:
-        memory = estimate((as_value(inputs), targets))
-    memory = pipeline.gather(memory)[0]
-    assert memory is not None, "rank 0 has estimated it"
     times: LayerCosts = pipeline.profile(*example).layers
     kinds = {job.kind for job in pipeline.schedule.orders[0]}
     pipeline.close()
+    memory = estimate((as_value(inputs), targets))
     if not overlaps or CollectiveKind.UNSHARD in kinds:
         times = replace(times, parts=None)
     for layer, home in homes:

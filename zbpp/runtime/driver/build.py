@@ -150,9 +150,9 @@ def build_layers(
         for index, layer in chunk.numbered():
             _refuse_meta(layer, index, device)
             layer.to(device)
-    return bind_ties(
-        plan, {stage: [chunks[i] for i in chunks_of[stage]] for stage in stages}
-    )
+    of_stages = {stage: [chunks[i] for i in chunks_of[stage]] for stage in stages}
+    ties = bind_ties(plan, of_stages)
+    return {stage: (of_stages[stage], ties[stage]) for stage in stages}
 
 
 def _build_seeded(
@@ -181,7 +181,7 @@ def describe_layers(layers: StageLayers, plan: TiePlan) -> dict[str, object]:
             for chunk in chunks
             for _, name, p in chunk.all_leaves()
         ]
-        for number, tie in ties.held.items():
+        for number, tie in ties.tied.items():
             placements = layout_of(tie.parameter)[1:]
             facts[f"copies of {plan.name(number)}"] = (
                 _describe(tie.parameter),
@@ -219,13 +219,13 @@ def build_executors(
     executors = {}
     for stage, transport in transports.items():
         stage_chunks, tied = layers[stage]
-        shared = [tie.parameter for tie in tied.held.values()]
         times = JobTimes(options.device)
         stage_chunks, collectives = bind_parallel(
             stage_chunks,
             place,
             options.replicas,
-            tied=shared,
+            tied=[x.parameter for x in tied.tied.values()],
+            aliases=tied.aliases,
             now=times.now,
         )
         stage_chunks = [
@@ -286,21 +286,24 @@ def compare_experts(
 def share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
     """Give all stages the tied parameters of those that hold their first layers.
 
-    All processes that hold a tie must call, when they know that it is alike in all.
+    All processes that hold a tie must call, when they know that it is alike in all. In
+    one process they have it already: layers share its memory.
     """
+    if len(executors) > 1:
+        return
     for tie, chunks in enumerate(plan.chunks):
         first, *others = plan.stages(tie)
         value = TiedGradient(tie, chunks[0])
         if first in executors:
             # A copy: the first step, or a load, may write before it has left.
-            parameter = executors[first].stage.ties.held[tie].parameter
+            parameter = executors[first].stage.ties.tied[tie].parameter
             held = own_shard(parameter).detach().clone()
             for peer in others:
                 executors[first].transport.send(value, (held,), peer)
         for stage in others:
             if stage in executors:
                 transport = executors[stage].transport
-                copy = own_shard(executors[stage].stage.ties.held[tie].parameter)
+                copy = own_shard(executors[stage].stage.ties.tied[tie].parameter)
                 expected = transport.post(value, first, (copy.detach(),))
                 copy.copy_(expected.receive(Step(stage))[0])
 

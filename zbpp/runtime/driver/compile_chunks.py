@@ -9,7 +9,6 @@ from torch import nn
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.compiled.backend import Call, Compiling, compiled, is_worth_it
-from zbpp.runtime.ties.bind import AliasedLayer
 
 __all__ = ["check_compile", "compiled_chunk", "compiled_layer"]
 
@@ -37,8 +36,9 @@ def compiled_chunk(chunk: Chunk, how: Compiling) -> Chunk:
     if not how:
         return chunk
     calls = {
-        index: _compiled_call(chunk.call(index), layer)
+        index: call
         for index, layer in chunk.numbered()
+        if (call := compiled_layer(layer)) is not None
     }
     return replace(chunk, calls=calls)
 
@@ -59,13 +59,6 @@ def compiled_layer(
     if name:
         return _WithPart(layer, name, compile)
     return compile(layer) if name is not None and is_worth_it(layer) else None
-
-
-def _compiled_call(call: Call, layer: nn.Module) -> Call:
-    inner = compiled_layer(layer)
-    if inner is None:
-        return call
-    return call.running(inner) if isinstance(call, AliasedLayer) else inner
 
 
 class _WithPart:

@@ -149,7 +149,13 @@ class LocalStages:
         """End the pipeline: nothing can be right any more."""
         text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
         self._ended = self._failure = f"{self.transport.doing} failed ({text})"
-        self._hooks.remove()  # the modules are the caller's again
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Leave the modules as a plain model's: tied, and without hooks."""
+        self._hooks.remove()
+        for executor in self.executors.values():
+            executor.stage.ties.end()
 
     def refuse_after_failure(self) -> None:
         """Refuse every call after a failure.
@@ -172,7 +178,7 @@ class LocalStages:
         if self._ended is not None:
             return
         self.synchronize()
-        self._hooks.remove()
+        self._give_back()
         self._ended = "the pipeline is closed"
         self.flush()
         for executor in self.executors.values():
@@ -192,6 +198,7 @@ class LocalStages:
             return
         self._ended = "the pipeline was dropped"
         for executor in self.executors.values():
+            executor.stage.ties.end()
             executor.transport.let_go()
 
     # Results of a run.

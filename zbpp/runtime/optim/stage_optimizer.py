@@ -159,7 +159,6 @@ class StageOptimizer:
             self._decide(job)  # if it is invalid, V says so, where all stages are
         elif self.optimizers:
             self.optimizers.speculate()
-            self._stage.ties.note_write()
             parameters = self.optimizers.parameters()
             pending.gradients = [(p, p.grad) for p in parameters]
             self.optimizers.zero_grad()  # the caller might do so too
@@ -264,7 +263,6 @@ class StageOptimizer:
         if pending.gradients is not None:
             if not decision.requires_rollback:
                 optimizers.commit()
-                self._stage.ties.note_write()
                 return
             for parameter, gradient in pending.gradients:
                 parameter.grad = gradient
@@ -272,7 +270,6 @@ class StageOptimizer:
         multiply_gradients(optimizers.parameters(), decision.factor)
         optimizers.step(skipped=decision.skipped)
         optimizers.zero_grad()
-        self._stage.ties.note_write()
 
     def _raise(self) -> None:
         error, self._error = self._error, None

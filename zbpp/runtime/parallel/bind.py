@@ -33,6 +33,7 @@ def bind_parallel(
     replicas: DataParallel,
     tied: Sequence[nn.Parameter] = (),
     *,
+    aliases: Collection[nn.Parameter] = (),
     now: Callable[[], Any] = time.perf_counter,
 ) -> tuple[list[Chunk], Collectives]:
     """Find what of a stage's chunks is sharded or replicated; all its peers must call.
@@ -44,6 +45,7 @@ def bind_parallel(
         place: of this process.
         replicas: how layers are wrapped that are not, and which parameters are experts.
         tied: parameters that other layers hold too, as this stage steps them.
+        aliases: other parameters on the memory of these.
         now: see `Collectives`.
 
     Returns:
@@ -55,9 +57,10 @@ def bind_parallel(
     shard, alternating = replicas.shard, replicas.alternating_buffers
     if alternating:
         check_bare(chunks)
+    every_tied = {*tied, *aliases}
     names = ExpertNames()
     if place.n_expert > 1:
-        names = ExpertNames.of(chunks, replicas.expert_parameters, set(tied))
+        names = ExpertNames.of(chunks, replicas.expert_parameters, every_tied)
     plain, experts = names.find(chunks)
     if alternating and experts:
         raise RequestError(
@@ -66,7 +69,7 @@ def bind_parallel(
         )
     broadcast_first(chunks, place, plain)
     every_layer = (layer for chunk in chunks for layer in chunk.layers)
-    wrap(every_layer, place, shard, experts, set(tied))
+    wrap(every_layer, place, shard, experts, every_tied)
     plain, experts = names.find(chunks)
     wrapped = [
         module
@@ -96,12 +99,11 @@ def bind_parallel(
         shards: dict[nn.Parameter, nn.Parameter] = {}
         layer_sums = []
         for index, layer in chunk.numbered():
-            alike = {*tied, *chunk.leaves.get(index, ())}
             layer_sum, shards_of_layer = _bind_layer(
                 index,
                 layer,
                 place,
-                alike,
+                every_tied,
                 experts=experts,
                 plain=plain,
                 sums_each=reduces_every(shard),

@@ -1,33 +1,55 @@
 """Parameters that layers share, and the stages that hold them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.chunk import OwnName, layer_name
+from zbpp.runtime.support.sharded import own_shard
 
-__all__ = ["NO_TIES", "Tie", "TiePlan", "check_ties", "find_ties", "refuse_sharing"]
+__all__ = [
+    "NO_TIES",
+    "Tie",
+    "TiePlan",
+    "check_ties",
+    "find_ties",
+    "numbers_of",
+    "refuse_sharing",
+]
 
 Tie = tuple[tuple[int, str], ...]
 """One parameter in several layers: (global index of the layer, name in the layer)."""
 
 
+def numbers_of(parameter: nn.Parameter) -> Hashable:
+    """Equal for parameters that are the same numbers in one memory.
+
+    Of a model that another pipeline trains, the layers of a tie hold such parameters.
+    """
+    part = own_shard(parameter)
+    if nn.parameter.is_lazy(part) or part.layout is not torch.strided:
+        return id(parameter)
+    memory = part.untyped_storage()._cdata, part.storage_offset()
+    return *memory, part.dtype, part.shape, part.stride()
+
+
 def find_ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Find parameters that are one object in several layers.
+    """Find parameters that several layers share.
 
     >>> layers = [nn.Embedding(5, 3), nn.Linear(3, 5)]
     >>> layers[1].weight = layers[0].weight
     >>> find_ties(layers)
     (((0, 'weight'), (1, 'weight')),)
     """
-    homes: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    places: dict[Hashable, dict[int, str]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
-            homes.setdefault(parameter, []).append((index, name))
-    return tuple(tuple(home) for home in homes.values() if len(home) > 1)
+            places.setdefault(numbers_of(parameter), {}).setdefault(index, name)
+    return tuple(tuple(tie.items()) for tie in places.values() if len(tie) > 1)
 
 
 def refuse_sharing(layers: Iterable[tuple[int, int, nn.Module]]) -> None:
@@ -39,10 +61,10 @@ def refuse_sharing(layers: Iterable[tuple[int, int, nn.Module]]) -> None:
     Raises:
         RequestError: names both layers and parameters.
     """
-    home: dict[nn.Parameter, tuple[int, int, str]] = {}
+    first_places: dict[nn.Parameter, tuple[int, int, str]] = {}
     for chunk, index, layer in layers:
         for name, parameter in layer.named_parameters():
-            first = home.setdefault(parameter, (chunk, index, name))
+            first = first_places.setdefault(parameter, (chunk, index, name))
             if first[0] != chunk:
                 raise RequestError(
                     f"layers {first[1]} and {index} share a parameter ({first[2]} is "
@@ -105,10 +127,13 @@ class TiePlan:
         """Return the chunk that a layer lies in."""
         return next(c for c, layers in enumerate(self.ranges) if layer in layers)
 
+    def stage_of(self, layer: int) -> int:
+        """Return the stage that a layer lies on."""
+        return self.placement.stage_of[self.chunk_of(layer)]
+
     def stages(self, tie: int) -> tuple[int, ...]:
         """List the stages that hold a tie; that of the first layer is the first."""
-        stage_of = self.placement.stage_of
-        return tuple(dict.fromkeys(stage_of[c] for c in self.chunks[tie]))
+        return tuple(dict.fromkeys(self.stage_of(layer) for layer, _ in self.ties[tie]))
 
     def name(self, tie: int) -> str:
         """Name a tie for a message to the user."""

@@ -3,59 +3,52 @@
     backward   each layer that holds the parameter adds up a gradient of its own
     send       a chunk's own, after its last W, to the other stages that hold it
     add        all layers' gradients, in layer order: each stage gets the same bits
-    step       each stage steps its copy; the norm counts the first layer's alone
+    step       each process steps its copy; the norm counts the first layer's alone
 
 A tied parameter that learns always has a gradient: layers that have not used it count
 with zeros.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.core import Job, RequestError, TiedGradient
 from zbpp.runtime.comm.transport import Expected, Transport
-from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.sharded import as_sharded, own_shard, place_gradients
-from zbpp.runtime.ties.plan import NO_TIES, TiePlan
+from zbpp.runtime.ties.plan import NO_TIES, TiePlan, numbers_of
 from zbpp.runtime.values import Tensors
 
-__all__ = ["HeldTie", "Source", "StageTies"]
+__all__ = ["StageTies", "TiedParameter"]
 
 
 @dataclass
-class Source:
-    """The parameter that layers of this process hold; several stages may copy it."""
-
-    parameter: nn.Parameter
-    seen: Mark = None
-    """After the last write by a step of this process."""
-
-
-@dataclass
-class HeldTie:
+class TiedParameter:
     """A tied parameter on one stage.
 
     Args:
-        number: of the tie.
-        parameter: the stage's copy, which its optimizer steps.
-        leaves: what its layers use and get gradients for, by layer.
-        source: what the layers hold; ``parameter`` itself on one stage of a process.
+        parameter: of the first layer of this process that holds it; it is stepped.
+        leaves: what the stage's layers use and get gradients for, by layer.
+        places: modules, the names of the leaves in them, and the leaves.
         kept_grad: gradient of an earlier step that nobody has cleared.
     """
 
-    number: int
     parameter: nn.Parameter
-    leaves: dict[int, nn.Parameter]
-    source: Source
+    leaves: dict[int, nn.Parameter] = field(default_factory=dict)
+    places: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
     kept_grad: Tensor | None = None
 
     @property
-    def is_in_layers(self) -> bool:
-        """True if the stage's copy is what the layers hold."""
-        return self.parameter is self.source.parameter
+    def aliases(self) -> list[nn.Parameter]:
+        """The leaves that share the memory of the one that is stepped."""
+        return [leaf for leaf in self.leaves.values() if leaf is not self.parameter]
+
+    @property
+    def is_stepped(self) -> bool:
+        """False where another stage of this process steps it."""
+        return len(self.aliases) < len(self.leaves)
 
 
 class StageTies:
@@ -64,25 +57,24 @@ class StageTies:
     Args:
         stage: its number.
         plan: of the whole model.
-        held: the tied parameters that layers of the stage hold.
+        tied: the parameters that layers of the stage hold, by tie.
     """
 
     def __init__(
-        self, stage: int = 0, plan: TiePlan = NO_TIES, held: Sequence[HeldTie] = ()
+        self,
+        stage: int = 0,
+        plan: TiePlan = NO_TIES,
+        tied: Mapping[int, TiedParameter] | None = None,
     ) -> None:
-        self.stage = stage
         self.plan = plan
+        self.tied = tied or {}
         self._expected: dict[TiedGradient, Expected] = {}
-        self.held = {tie.number: tie for tie in held}
-        self.aliases: set[Tensor] = {
-            leaf
-            for tie in held
-            for leaf in tie.leaves.values()
-            if leaf is not tie.parameter
+        self.aliases: dict[nn.Parameter, nn.Parameter] = {
+            alias: x.parameter for x in self.tied.values() for alias in x.aliases
         }
         """Not to be stepped: they share the memory of parameters that are."""
         self.copies: set[Tensor] = {
-            tie.parameter for tie in held if plan.stages(tie.number)[0] != stage
+            x.parameter for tie, x in self.tied.items() if plan.stages(tie)[0] != stage
         }
         """Not to be counted in the norm: the stage of the first layer does so."""
 
@@ -90,35 +82,30 @@ class StageTies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over what others have written to the parameter in the layers."""
-        for tie in self.held.values():
-            source = tie.source.parameter
-            if tie.is_in_layers:
-                continue
-            if tie.parameter.requires_grad != source.requires_grad:
-                tie.parameter.requires_grad_(source.requires_grad)
-            if mark(source) != tie.source.seen:
-                tie.parameter.copy_(source)
+        """Let aliases share the memory and the freezing of their parameters.
 
-    def unseen_copies(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Copies that are in no layer, each with the parameter that is."""
-        for tie in self.held.values():
-            if not tie.is_in_layers:
-                yield tie.parameter, tie.source.parameter
+        Others may have replaced the one (``p.data = ..``) or changed the other.
+        """
+        for tied in self.tied.values():
+            for alias in tied.aliases:
+                if numbers_of(alias) != numbers_of(tied.parameter):
+                    alias.data = tied.parameter.data
+                alias.requires_grad_(tied.parameter.requires_grad)
 
-    def note_write(self) -> None:
-        """A step has written to this stage's parameters, as others do to theirs."""
-        for tie in self.held.values():
-            if tie.is_in_layers:
-                tie.source.seen = mark(tie.parameter)
+    def end(self) -> None:
+        """Give the layers the one parameter again."""
+        for tied in self.tied.values():
+            for module, key, leaf in tied.places:
+                if module._parameters.get(key) is leaf:
+                    setattr(module, key, tied.parameter)
 
     # The gradients.
 
     def begin(self) -> None:
         """Put gradients aside that are there from before; backwards come next."""
-        for tie in self.held.values():
-            tie.kept_grad = tie.parameter.grad if tie.is_in_layers else None
-            for leaf in tie.leaves.values():
+        for tied in self.tied.values():
+            tied.kept_grad = tied.parameter.grad if tied.is_stepped else None
+            for leaf in tied.leaves.values():
                 leaf.grad = None
 
     def send(self, message: TiedGradient, transport: Transport, peer: int) -> None:
@@ -131,7 +118,7 @@ class StageTies:
 
     def post(self, message: TiedGradient, transport: Transport, peer: int) -> None:
         """Announce gradients of another stage; they look like the parameter here."""
-        parameter = self.held[message.tie].parameter
+        parameter = self.tied[message.tie].parameter
         n_tensors = len(self._layers(message)) if parameter.requires_grad else 0
         like = (own_shard(parameter.detach()),) * n_tensors
         self._expected[message] = transport.post(message, peer, like)
@@ -147,7 +134,7 @@ class StageTies:
 
     @torch.no_grad()
     def add(self, received: Mapping[TiedGradient, Sequence[Tensor]]) -> None:
-        """Give each tied parameter the sum of its layers' gradients.
+        """Give each parameter that is stepped here the sum of its layers' gradients.
 
         Args:
             received: from the other stages.
@@ -155,21 +142,20 @@ class StageTies:
         Raises:
             RequestError: a gradient is sparse.
         """
-        for number, tie in self.held.items():
-            if tie.parameter.requires_grad:
+        for number, tied in self.tied.items():
+            if tied.is_stepped and tied.parameter.requires_grad:
                 first, *others = self._summands(number, received)
                 # what is sent may still be under way, so it is not added to
                 total = first.clone() if len(self.plan.stages(number)) > 1 else first
                 for summand in others:
                     total.add_(summand)
-                total = as_sharded(total, tie.parameter)
-                if tie.kept_grad is not None:
-                    total = tie.kept_grad.add_(total)
-                tie.parameter.grad = total
-            tie.kept_grad = None
-            for leaf in tie.leaves.values():
-                if leaf is not tie.parameter:
-                    leaf.grad = None
+                total = as_sharded(total, tied.parameter)
+                if tied.kept_grad is not None:
+                    total = tied.kept_grad.add_(total)
+                tied.parameter.grad = total
+            tied.kept_grad = None
+            for alias in tied.aliases:
+                alias.grad = None
 
     def _summands(
         self, number: int, received: Mapping[TiedGradient, Sequence[Tensor]]
@@ -183,10 +169,10 @@ class StageTies:
 
         Neighbours along ``tp`` on other stages have the same parts.
         """
-        tie = self.held[message.tie]
-        if not tie.parameter.requires_grad:
+        tied = self.tied[message.tie]
+        if not tied.parameter.requires_grad:
             return ()
-        leaves = (tie.leaves[layer] for layer in self._layers(message))
+        leaves = (tied.leaves[layer] for layer in self._layers(message))
         return tuple(self._gradient(message.tie, leaf) for leaf in leaves)
 
     def _layers(self, message: TiedGradient) -> list[int]:
