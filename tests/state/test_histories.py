@@ -101,7 +101,7 @@ def after_steps(**strategies: st.SearchStrategy[Any]) -> Any:
                 self.both("step", bad, parts=parts, key=key)
             action(self, **more)
 
-        kinds = st.lists(BAD_GRADIENTS | st.none(), min_size=1, max_size=3)
+        kinds = st.lists(BAD_GRADIENTS | st.none(), min_size=1, max_size=2)
         return rule(kinds=kinds, parts=RARELY, key=RARELY, **strategies)(run)
 
     return decorate
@@ -240,9 +240,9 @@ def test_histories(tmp_path: Path) -> None:
     phases = set(Phase) - {Phase.shrink, Phase.explain}
     with small_buckets():
         run_state_machine_as_test(
-            Histories, settings=settings(stateful_step_count=6, phases=phases)
+            Histories, settings=settings(stateful_step_count=5, phases=phases)
         )
-    assert 50 < Histories.n_rollbacks < Histories.n_steps - 50
+    assert 40 < Histories.n_rollbacks < Histories.n_steps - 40
 
 
 # Fixed histories: of every optimizer, and on every rank.
@@ -265,7 +265,18 @@ def play(case: Case, actions: tuple[Action, ...], folder: str = "") -> list[Any]
     return [*shown, [result.rollbacks for result in run.results]]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def is_variant(name: str) -> bool:
+    """True for another implementation of an optimizer that is not AdamW."""
+    return name.endswith((" foreach", " fused")) and not name.startswith("AdamW ")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=pytest.mark.slow if is_variant(name) else ())
+        for name in OPTIMIZERS
+    ],
+)
 def test_every_optimizer_is_rolled_back(optimizer: str) -> None:
     case = Case(optimizer=optimizer, scheduler="steps", n_microbatches=1)
     *ours, rollbacks = play(case, WITH_ALL)
@@ -301,22 +312,18 @@ IN_PROCESSES: dict[str, tuple[int, Case, tuple[Action, ...]]] = {
         2,
         Case(tied=(1, 3, 6), n_calls=2, n_microbatches=2, change="pythons_numbers"),
         (
-            VALID, CLIPPED, ("write", 3, "in place"), CLIPPED, SKIPPED,
+            VALID, ("peek",), CLIPPED, ("write", 3, "in place"), CLIPPED, SKIPPED,
             ("move", "ZBH2", None, "memory"), CLIPPED, VALID, ("load_layer", 2),
             SKIPPED,
         ),
-    ),
-    "rank 0 looks": (
-        3,
-        Case(mode="ZBV", optimizer="AdamW fused", dtype=torch.bfloat16),
-        (VALID, ("peek",), CLIPPED, CLIPPED, ("peek",), SKIPPED, SKIPPED, ("peek",),
-         CLIPPED),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", IN_PROCESSES)
+@pytest.mark.parametrize(
+    "name", ["all", "tied", pytest.param("switch and move", marks=pytest.mark.slow)]
+)
 def test_ranks_show_the_same(name: str, pool: Pool, tmp_path: Path) -> None:
     n, case, actions = IN_PROCESSES[name]
     case = replace(case, n_stages=None)

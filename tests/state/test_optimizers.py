@@ -25,9 +25,11 @@ mse = nn.functional.mse_loss
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-def layers() -> nn.Sequential:
+def layers(*, tied: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    inner = (nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(4))
+    inner = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(4)]
+    if tied:
+        inner[3][0].weight = inner[0][0].weight
     return nn.Sequential(*inner, nn.Linear(8, 9))
 
 
@@ -273,25 +275,6 @@ def test_states_of_schedulers_that_do_not_fit_are_refused(tmp_path: Path) -> Non
 HALF, STEPS = 3, 6
 
 
-class Model(nn.Module):
-    """Blocks between an embedding and a head, which may share their weights."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 9)
-        self.blocks = layers()[:3]
-        if tied:
-            self.first = nn.Linear(8, 9)
-            self.narrow = nn.Linear(9, 8)
-            self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        x = self.narrow(x) if hasattr(self, "narrow") else x
-        return self.last(self.blocks(x))
-
-
 def of_names(make_optimizer: Any) -> Any:
     def optimizer(named_parameters: Named) -> Any:
         return make_optimizer([p for _, p in named_parameters])
@@ -316,7 +299,7 @@ BUILDERS = {
 
 
 def plain_training(how: str, *, tied: bool) -> Training:
-    model = Model(tied=tied)
+    model = layers(tied=tied)
     made = BUILDERS[how](model.named_parameters())
     optimizers = made if isinstance(made, list) else [made]
     return model, optimizers, [StepLR(x, 2, 0.5) for x in optimizers]
@@ -335,14 +318,7 @@ def resume(
     loop(training, range(HALF))
     model, optimizers, rates = training
     state = zbpp.checkpoint.plain_state(model, optimizers, schedulers=rates, step=HALF)
-    pipeline = zbpp.Pipeline(
-        zbpp.cut(model, "blocks", example=(batch()[0],)),
-        mode,
-        loss_fn=mse,
-        optimizer=BUILDERS[how],
-        n_stages=n_stages,
-        n_microbatches=M,
-    )
+    pipeline = make(BUILDERS[how], n_stages, mode, model=model)
     here = [StepLR(x, 2, 0.5) for x in pipeline.optimizers]
     pipeline.attach(*here)
     pipeline.load_state_dict(state, model_only=not moments)
@@ -381,7 +357,6 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     training = plain_training("momentum", tied=False)
     loop(training, range(1))
     state = zbpp.checkpoint.plain_state(training[0], training[1])
-    model = zbpp.cut(training[0], "blocks", example=(batch()[0],))
-    pipeline = make(BUILDERS["adamw"], model=model)
+    pipeline = make(BUILDERS["adamw"], model=training[0])
     text = refusal(pipeline.load_state_dict, state)
     assert "is that of SGD, and the optimizer is" in text

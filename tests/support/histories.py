@@ -93,19 +93,10 @@ def pythons_numbers(layer: "Layer", x: Tensor) -> Tensor:
     return x * (1 + 0.2 * random.random())
 
 
-def numpys_numbers(layer: "Layer", x: Tensor) -> Tensor:
-    return x * (1 + 0.2 * float(sys.modules["numpy"].random.rand()))
-
-
 def unmarked_mean(layer: "Layer", x: Tensor) -> Tensor:
     """As some vector quantizers do: no version counter sees it."""
     layer.mean.data.lerp_(x.detach().float().mean(0), 0.5)
     return x
-
-
-def mean_through_a_view(layer: "Layer", x: Tensor) -> Tensor:
-    layer.table[0].lerp_(x.detach().float().mean(0), 0.5)
-    return x + layer.table[0].to(x.dtype)
 
 
 def late_buffer(layer: "Layer", x: Tensor) -> Tensor:
@@ -116,6 +107,12 @@ def late_buffer(layer: "Layer", x: Tensor) -> Tensor:
 
 def shrunk_weight(layer: "Layer", x: Tensor) -> Tensor:
     layer.linear.weight.data.mul_(0.99)
+    return x
+
+
+def clamped_weight(layer: "Layer", x: Tensor) -> Tensor:
+    """As weight clipping does: no version counter sees it."""
+    layer.linear.weight.data.clamp_(-0.2, 0.2)
     return x
 
 
@@ -130,23 +127,10 @@ CHANGES: dict[str, Callable[["Layer", Tensor], Tensor] | None] = {
 } | {
     change.__name__: change
     for change in (
-        in_place, pythons_numbers, numpys_numbers, unmarked_mean, mean_through_a_view,
-        late_buffer, shrunk_weight, replaced_weight,
+        in_place, pythons_numbers, unmarked_mean, late_buffer, shrunk_weight,
+        clamped_weight, replaced_weight,
     )
 }  # fmt: skip
-
-
-class Fault(torch.autograd.Function):
-    """The identity; its backward raises an error."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ctx.error
 
 
 class Layer(nn.Module):
@@ -162,7 +146,6 @@ class Layer(nn.Module):
         self.on_forward: Callable[[], object] = int
         self.error_in_backward: BaseException | None = None
         self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("table", torch.zeros(600, WIDTH))  # of more than 16 KiB
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,11 +156,13 @@ class Layer(nn.Module):
         self.mean.lerp_(y.detach().float().mean(0), 0.1)
         self.seen = self.seen + 1  # replaced, not changed in place
         y = x + torch.tanh(y) * 0.5 + self.mean.to(x.dtype) * 0.01
-        return (
-            y
-            if self.error_in_backward is None
-            else Fault.apply(y, self.error_in_backward)
-        )
+        if self.error_in_backward is not None and y.requires_grad:
+            y.register_hook(self.fail)
+        return y
+
+    def fail(self, _: Tensor) -> None:
+        assert self.error_in_backward is not None
+        raise self.error_in_backward
 
 
 def build(case: Case) -> list[nn.Module]:
@@ -204,19 +189,26 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Counting(torch.optim.SGD):
-    """Unknown to zbpp: counts its steps in a group, a number and a tensor."""
+    """Unknown to zbpp: counts its steps in a group, a number and a tensor.
+
+    The group's count alone is saved. The others must agree with it: else the rate is
+    another one.
+    """
 
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, **options)
         self.calls, self.total = 0, torch.zeros(())
+        self.before: int | None = None  # steps of the run that this one goes on from
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:
         self.calls += 1
         self.total += 1
         for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            rate = group["lr"] / (group["count"] + self.calls + float(self.total))
+            group["count"] = count = group.get("count", 0) + 1
+            self.before = count - 1 if self.before is None else self.before
+            ahead = self.calls + float(self.total) - 2 * (count - self.before)
+            rate = group["lr"] / (count + ahead)
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]
@@ -424,7 +416,7 @@ class Run:
         self.pipeline.synchronize()
         tied = self.case.tied if layer in self.case.tied else (layer,)
         here = [self.layers[i].linear.weight for i in tied if i in self.layers]
-        for weight in dict.fromkeys(here):
+        for weight in {x.data_ptr(): x for x in here}.values():  # each memory once
             with torch.no_grad():
                 if how == "in place":
                     weight.mul_(0.5)
