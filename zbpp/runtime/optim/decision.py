@@ -26,7 +26,6 @@ __all__ = ["Decision", "StepResult", "StepSums", "decide"]
 class Decision:
     """The fate of a step; ``factor`` is what its gradients are multiplied by."""
 
-    norm: float
     factor: float
     skipped: bool
 
@@ -44,8 +43,8 @@ def decide(norm: float, max_norm: float | None, loss: float = 0.0) -> Decision:
     """
     skipped = not math.isfinite(norm) or math.isnan(loss)
     if skipped or max_norm is None:
-        return Decision(norm, 1.0, skipped)
-    return Decision(norm, min(1.0, max_norm / (norm + 1e-6)), skipped)
+        return Decision(1.0, skipped)
+    return Decision(min(1.0, max_norm / (norm + 1e-6)), skipped)
 
 
 class StepSums:

@@ -243,7 +243,7 @@ class StageOptimizer:
         if self.samples is not None:
             text = self.samples.difference(pending.sums.samples(), pending.sums.step)
         if text is not None:
-            decision = Decision(decision.norm, 1.0, skipped=True)
+            decision = Decision(1.0, skipped=True)
         self._finish(pending, decision)
         self._pending, self._is_invalid = None, False
         if text is not None:
