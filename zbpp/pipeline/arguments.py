@@ -41,6 +41,10 @@ Processes = DeviceMesh | DataParallel | dist.ProcessGroup
 """The processes of a pipeline: a mesh, one with replicas that share, or a group of
 stages alone."""
 
+_SCHEDULES = (
+    "the name of a mode such as 'ZBH1', a schedule file, a zbpp.Schedule or a zbpp.Plan"
+)
+
 
 def check_arguments(
     *,
@@ -61,27 +65,20 @@ def check_arguments(
     _check_loss(loss_fn)
     check_count("n_microbatches", n_microbatches)
     check_count("n_stages", n_stages)
-    if not isinstance(schedule, str | Path | Schedule | Plan):
-        raise RequestError(
-            f"schedule is {a_kind(schedule)}; give the name of a mode such as 'ZBH1', "
-            "a schedule file, a zbpp.Schedule or a zbpp.Plan"
-        )
-    if clip_grad_norm is not None and not (
-        is_number(clip_grad_norm) and clip_grad_norm > 0
-    ):
+    may_clip = is_number(clip_grad_norm) and clip_grad_norm > 0
+    if clip_grad_norm is not None and not may_clip:
         raise RequestError(
             f"clip_grad_norm is {clip_grad_norm!r}; give the largest norm, a number "
             "above 0, or None to clip nothing"
         )
-    for name, policy, kind in (
-        ("numerics", numerics, Numerics),
-        ("step", step, StepPolicy),
-        ("execution", execution, Execution),
+    for name, value, kind, text in (
+        ("schedule", schedule, str | Path | Schedule | Plan, _SCHEDULES),
+        ("numerics", numerics, Numerics, "a zbpp.Numerics"),
+        ("step", step, StepPolicy, "a zbpp.StepPolicy"),
+        ("execution", execution, Execution, "a zbpp.Execution"),
     ):
-        if not isinstance(policy, kind):
-            raise RequestError(
-                f"{name} is {a_kind(policy)}; give a zbpp.{kind.__name__}"
-            )
+        if not isinstance(value, kind):
+            raise RequestError(f"{name} is {a_kind(value)}; give {text}")
     if numerics.autocast is torch.float16 and step.loss_scale is None:
         warnings.warn(
             "autocast is torch.float16 without a loss_scale: small gradients become 0; "
@@ -121,11 +118,6 @@ def weigh_of(
 ) -> WeighName | Weigh:
     """Return what the loss of the batch is a mean over, or ``"sum"``.
 
-    Args:
-        loss_fn: one with ``reduction="sum"`` is added up.
-        weigh: the caller's choice; None: the default.
-        default: for a loss that is a mean.
-
     Raises:
         RequestError: loss_fn is a sum, and weigh asks for a mean.
     """
@@ -140,7 +132,7 @@ def weigh_of(
 
 
 def loss_of(layered: Layered, loss_fn: LossFn | None) -> LossFn:
-    """Return the loss that was given, or the model's own.
+    """Return the caller's loss, or the model's own.
 
     Raises:
         RequestError: there is neither.
@@ -160,10 +152,8 @@ def device_of(device: torch.device | str | None) -> torch.device:
     Raises:
         RequestError: torch knows no such device, or finds none here.
     """
-    if device is None:
-        return own_device()
     try:
-        return own_device(torch.device(device))
+        return own_device(device)
     except (RuntimeError, TypeError):
         raise RequestError(
             f"device is {device!r}; give one that torch.device takes, such as 'cpu' "
@@ -181,13 +171,7 @@ def join(
     """Find the processes of a pipeline, and how their replicas share.
 
     Where torchrun's variables ask for a process group and there is none yet, this one
-    joins it.
-
-    Args:
-        mesh: see `zbpp.Pipeline`.
-        device: of this process.
-        n_stages: that were asked for.
-        timeout_s: how long to wait for the other processes.
+    joins it, and waits so long for the others.
 
     Raises:
         PeerError: a process has not come.
@@ -208,14 +192,7 @@ def join(
 def warn_of_plan(
     schedule: Schedule, request: object, *, n_stages: int | None, n_ranks: int
 ) -> None:
-    """Warn of a mode that runs on one stage because nobody has said how many.
-
-    Args:
-        schedule: that was planned.
-        request: the mode, file, schedule or plan that was asked for.
-        n_stages: stages that were asked for.
-        n_ranks: processes that step together.
-    """
+    """Warn of a mode that runs on one stage because the caller left n_stages out."""
     is_mode = not isinstance(request, Schedule | Plan)
     if is_mode and n_stages is None and schedule.n_stages == 1 and n_ranks == 1:
         warnings.warn(

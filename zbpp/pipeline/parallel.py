@@ -42,17 +42,8 @@ def with_collectives(
 
     A schedule that has such jobs keeps them where they are. Without replicas there is
     nothing for them to do, but where `fully_shard` has wrapped layers over a mesh of
-    one process: it hands their gradients on when it reduces them.
-
-    Args:
-        schedule: of the pipeline.
-        stages: of this process.
-        place: of this process.
-        shard: what was asked for.
-        ties: chunks of each tied parameter.
-        overlaps: passes stop at their points; False: they run whole, in the order of
-            their starts.
-        costs: what the schedule was planned for; None: not known.
+    one process: it hands their gradients on when it reduces them. Without ``overlaps``
+    passes run whole, in the order of their starts.
     """
     transport, adds_up = stages.transport, False
     if not overlaps:
@@ -105,9 +96,6 @@ def check_one_queue(environment: Mapping[str, str]) -> None:
 
     There a message that waits for its other end holds up whatever is launched after it,
     and the other end may stand behind such a message too.
-
-    Args:
-        environment: of a process whose messages run on the GPU.
 
     Raises:
         RequestError: they do.

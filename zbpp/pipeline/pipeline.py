@@ -411,28 +411,14 @@ class Pipeline:
             drive(self.stages.executors, self._parts[1])
         return self._end_step(return_outputs=False)
 
-    def _begin(
-        self,
-        inputs: Batch,
-        targets: Batch,
-        *,
-        keeps_outputs: bool = False,
-        part: StepPart | None = None,
-        loss_fn: LossFn | None = None,
-        key: Any = None,
-    ) -> None:
+    def _begin(self, inputs: Batch, targets: Batch, **how: Any) -> None:
         """Give the stages the batch of a step, or of a part of one."""
-        inputs, targets = self._batches.pair(inputs, targets)
         self._batches.begin(
-            inputs,
-            targets,
+            *self._batches.pair(inputs, targets),
             step=self._n_steps,
             n_microbatches=self.n_microbatches,
             training=True,
-            keeps_outputs=keeps_outputs,
-            part=part,
-            loss_fn=loss_fn,
-            key=key,
+            **how,
         )
 
     @contextmanager
@@ -451,11 +437,7 @@ class Pipeline:
             raise
 
     def _refuse_parts(self) -> None:
-        """Refuse to take a step in parts where the engine cannot.
-
-        Raises:
-            RequestError: so it is.
-        """
+        """Refuse to take a step in parts where the engine cannot."""
         reason = None
         if self._options.optimizer is None:
             reason = "optimizer is None; clear the gradients, and call step()"
@@ -468,11 +450,7 @@ class Pipeline:
             )
 
     def _refuse_between_parts(self) -> None:
-        """Refuse what would lose gradients that no step has used.
-
-        Raises:
-            RequestError: there are such.
-        """
+        """Refuse what would lose gradients that no step has used."""
         if self._part is not None:
             raise RequestError(
                 "gradients of forward_backward() wait for optim_step(); call it first"
@@ -521,11 +499,7 @@ class Pipeline:
             )
 
     def _refuse_lost_buffers(self) -> None:
-        """Refuse a loss whose forward changes buffers that a checkpoint should hold.
-
-        Raises:
-            RequestError: names one of them.
-        """
+        """Refuse a loss whose forward changes buffers that a checkpoint should hold."""
         for executor in self.stages.executors.values():
             name = executor.stage.loss.changed_buffer()
             if name is not None:
@@ -560,10 +534,21 @@ class Pipeline:
                 f"switch takes a Schedule or a Plan, not {schedule!r:.60}; "
                 f"zbpp.plan(mode, {sizes}{self.schedule.n_microbatches}) returns one"
             )
-        self._check_same_jobs(schedule)
+        split = tuple(map(len, self.split))
+        for what, before, after in (
+            ("placement", *(x.placement.stage_of for x in (self.schedule, schedule))),
+            ("micro-batches", self.n_microbatches, schedule.n_microbatches),
+            ("split", split, schedule.split or split),
+        ):
+            if after != before:
+                raise RequestError(
+                    f"the schedule to switch to has the {what} {after}; the pipeline "
+                    f"runs {before}: build a new Pipeline for another, from a "
+                    "checkpoint"
+                )
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
         lower(schedule, ties=self._ties.chunks)  # it may be that it cannot be run
-        layers = recomputed_layers(schedule, [len(layers) for layers in self.split])
+        layers = recomputed_layers(schedule, list(split))
         self.synchronize()
         check_agreement(
             self.stages.transport.gather, {"schedules": schedule_text(schedule)}
@@ -586,21 +571,6 @@ class Pipeline:
             costs=self.plan.known_costs,
         )
         self._parts = None
-
-    def _check_same_jobs(self, schedule: Schedule) -> None:
-        now = self.schedule
-        split = tuple(len(layers) for layers in self.split)
-        for what, before, after in (
-            ("placement", now.placement.stage_of, schedule.placement.stage_of),
-            ("micro-batches", now.n_microbatches, schedule.n_microbatches),
-            ("split", split, schedule.split or split),
-        ):
-            if after != before:
-                raise RequestError(
-                    f"the schedule to switch to has the {what} {after}; the pipeline "
-                    f"runs {before}: build a new Pipeline for another, from a "
-                    "checkpoint"
-                )
 
     # Evaluation.
 

@@ -98,15 +98,8 @@ class TorchSchedule:
     ) -> Any:
         """Run a batch forward only, in eval mode (every rank must call).
 
-        Args:
-            args: as for `step`.
-            target: as for `step`.
-            losses: as for `step`; None: losses are not computed, and no target is read.
-            arg_mbs: as for `step`.
-            kwarg_mbs: as for `step`.
-            target_mbs: as for `step`.
-            loss_kwargs: as for `step`.
-            kwargs: as for `step`.
+        Arguments are those of `step`. Without ``losses`` none are computed, and no
+        target is read.
 
         Returns:
             The outputs of all samples where the last chunk is, else None.
