@@ -256,8 +256,7 @@ class Pipeline:
             self.layered.cut_batch,
             weigh=weigh,
         )
-        finalizer = weakref.finalize(self, self.stages.let_go)
-        finalizer.atexit = False  # then transports wait a little for the others
+        weakref.finalize(self, self.stages.let_go)
         self._watcher = make_watcher(execution.watch, self.plan)
         self._checkpoints = Checkpoints(
             self.stages,

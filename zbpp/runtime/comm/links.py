@@ -349,14 +349,6 @@ class P2PLink:
     def _finish(self, sent: _Sent, when: str) -> None:
         self._waits.wait(sent.work, (when, sent.value, "to"), sent.peer)
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no send is under way, as far as is known without a wait.
-
-        On a device a send may have left and not arrived: only `flush` can know.
-        """
-        return not self.on_device and not self._sends
-
     def close(self) -> None:
         """End the groups."""
         self.groups.close()

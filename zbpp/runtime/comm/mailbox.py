@@ -10,9 +10,6 @@ messages, and `zbpp.schedules.lower` has proved that both ends name the same ord
 What moves single tensors is a link (`links`): gloo on CPUs, NCCL on GPUs.
 """
 
-import atexit
-import logging
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -50,9 +47,7 @@ from zbpp.runtime.values import Tensors, nested
 
 __all__ = ["Mailbox", "StageLinks", "connect"]
 
-_log = logging.getLogger("zbpp")
-
-_EXIT_PATIENCE_S = 10.0  # where a script has not called close
+_PATIENCE_S = 10.0  # where a script has not called close
 
 _FIRST = Value(What.ACTIVATION, 0, 0)
 """In the name of which the kinds of a step's micro-batches travel."""
@@ -133,7 +128,6 @@ class Mailbox(Transport):
         }
         """Of each stage, the receives that have not begun, in order."""
         self._sum: PendingSum | None = None
-        _open.add(self)
 
     @property
     def doing(self) -> str:
@@ -366,37 +360,10 @@ class Mailbox(Transport):
         self._link.flush()
 
     def let_go(self) -> None:
-        """End without waiting for anyone: nobody will call this mailbox any more.
-
-        The others may still need what it has begun. Then its groups stay until that is
-        done, which is looked up whenever a pipeline is dropped, or Python ends.
-        """
+        """Wait a little for what others still need, and end: the pipeline is gone."""
         if self._failures.has_failed:
             return
-        _left_open.add(self)
-        for mailbox in [*_left_open]:
-            if mailbox._is_idle():
-                mailbox.close()
-        if self in _left_open:
-            _log.warning(
-                "stage %d: a Pipeline was dropped before its last messages and sums "
-                "had ended; call close(), or write `with zbpp.Pipeline(...)`",
-                self.stage,
-            )
-
-    def _is_idle(self) -> bool:
-        """True if the others need nothing more of this process; waits for nothing."""
-        if self._sum is not None:
-            if not self._sum.done():
-                return False
-            self._sum.result()  # lets go what was sent before it began
-        return self._link.is_idle
-
-    def _end_at_exit(self) -> None:
-        """Wait a little for what others need, and end; Python does."""
-        if self._failures.has_failed:
-            return
-        patience = timedelta(seconds=_EXIT_PATIENCE_S)
+        patience = timedelta(seconds=_PATIENCE_S)
         self._failures.timeout = min(patience, self._failures.timeout)
         with suppress(PeerError):
             if self._sum is not None:
@@ -406,20 +373,7 @@ class Mailbox(Transport):
 
     def close(self) -> None:
         """End the groups and, with their last references, gloo's threads."""
-        _open.discard(self)
-        _left_open.discard(self)
         self._link.close()
-
-
-_open: "weakref.WeakSet[Mailbox]" = weakref.WeakSet()
-_left_open: set[Mailbox] = set()
-"""Mailboxes of dropped pipelines, of which other processes still need something."""
-
-
-@atexit.register
-def _end_all() -> None:
-    for mailbox in [*_open]:
-        mailbox._end_at_exit()
 
 
 def connect(

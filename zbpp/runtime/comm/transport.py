@@ -139,7 +139,7 @@ class Transport:
         """Wait until all sends have left."""
 
     def let_go(self) -> None:
-        """The pipeline was dropped: end without waiting for other processes."""
+        """The pipeline was dropped: end without waiting long for other processes."""
 
     def close(self) -> None:
         """Give back what the transport holds."""

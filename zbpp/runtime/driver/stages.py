@@ -190,10 +190,7 @@ class LocalStages:
             executor.transport.flush()
 
     def let_go(self) -> None:
-        """End without waiting for anyone: the pipeline was dropped without `close`.
-
-        Python may call this at any time, in any thread.
-        """
+        """End a pipeline that was dropped without `close`, or when Python ends."""
         if self._ended is not None:
             return
         self._ended = "the pipeline was dropped"
