@@ -54,12 +54,8 @@ def open_newest(
 ) -> tuple[Path, Manifest, list[str]]:
     """Verify a checkpoint, or find the newest undamaged one (every rank must call).
 
-    Each process hashes its share of the files, so each file is hashed once.
-
-    Args:
-        path: as rank 0 sees it.
-        rank: of this process.
-        gather: brings the findings of all processes together.
+    Each process hashes its share of the files, so each file is hashed once. The path is
+    that of rank 0.
 
     Returns:
         The checkpoint, its manifest, and what is damaged in newer ones.
@@ -134,11 +130,7 @@ def _step_of(path: Path) -> tuple[int, bool]:
 
 
 def make_partial(folder: Path, step: int) -> Path:
-    """Make an empty folder to write a checkpoint into; clear what dead ones left.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make an empty folder to write a checkpoint into; clear what dead ones left."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(folder.iterdir()):
         if _awaits_replacement(path):
@@ -153,13 +145,8 @@ def make_partial(folder: Path, step: int) -> Path:
 def publish(partial: Path, *, step: int, keep: int | None) -> None:
     """Give a finished checkpoint its name, at once and for good; remove old ones.
 
-    Args:
-        partial: complete, with its manifest, and on the disk.
-        step: steps that were done.
-        keep: checkpoints that stay, this one and the newest others; None: all.
-
-    Raises:
-        OSError: it cannot be renamed.
+    ``partial`` is complete and on the disk. ``keep`` checkpoints stay: this one and the
+    newest others; None: all.
     """
     folder = partial.parent
     final = folder / f"step-{step:08}"

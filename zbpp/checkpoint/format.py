@@ -2,7 +2,7 @@
 
     step-00000012/
         manifest.json         JSON with a hash of itself, written last
-        rank-0.safetensors    the shards that process 0 owns
+        rank-0.safetensors    shards of process 0
         ...
 
 Each shard has its offset in the whole tensor, in the form of torch's
@@ -32,6 +32,7 @@ from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = [
     "MANIFEST",
+    "NOT_AS_WRITTEN",
     "CheckpointError",
     "FileHash",
     "Manifest",
@@ -53,6 +54,9 @@ _FORMAT, _VERSION = "zbpp-checkpoint", 3
 _MAX_BYTES = 2**29
 """Of a manifest: a million tensors take half of it."""
 
+NOT_AS_WRITTEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""The errors of reading values that are not what they are taken for."""
+
 
 class CheckpointError(RequestError):
     """A checkpoint is damaged or not there, or could not be written."""
@@ -72,12 +76,9 @@ class FileHash(NamedTuple):
 class Manifest:
     """All that is known of a checkpoint, or of one process's part, without its tensors.
 
-    Args:
-        step: steps that were done.
-        run: mode, stages, micro-batches and split of the run that saved; for people.
-        files: of each process, by rank; None: it owns no shards.
-        aliases: other names of tied tensors.
-        values: the rest of the state, as `encode` writes it.
+    ``run`` is for people: mode, stages, micro-batches and split. ``files`` are by rank,
+    None for a process without shards. ``aliases`` are other names of tied tensors,
+    ``values`` the rest of the state, as `encode` writes it.
     """
 
     step: int
@@ -127,13 +128,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (
-        ValueError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        RecursionError,
-    ) as error:
+    except (*NOT_AS_WRITTEN, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest
 
@@ -202,15 +197,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
-    """Turn a value into what `json` writes.
+    """Turn numbers, texts, tensors and containers of them into what `json` writes.
 
-    Args:
-        value: numbers, texts, tensors, and containers of them.
-        where: its path; the names of its tensors begin with it.
-        put: takes each tensor, with its name.
+    ``put`` takes each tensor, with a name that begins with ``where``.
 
     Raises:
-        RequestError: a part of it is something else.
+        RequestError: a part is something else.
 
     >>> encode({"lr": 0.1, "betas": (0.9, float("inf"))}, "group", print)
     {'dict': [['lr', 0.1], ['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
@@ -239,11 +231,7 @@ def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
 
 
 def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
-    """Turn what `encode` has made back.
-
-    Args:
-        value: as `json` reads it.
-        get: gives the tensor of a name.
+    """Turn what `encode` has made back; ``get`` gives the tensor of a name.
 
     Raises:
         RequestError: there is a kind that `encode` does not make.
@@ -301,13 +289,8 @@ def write_shards(
 ) -> FileHash | None:
     """Write the shards of a process, and wait until the disk has them.
 
-    Args:
-        folder: of the checkpoint.
-        rank: of the process.
-        shards: on the CPU, contiguous, none in the memory of another.
-
-    Returns:
-        Size and hash of the file; None without shards.
+    They are on the CPU, contiguous, and none is in the memory of another. Without any
+    there is no file.
 
     Raises:
         CheckpointError: it cannot be written: the disk is full, for instance.
@@ -337,10 +320,7 @@ def write_shards(
 
 
 class SavedTensors:
-    """The tensors of a checkpoint, which are read part by part.
-
-    Args:
-        folder: of the checkpoint, whose files are verified.
+    """The tensors in the verified folder of a checkpoint.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -359,10 +339,7 @@ class SavedTensors:
 
     @torch.no_grad()
     def read(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Fill tensors, plain or DTensors on any mesh, in place.
-
-        Args:
-            pairs: a tensor of `like`, and the one that shall have its numbers.
+        """Fill tensors, plain or DTensors on any mesh; each comes after its `like`.
 
         Raises:
             CheckpointError: a file cannot be read.

@@ -89,12 +89,7 @@ class _HostCopies:
 
 
 class Saver:
-    """Saves of one process of a pipeline, one after the other.
-
-    Args:
-        rank: of this process.
-        gather: gives every process the values of all.
-    """
+    """Saves of one process of a pipeline, one after the other."""
 
     def __init__(self, rank: int, gather: Gather) -> None:
         self._rank, self._gather = rank, gather
@@ -112,10 +107,10 @@ class Saver:
         """Copy a state and start to write it; every process must call.
 
         Args:
-            folder: of the checkpoints; rank 0's counts.
+            folder: of the checkpoints. It and ``keep``, see `publish`, are rank 0's.
             take: gives the manifest of this process's part, without files, and every
                 shard to what it is called with.
-            keep: see `publish`; rank 0's counts.
+            keep: checkpoints that stay.
 
         Returns:
             Why the save before has failed, None if it has not.

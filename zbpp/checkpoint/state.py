@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.checkpoint.experts import ExpertParts
 from zbpp.checkpoint.folder import Gather, candidates, open_newest
 from zbpp.checkpoint.format import (
+    NOT_AS_WRITTEN,
     CheckpointError,
     Manifest,
     SavedTensors,
@@ -189,13 +190,7 @@ def read_state(
             state[part] = {name: decode(x, get) for name, x in values[part].items()}
         for part in ("extra",) if model_only else ("extra", "run"):
             state[part] = decode(values[part], get)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except NOT_AS_WRITTEN as error:
         raise CheckpointError(f"{folder} is no state: {error!r}") from error
     tensors.read(pairs)
     return state, tensors.read
