@@ -290,11 +290,11 @@ class Counter(nn.Linear):
         self.n_calls += 1
         return super().forward(x)
 
-    def get_extra_state(self) -> dict[str, int]:
-        return {"n_calls": self.n_calls}
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"n_calls": [torch.tensor([self.n_calls])]}
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.n_calls = state["n_calls"]
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.n_calls = state["n_calls"][0].item()
 
 
 def count_calls(folder: str) -> list[int]:
@@ -308,9 +308,9 @@ def count_calls(folder: str) -> list[int]:
         for _ in range(n_steps):
             pipeline.step(torch.ones(2, 4), torch.ones(2, 4))
         if n_steps:
-            pipeline.save(folder, wait=True)
+            pipeline.save(folder, extra={"x": torch.ones(1) * pipeline.rank}, wait=True)
         else:
-            pipeline.load(folder)
+            assert pipeline.load(folder) == {"x": torch.zeros(1)}, "rank 0's counts"
         counts.append(layers[pipeline.rank].n_calls)
         pipeline.close()
     return counts
