@@ -42,21 +42,18 @@ class AllToAll(torch.autograd.Function):
 
 
 class DealtExperts(nn.Module):
-    """The experts of a Qwen3-MoE or Mixtral layer, dealt out over a group.
+    """The experts of a Qwen3-MoE or Mixtral layer, which `zbpp.deal` may deal out.
 
     Args:
-        experts: all of them; each process keeps its part, under the same names.
+        experts: all of them, under the same names.
         group: of processes along ``ep``; None: this one holds all.
     """
 
     def __init__(self, experts: nn.Module, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.group = group
-        n, row = (1, 0) if group is None else (group.size(), group.rank())
         for name, p in experts.named_parameters():
-            self.register_parameter(
-                name, nn.Parameter(p.detach().chunk(n)[row].clone())
-            )
+            self.register_parameter(name, p)
         self.act_fn = experts.act_fn
 
     def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -103,14 +100,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    processes: Any = None
-    group = None
+    mesh: Any = None
     if (n_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         mesh = zbpp.mesh(stages=args.stages, expert_parallel=n_ranks // args.stages)
-        group = mesh.get_group("ep")
-        processes = zbpp.DataParallel(
-            mesh=mesh, expert_parameters=lambda name, _: ".mlp.experts." in name
-        )
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=256,
@@ -127,7 +119,10 @@ def main() -> None:
     )
     model = Qwen3MoeForCausalLM(config)
     for layer in model.model.layers:
+        group = None if mesh is None else mesh.get_group("ep")
         layer.mlp.experts = DealtExperts(layer.mlp.experts, group)
+        if mesh is not None:
+            zbpp.deal(layer.mlp.experts, mesh["ep"])
     pipeline = zbpp.Pipeline(
         model,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
@@ -135,7 +130,7 @@ def main() -> None:
         n_stages=args.stages,
         n_microbatches=4,
         clip_grad_norm=1.0,
-        mesh=processes,
+        mesh=mesh,
     )
     if args.folder.exists():
         pipeline.load(args.folder)

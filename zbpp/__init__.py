@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zbpp.pipeline import Pipeline, plan_model
     from zbpp.pipeline.torch_schedule import TorchSchedule
     from zbpp.runtime.overlap import overlap_point
+    from zbpp.runtime.parallel.experts import deal
     from zbpp.runtime.parallel.mesh import make_mesh as mesh
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "StepPolicy",
     "TorchSchedule",
     "cut",
+    "deal",
     "diagnostics",
     "layers_from",
     "make_plan",
@@ -47,6 +49,7 @@ _HOMES = {
     "Pipeline": ("zbpp.pipeline", "Pipeline"),
     "TorchSchedule": ("zbpp.pipeline.torch_schedule", "TorchSchedule"),
     "cut": ("zbpp.models", "cut"),
+    "deal": ("zbpp.runtime.parallel.experts", "deal"),
     "layers_from": ("zbpp.models", "layers_from"),
     "mesh": ("zbpp.runtime.parallel.mesh", "make_mesh"),
     "overlap_point": ("zbpp.runtime.overlap", "overlap_point"),

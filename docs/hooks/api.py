@@ -21,7 +21,7 @@ ABOUT = {
 
 FIRST = {
     "": {
-        "Train": "Pipeline Numerics StepPolicy Execution DataParallel mesh",
+        "Train": "Pipeline Numerics StepPolicy Execution DataParallel mesh deal",
         "Train beside others": "overlap_point TorchSchedule",
         "Models": "cut layers_from",
         "Plan": "plan plan_model make_plan PlanRequest Plan read_plan Schedule",

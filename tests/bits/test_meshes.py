@@ -51,9 +51,8 @@ def is_possible(values: list[Any]) -> bool:
             and not kind.sums
         )
         or (row.get("numbers") == "narrow" and kind.wrap in ("", "part"))
-        # pipelines of groups do not know each other; DTensors have names of their own
+        # pipelines of groups do not know each other
         or ("group" in kind.options and row.get("halfway") in ("resume", "elsewhere"))
-        or (kind.dtensors and row.get("halfway") == "elsewhere")
     )
 
 

@@ -212,7 +212,7 @@ def other_names() -> zbpp.Pipeline:
 
 def differing(dim: str, change: Callable[[nn.Module], object]) -> zbpp.Pipeline:
     """Layers of which one is other on the last process along a dimension."""
-    sizes = {"tp": "tensor", "dp": "data"}
+    sizes = {"tp": "tensor", "dp": "data", "ep": "expert"}
     mesh = zbpp.mesh(stages=2, **{f"{sizes[dim]}_parallel": 2})
     layers = linears()
     if mesh.get_local_rank(dim):
@@ -228,6 +228,10 @@ OF_MESHES: dict[str, Row] = {
     "layers of a replica": (
         lambda: differing("dp", widen),
         "ranks 0 and 1 were started with different layers of stage 0",
+    ),
+    "experts": (
+        lambda: differing("ep", lambda layer: nn.init.ones_(layer.weight)),
+        r"layers\.1\.weight: .* differ along 'ep', .*zbpp.deal",
     ),
     "parts of layers": (
         lambda: differing("tp", lambda layer: nn.init.ones_(layer.weight)),

@@ -36,13 +36,11 @@ class Kind:
         options: of `zbpp.DataParallel`; ``group``: the pipeline has a group of stages
             alone, and no mesh.
         wrap: what wraps the layers before the pipeline has them.
-        dtensors: experts are DTensors.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     wrap: str = ""
-    dtensors: bool = False
 
     @property
     def sums(self) -> bool:
@@ -57,12 +55,7 @@ class Kind:
         return prod(n for name, n in self.sizes.items() if name != "replicate")
 
 
-def is_expert(name: str, _: nn.Parameter) -> bool:
-    return ".experts." in name
-
-
 DP, TP, CP, EP = ({f"{x}_parallel": 2} for x in ("data", "tensor", "context", "expert"))
-EXPERTS = {"expert_parameters": is_expert}
 KINDS = {
     "none": Kind(),
     "dp": Kind(DP),
@@ -79,11 +72,10 @@ KINDS = {
     "tp dp": Kind(DP | TP),
     "tp by group": Kind(TP, {"group": True}),
     "cp": Kind(CP),
-    "ep": Kind(EP, EXPERTS),
-    "ep dtensors": Kind(EP, dtensors=True),
-    "ep optimizer": Kind(EP, EXPERTS | {"shard": "optimizer"}),
-    "dp ep": Kind(DP | EP, EXPERTS | {"shard": "parameters"}),
-    "cp ep": Kind(CP | EP, EXPERTS | {"shard": "gradients"}),
+    "ep": Kind(EP),
+    "ep optimizer": Kind(EP, {"shard": "optimizer"}),
+    "dp ep": Kind(DP | EP, {"shard": "parameters"}),
+    "cp ep": Kind(CP | EP, {"shard": "gradients"}),
 }
 
 
@@ -178,7 +170,6 @@ def model_of(case: MeshCase, mesh: Any = None) -> Model:
         tied=case.weights == "tied",
         frozen=case.weights == "frozen",
         idle=case.uses == "none of one",
-        dtensors=KINDS[case.kind].dtensors,
     )
     for block in model.blocks:
         block.checkpointed = case.recompute == "within"
@@ -356,7 +347,6 @@ def _whole(x: Tensor) -> Tensor:
 
 def _layer_name(name: str) -> str:
     """The name that a parameter of a model has in a list of its layers."""
-    name = name.replace("_dealt", "")
     name = re.sub(r"^table\.", "layers.0.", name)
     name = re.sub(r"^blocks\.(\d+)\.", lambda x: f"layers.{int(x[1]) + 1}.", name)
     return re.sub(r"^head\.", "layers.6.", name)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.checkpoint.experts import ExpertParts
 from zbpp.core import RequestError
 from zbpp.runtime.support.pytree import map_tensors
 
@@ -71,7 +70,6 @@ class LocalModel:
         ties: places of parameters that are one in the model.
         optimizers: of the parameters, by stage.
         schedulers: of the optimizers.
-        experts: parameters that are parts of tensors over several processes.
     """
 
     def __init__(
@@ -82,9 +80,7 @@ class LocalModel:
         ties: Sequence[Sequence[Place]] = (),
         optimizers: Sequence[Sequence[torch.optim.Optimizer]] = (),
         schedulers: Sequence[Any] = (),
-        experts: ExpertParts | None = None,
     ) -> None:
-        self.experts = experts or ExpertParts()
         self._own_name = own_name
         self._first_of: dict[Place, Place] = {
             place: tie[0] for tie in ties for place in tie
@@ -109,16 +105,14 @@ class LocalModel:
                 place = index, name
                 first = self._first_of.get(place, place)
                 saved_as = self._own_name(*first)
-                joined, is_repeated = value, False
+                is_repeated = isinstance(value, Tensor) and id(value) in names
                 if isinstance(value, Tensor):
-                    is_repeated = id(value) in names
                     saved_as = names.setdefault(id(value), saved_as)
-                    joined = self.experts.joined(value, value)
                 path, _, last = name.rpartition(".")
                 slot = Slot(
                     self._own_name(*place),
                     saved_as,
-                    joined,
+                    value,
                     saves=first == place and not is_repeated,
                     set_extra=layer.get_submodule(path).set_extra_state
                     if last == "_extra_state"

@@ -56,10 +56,7 @@ def optimizer_state(
                 continue
             entry = {
                 "kind": type(optimizer).__name__,
-                "state": {
-                    key: local.experts.joined(parameter, value)
-                    for key, value in optimizer.state.get(parameter, {}).items()
-                },
+                "state": dict(optimizer.state.get(parameter, {})),
                 "options": dict(options),
             }
             entries.setdefault(slot.saved_as, []).append(entry)
@@ -139,7 +136,7 @@ def load_optimizers(local: LocalModel, fit: Fit, pairs: Pairs) -> None:
             )
             if is_tensor and value.shape == whole.shape and not is_number:
                 place = torch.empty_like(parameter, dtype=value.dtype).detach()
-                pairs.append((value, local.experts.joined(parameter, place)))
+                pairs.append((value, place))
             else:
                 on_host = is_number and not on_device
                 device = torch.device("cpu") if on_host else parameter.device

@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.checkpoint.experts import ExpertParts
 from zbpp.checkpoint.folder import Gather, candidates, open_newest
 from zbpp.checkpoint.format import (
     NOT_AS_WRITTEN,
@@ -283,7 +281,6 @@ class Checkpoints:
         own_name: the model's own name of what a layer has under a name.
         ties: places of parameters, and of buffers, that are one in the model.
         rank: of this process.
-        expert_mesh: of the processes that have other experts; None: there are none.
     """
 
     def __init__(
@@ -293,9 +290,7 @@ class Checkpoints:
         ties: Sequence[Sequence[Place]],
         *,
         rank: int,
-        expert_mesh: DeviceMesh | None = None,
     ) -> None:
-        self._expert_mesh = expert_mesh
         self._stages, self._own_name, self._ties = stages, own_name, ties
         self._rank, self._gather = rank, stages.transport.gather
         self._saver = Saver(rank, self._gather)
@@ -459,9 +454,6 @@ class Checkpoints:
             ties=self._ties,
             optimizers=self._stages.optimizers_by_stage,
             schedulers=self._schedulers,
-            experts=ExpertParts(
-                {p for stage in stages for p in stage.experts}, self._expert_mesh
-            ),
         )
 
     def _warn(self, text: str | None, what: str) -> None:

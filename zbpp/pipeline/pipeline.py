@@ -54,7 +54,6 @@ from zbpp.runtime.driver.build import (
     StageOptions,
     build_executors,
     build_layers,
-    compare_experts,
     describe_layers,
     make_transports,
     share_first_bits,
@@ -109,8 +108,7 @@ class Pipeline:
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
         mesh: the processes: a mesh of stages, data, context, expert and tensor
             parallelism (see `zbpp.mesh`), a `zbpp.DataParallel`, which also says what
-            replicas share and which parameters are experts', or a process group of
-            stages alone; None: all processes.
+            replicas share, or a process group of stages alone; None: all processes.
         device: where the layers live; ``"cuda"``: this process's GPU; None: that, or
             the CPU where there is none.
         numerics: what decides the bits.
@@ -243,7 +241,6 @@ class Pipeline:
             executors = build_executors(
                 layers, self._ties, transports, self._options, self.place
             )
-        compare_experts(executors, self.place, replicas)
         self.stages = LocalStages(executors, placement)
         self._parts: tuple[tuple[Program, ...], tuple[Program, ...]] | None = None
         self._use(self.schedule)
@@ -263,7 +260,6 @@ class Pipeline:
             self.layered.own_name,
             (*self._ties.ties, *self.layered.buffers),
             rank=self.rank,
-            expert_mesh=self.place.expert_mesh,
         )
         self._part: StepPart | None = None
         """The call that was last, of a step that is not taken yet."""

@@ -32,7 +32,6 @@ class Chunk:
         shards: of leaves that are gathered for the forwards, the parameter with this
             process's part, which is stepped.
         widen: adds gradients of fewer bits to their sums; None: all have those of sums.
-        experts: stepped parameters of which each process along ``ep`` has its own.
         own_name: gives parameters the names that users see.
     """
 
@@ -42,7 +41,6 @@ class Chunk:
     calls: Mapping[int, Callable[[object], object]] = field(default_factory=dict)
     shards: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     widen: Callable[[], None] | None = None
-    experts: frozenset[nn.Parameter] = frozenset()
     own_name: OwnName = layer_name
 
     def gathered(self) -> frozenset[int]:

@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from zbpp.core.sharding import Shard
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from zbpp.runtime.compiled.backend import Compiling
@@ -22,14 +20,10 @@ if TYPE_CHECKING:
 __all__ = [
     "DataParallel",
     "Execution",
-    "IsExpert",
     "LossScaler",
     "Numerics",
     "StepPolicy",
 ]
-
-IsExpert = Callable[[str, "nn.Parameter"], bool]
-"""From the model's own name of a parameter, and the parameter."""
 
 _MAX_SECONDS = 1e9
 """30 years; torch counts time-outs in whole units of 64 bits."""
@@ -244,27 +238,11 @@ class DataParallel:
             or ``"parameters"`` as well; ``"none"``: each holds all.
         alternating_buffers: for ``shard="parameters"``; see
             docs/how_to/data_parallel.md.
-        expert_parameters: called with the model's own name of each parameter, and the
-            parameter; true for those of which each process along ``ep`` holds its own
-            part, that of its experts along the first dimension. DTensors that are
-            sharded on ``ep`` need not be told. See docs/how_to/experts_and_context.md.
-
-    Raises:
-        RequestError: expert_parameters is no function.
     """
 
     mesh: "DeviceMesh | None" = None
     shard: Shard = "none"
     alternating_buffers: bool = False
-    expert_parameters: IsExpert | None = None
-
-    def __post_init__(self) -> None:
-        if self.expert_parameters is not None and not callable(self.expert_parameters):
-            raise RequestError(
-                f"expert_parameters is {a_kind(self.expert_parameters)}; give a "
-                "function of a parameter's name and the parameter, for instance "
-                'lambda name, parameter: ".experts." in name'
-            )
 
 
 def is_whole(value: object) -> bool:

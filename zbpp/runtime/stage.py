@@ -11,7 +11,7 @@ schedules end with the same bits.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 
 import torch
@@ -133,12 +133,6 @@ class Stage:
     def named_stepped(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """Layer, the model's own name and parameter, as the optimizer has it."""
         return chain.from_iterable(c.all_stepped() for c in self.chunks.values())
-
-    @cached_property
-    def experts(self) -> frozenset[nn.Parameter]:
-        """Stepped parameters of which each process along ``ep`` has its own."""
-        none = frozenset[nn.Parameter]()
-        return none.union(*(chunk.experts for chunk in self.chunks.values()))
 
     @property
     def may_draw(self) -> bool:

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import zbpp
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_moe_experts.py"
 WORDS, WIDTH, N_EXPERTS = 16, 8, 4
 
@@ -188,7 +190,6 @@ class Model(nn.Module):
         tied: the head has the embedding's weight.
         frozen: a layer, and parameters of others, learn nothing.
         idle: some parameters are used by no word at all.
-        dtensors: experts are DTensors.
     """
 
     def __init__(
@@ -199,7 +200,6 @@ class Model(nn.Module):
         tied: bool = False,
         frozen: bool = False,
         idle: bool = False,
-        dtensors: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -224,8 +224,8 @@ class Model(nn.Module):
         if _group(mesh, "tp") is not None:
             for block in self.blocks:
                 share_linears(block, mesh["tp"])
-        if dtensors:
-            _deal(self.blocks[3].experts, mesh["ep"])
+        if experts is not None:
+            zbpp.deal(self.blocks[3].experts, mesh["ep"])
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.table(words)
@@ -262,21 +262,3 @@ def _group(mesh: DeviceMesh | None, dim: str) -> dist.ProcessGroup | None:
     if mesh is None or dim not in names or mesh[dim].size() == 1:
         return None
     return mesh.get_group(dim)
-
-
-def _deal(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep a process's experts as DTensors, and use what is here of them."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    names = [name for name, _ in experts.named_parameters()]
-    for name in names:
-        here = getattr(experts, name).detach()
-        delattr(experts, name)
-        shared = nn.Parameter(DTensor.from_local(here, mesh, [Shard(0)]))
-        experts.register_parameter(f"{name}_dealt", shared)
-
-    def use_local(module: Any, _: object) -> None:
-        for name in names:
-            vars(module)[name] = getattr(module, f"{name}_dealt").to_local()
-
-    experts.register_forward_pre_hook(use_local)

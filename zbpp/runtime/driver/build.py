@@ -30,7 +30,6 @@ from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.bind import bind_parallel
-from zbpp.runtime.parallel.experts import check_experts
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
@@ -45,7 +44,6 @@ __all__ = [
     "StageOptions",
     "build_executors",
     "build_layers",
-    "compare_experts",
     "describe_layers",
     "make_transports",
     "share_first_bits",
@@ -259,27 +257,6 @@ def build_executors(
             overlap=Overlap(options.device, stops=execution.overlap),
         )
     return executors
-
-
-def compare_experts(
-    executors: Mapping[int, Executor], place: Place, replicas: DataParallel
-) -> None:
-    """Compare the names and shapes of experts, if any; all processes must call.
-
-    Raises:
-        RequestError: they do not go together, or there are none.
-    """
-    if place.n_expert == 1:
-        return
-    ((stage, executor),) = executors.items()
-    is_expert = replicas.expert_parameters
-    shapes = {
-        name: tuple(p.shape)
-        for _, name, p in executor.stage.named_stepped()
-        if is_expert is not None and is_expert(name, p)
-    }
-    every = executor.transport.gather((stage, shapes))
-    check_experts(every, place.peers, named=is_expert is not None)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zbpp.runtime.comm.stage_group import ALONE, EXPERT_DIM, StageGroup
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
@@ -29,7 +29,6 @@ def squared_norms(
         peers: processes of the stage. What several of them hold counts on one.
     """
     gradients: list[tuple[int, Tensor]] = []
-    apart: list[tuple[str, ...]] = []
     left = dict.fromkeys(counted)
     *_, (last, _) = stage.numbered()
     for index, _, p in stage.named_stepped():
@@ -37,18 +36,16 @@ def squared_norms(
             del left[p]
             if p.grad is not None:
                 gradients.append((index, p.grad))
-                apart.append((EXPERT_DIM,) if p in stage.experts else ())
     gradients += [(last, p.grad) for p in left if p.grad is not None]
-    apart += [()] * (len(gradients) - len(apart))
     numbers = [gradient for _, gradient in gradients]
-    if all(map(_is_real, numbers)) and not stage.experts:
+    if all(map(_is_real, numbers)):
         if not peers.owns(()):
             return
         squares = _squares(numbers)
     else:
         parts = [_part(gradient) for gradient in numbers]
         squares = _squares([part.numbers for part in parts])
-        squares = _counted_once(parts, squares, peers, apart)
+        squares = _counted_once(parts, squares, peers)
     by_layer: dict[int, list[Tensor]] = {}
     for (index, _), square in zip(gradients, squares, strict=True):
         by_layer.setdefault(index, []).append(square)
@@ -60,7 +57,6 @@ def _counted_once(
     parts: Sequence[Part],
     squares: Sequence[Tensor],
     peers: StageGroup,
-    apart: Sequence[tuple[str, ...]],
 ) -> list[Tensor]:
     """Of each part what this process is to count.
 
@@ -71,7 +67,6 @@ def _counted_once(
         parts: of gradients, with the dimensions that DTensors know.
         squares: of their numbers.
         peers: processes of the stage.
-        apart: of each part, further dimensions along which numbers differ.
     """
     on_mesh = [peers.n > 1 and peers.has_dims(part.names) for part in parts]
     sums = sum_over_meshes(
@@ -83,11 +78,9 @@ def _counted_once(
     )
     return [
         square
-        if peers.owns((*(part.names if is_on_mesh else ()), *more))
+        if peers.owns(part.names if is_on_mesh else ())
         else torch.zeros_like(square)
-        for square, part, is_on_mesh, more in zip(
-            sums, parts, on_mesh, apart, strict=True
-        )
+        for square, part, is_on_mesh in zip(sums, parts, on_mesh, strict=True)
     ]
 
 

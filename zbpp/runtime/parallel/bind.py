@@ -14,10 +14,7 @@ from zbpp.runtime.comm.stage_group import EXPERT_DIM
 from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import alternate
-from zbpp.runtime.parallel.experts import (
-    ExpertNames,
-    kept_dims,
-)
+from zbpp.runtime.parallel.experts import experts_in, mesh_dims
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.stage import Collectives, LayerSum
 from zbpp.runtime.parallel.wrap import check_bare, wrap
@@ -43,7 +40,7 @@ def bind_parallel(
     Args:
         chunks: of the stage, on their device.
         place: of this process.
-        replicas: how layers are wrapped that are not, and which parameters are experts.
+        replicas: how layers are wrapped that are not.
         tied: parameters that other layers hold too, as this stage steps them.
         aliases: other parameters on the memory of these.
         now: see `Collectives`.
@@ -58,19 +55,16 @@ def bind_parallel(
     if alternating:
         check_bare(chunks)
     every_tied = {*tied, *aliases}
-    names = ExpertNames()
-    if place.n_expert > 1:
-        names = ExpertNames.of(chunks, replicas.expert_parameters, every_tied)
-    plain, experts = names.find(chunks)
+    experts = experts_in(chunks)
     if alternating and experts:
         raise RequestError(
             "alternating_buffers hold whole layers, and experts are dealt out apart "
             "from the rest of theirs; leave alternating_buffers out"
         )
-    broadcast_first(chunks, place, plain)
+    broadcast_first(chunks, place)
     every_layer = (layer for chunk in chunks for layer in chunk.layers)
     wrap(every_layer, place, shard, experts, every_tied)
-    plain, experts = names.find(chunks)
+    experts = experts_in(chunks)
     wrapped = [
         module
         for chunk in chunks
@@ -105,15 +99,13 @@ def bind_parallel(
                 place,
                 every_tied,
                 experts=experts,
-                plain=plain,
                 sums_each=reduces_every(shard),
             )
             shards |= shards_of_layer
             layer_sums.append(layer_sum)
         layers[chunk.index] = layer_sums
         widen = widening_of(unit for x in layer_sums for unit in x.units)
-        in_chunk = plain.intersection(p for *_, p in chunk.all_leaves())
-        bound.append(replace(chunk, shards=shards, widen=widen, experts=in_chunk))
+        bound.append(replace(chunk, shards=shards, widen=widen))
     if alternating:
         alternate(
             (chunk, [unit for layer in of_chunk for unit in layer.units])
@@ -139,10 +131,9 @@ def _bind_layer(
     tied: Collection[nn.Parameter],
     *,
     experts: Collection[nn.Parameter],
-    plain: Collection[nn.Parameter],
     sums_each: bool,
 ) -> tuple[LayerSum, dict[nn.Parameter, nn.Parameter]]:
-    _check_managed(index, layer, place, experts, plain)
+    _check_managed(index, layer, place, experts)
     modules = list(units_in(layer))
     held = {p for module in modules for p in managed(module)}
     others = [p for p in layer.parameters() if p not in held and p not in tied]
@@ -155,7 +146,7 @@ def _bind_layer(
         unit.module.reshard()
     alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for p in others:
-        dims = place.sum_dims(kept_dims(p, plain))
+        dims = place.sum_dims(mesh_dims(p))
         alike.setdefault(tuple(dims), []).append(p)
     buckets = [
         Buckets(parameters, [place.group(dim) for dim in dims], sums_each=sums_each)
@@ -170,20 +161,18 @@ def _check_managed(
     layer: nn.Module,
     place: Place,
     experts: Collection[nn.Parameter],
-    plain: Collection[nn.Parameter],
 ) -> None:
     """Check that what wraps a layer sums gradients over all that must be.
 
     Raises:
-        RequestError: it sums over fewer, or experts over those that hold others.
+        RequestError: it sums over fewer.
     """
     for module in units_in(layer):
         for p in managed(module):
             ranks = set(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
             kept = {EXPERT_DIM} if p in experts else set[str]()
             needed = set(place.ranks_summed(kept))
-            others = set(place.ranks_summed()) - needed if p in plain else set[int]()
-            if needed <= ranks and not ranks & others:
+            if needed <= ranks:
                 continue
             dims = place.sum_dims(kept)
             raise RequestError(

@@ -22,21 +22,18 @@ __all__ = ["broadcast_first"]
 
 _PARTS = {
     TENSOR_DIM: "parallelize_module on mesh['tp']",
-    EXPERT_DIM: "or expert_parameters=lambda name, parameter: ...",
+    EXPERT_DIM: "zbpp.deal(experts, mesh['ep'])",
 }
 """Along these a plain parameter that differs is a part of another, by all odds."""
 
 
 @torch.no_grad()
-def broadcast_first(
-    chunks: Iterable[Chunk], place: Place, experts: Iterable[Tensor] = ()
-) -> None:
+def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
     """Broadcast parameters and buffers; all processes of the stage must call.
 
     Args:
         chunks: of the stage, on their device.
         place: of this process.
-        experts: plain parameters that differ along ``ep``.
 
     Raises:
         RequestError: plain parameters differ along ``tp`` or ``ep``: broadcast, parts
@@ -44,7 +41,6 @@ def broadcast_first(
     """
     if place.mesh is None:
         return
-    experts = set(experts)
     differ: dict[str, list[str]] = {}
     seen: set[Tensor] = set()
     for chunk in chunks:
@@ -53,9 +49,8 @@ def broadcast_first(
             if p in seen or not place.peers.has_dims(names):
                 continue
             seen.add(p)
-            parts = {*single_dims(names), *((EXPERT_DIM,) if p in experts else ())}
             for dim in place.dims:
-                if dim not in parts and _broadcast(p, place.group(dim)):
+                if dim not in single_dims(names) and _broadcast(p, place.group(dim)):
                     differ.setdefault(dim, []).append(name)
         for _, layer in chunk.numbered():
             for buffer in layer.buffers():

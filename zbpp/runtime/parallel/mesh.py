@@ -113,19 +113,6 @@ class Place:
         """Processes that gradients are summed over."""
         return len(self.peers.replicas)
 
-    @property
-    def n_expert(self) -> int:
-        """Processes that hold different experts, over ``ep``."""
-        return self._size(EXPERT_DIM)
-
-    @property
-    def expert_mesh(self) -> DeviceMesh | None:
-        """The processes that hold different experts; None: there are none."""
-        if self.n_expert == 1:
-            return None
-        assert self.mesh is not None
-        return self.mesh[EXPERT_DIM]
-
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank.
 
