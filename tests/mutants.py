@@ -353,7 +353,7 @@ TABLE = (
     ("executor", "micro-batches of no weight count", "zbpp/runtime/loss.py",
      "self._weights[microbatch] != 0", "self._weights[microbatch] is not None"),
     ("executor", "ignored tokens weigh", "zbpp/runtime/microbatches.py",
-     "return int((targets != IGNORED).sum())", "return int(targets.numel())"),
+     "return (targets != IGNORED).sum()", "return int(targets.numel())"),
     ("executor", "later chunks get the odd layer", "zbpp/runtime/partition.py",
      "base + (chunk < more) for chunk in range(n_chunks)",
      "base + (chunk >= n_chunks - more) for chunk in range(n_chunks)"),

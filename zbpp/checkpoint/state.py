@@ -447,7 +447,6 @@ class Checkpoints:
         return state
 
     def _local_model(self) -> LocalModel:
-        stages = [x.stage for x in self._stages.executors.values()]
         return LocalModel(
             self._stages.layers(),
             self._own_name,

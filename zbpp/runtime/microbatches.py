@@ -1,7 +1,7 @@
 """A batch: cut into micro-batches, weighed, joined again."""
 
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "shares",
     "split_inputs",
     "split_targets",
+    "weights_of",
 ]
 
 Batch = Any
@@ -37,7 +38,7 @@ micro-batches."""
 CutBatch = Callable[[Any], tuple[Any, Any]]
 """From a batch as a model takes it to inputs of layers and targets of a loss."""
 
-Weigh = Callable[[Any], float]
+Weigh = Callable[[Any], float | Tensor]
 """From the targets of a micro-batch to the number that its loss is a mean over."""
 
 WeighName = Literal["samples", "tokens", "sum"]
@@ -212,7 +213,15 @@ def find_weigh(weigh: WeighName | Weigh) -> Weigh:
     return counts[weigh]
 
 
-def _count_tokens(targets: object) -> int:
+def weights_of(weigh: Weigh, targets: Iterable[Any]) -> list[float]:
+    """Weigh micro-batches; a device that counts is waited for once."""
+    weights: list[Any] = [weigh(target) for target in targets]
+    if weights and all(isinstance(weight, Tensor) for weight in weights):
+        return torch.stack(weights).tolist()
+    return weights
+
+
+def _count_tokens(targets: object) -> Tensor:
     if isinstance(targets, dict) and "labels" in targets:
         targets = targets["labels"]
     if not isinstance(targets, Tensor):
@@ -220,7 +229,7 @@ def _count_tokens(targets: object) -> int:
             f"targets is a {type(targets).__name__}, in which no tokens can be counted;"
             " give a tensor, a dict with labels, or a function as weigh"
         )
-    return int((targets != IGNORED).sum())
+    return (targets != IGNORED).sum()
 
 
 def shares(weights: Sequence[float]) -> list[float] | None:

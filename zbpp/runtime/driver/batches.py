@@ -25,6 +25,7 @@ from zbpp.runtime.microbatches import (
     samples_to_cut,
     split_inputs,
     split_targets,
+    weights_of,
 )
 from zbpp.runtime.optim.same_samples import SameSamples
 from zbpp.runtime.support.pytree import map_tensors
@@ -164,7 +165,7 @@ class Batches:
                 n_filled = len(cut_inputs)
             if self._last in self._executors and not predicts:
                 cut_targets = split_targets(targets, m)
-                weights = [self._weigh(target) for target in cut_targets]
+                weights = weights_of(self._weigh, cut_targets)
                 weights += [0.0] * (m - len(weights))
                 if part is not None and not self._adds:
                     part_total = part.total(sum(weights))
