@@ -105,7 +105,7 @@ def alternate(
                 _Memory(unit, gathers, lambda _: True, dist.all_gather_into_tensor)
             )
             module.set_custom_reduce_scatter(
-                _Memory(unit, sums, unit.is_whole_gradient, dist.reduce_scatter_tensor)
+                _Memory(unit, sums, unit.is_whole_gradient, dist.reduce_scatter_single)
             )
             if i + 1 < len(units):
                 module.set_modules_to_forward_prefetch([units[i + 1].module])
