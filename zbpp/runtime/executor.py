@@ -114,7 +114,7 @@ class Executor:
         self.n_filled: int | None = None
         """Micro-batches that have samples in the batch that was last; None: all."""
         self._progress = self.collectives.progress(stage.chunks.values())
-        self._compute: Mapping[PassKind, Callable[..., Tensors | None]] = {}
+        self._compute: dict[PassKind, Callable[..., Tensors | None]] = {}
         """What computes a pass of each kind in the program that runs."""
         self._values: dict[Value, Tensors] = {}
         """Computed here, and not read yet."""
@@ -221,9 +221,8 @@ class Executor:
         """Yield the instructions of a step; those before an invalid V twice."""
         stage, kinds = self.stage, set(map(type, program))
         self._may_stop = self.overlap.stops and not kinds.isdisjoint((Pair, Segment))
-        is_watched = self._may_stop or self.optimizer.speculates
         self._compute = {
-            PassKind.F: self._forward if is_watched else stage.forward,
+            PassKind.F: self._forward,
             PassKind.B: stage.backward_input,
             PassKind.BW: stage.backward,
             PassKind.W: stage.backward_weight,
@@ -240,6 +239,8 @@ class Executor:
                 yield from before
             rest = rest[1:]
         self.replay.decide()
+        if not self._may_stop:
+            self._compute[PassKind.F] = stage.forward
         self.optimizer.begin_backward()
         if not stage.first and not kinds.isdisjoint((Pass, Segment)):
             stage.ties.begin()

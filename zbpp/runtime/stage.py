@@ -142,7 +142,6 @@ class Stage:
     def recompute(self, layers: Collection[int]) -> None:
         """Choose the layers whose graph B computes again, from the next step on."""
         self._recomputed = recomputed_of(self.chunks.values(), layers, self.random)
-        self._only_reads.clear()  # a recomputed layer writes to copies of its input
 
     def begin(
         self,
