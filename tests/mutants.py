@@ -348,7 +348,7 @@ TABLE = (
      "if tied.is_stepped and tied.parameter.requires_grad",
      "if tied.parameter.requires_grad"),
     ("ties", "a gradient from before is lost", "zbpp/runtime/ties/stage.py",
-     "if tied.kept_grad is not None", "if False"),
+     "if tied.earlier_grad is not None", "if False"),
     # ---- executor, and the files beside it
     ("executor", "micro-batches of no weight count", "zbpp/runtime/loss.py",
      "self._weights[microbatch] != 0", "self._weights[microbatch] is not None"),

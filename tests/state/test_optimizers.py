@@ -121,15 +121,6 @@ def test_frozen_and_other_parameters_are_left_out_as_in_a_plain_loop(
         torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-6)
 
 
-def test_schedulers_and_hooks_find_the_optimizers_of_all_stages() -> None:
-    pipeline = make(two_kinds)
-    kinds = [type(optimizer).__name__ for optimizer in pipeline.optimizers]
-    assert kinds == ["SGD", "AdamW"] * 2
-    groups = [group for one in pipeline.optimizers for group in one.param_groups]
-    stepped = {id(p) for group in groups for p in group["params"]}
-    assert stepped == {id(p) for _, p in pipeline.named_parameters()}
-
-
 class Spectral(nn.Module):
     """Multiplies frequencies by complex weights."""
 
@@ -351,12 +342,3 @@ def test_moments_go_into_the_stages_of_processes(pool: Pool) -> None:
     expected = losses_of_a_plain_loop("adamw", tied=True)
     for found in pool.run(resume, 2, "adamw", "ZBH1", None, True, True):
         assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_state_of_another_optimizer_is_refused() -> None:
-    training = plain_training("momentum", tied=False)
-    loop(training, range(1))
-    state = zbpp.checkpoint.plain_state(training[0], training[1])
-    pipeline = make(BUILDERS["adamw"], model=training[0])
-    text = refusal(pipeline.load_state_dict, state)
-    assert "is that of SGD, and the optimizer is" in text

@@ -179,7 +179,7 @@ def describe_layers(layers: StageLayers, plan: TiePlan) -> dict[str, object]:
             for chunk in chunks
             for _, name, p in chunk.all_leaves()
         ]
-        for number, tie in ties.tied.items():
+        for number, tie in ties.parameters.items():
             placements = layout_of(tie.parameter)[1:]
             facts[f"copies of {plan.name(number)}"] = (
                 _describe(tie.parameter),
@@ -222,7 +222,7 @@ def build_executors(
             stage_chunks,
             place,
             options.replicas,
-            tied=[x.parameter for x in tied.tied.values()],
+            tied=[x.parameter for x in tied.parameters.values()],
             aliases=tied.aliases,
             now=times.now,
         )
@@ -273,14 +273,14 @@ def share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
         value = TiedGradient(tie, chunks[0])
         if first in executors:
             # A copy: the first step, or a load, may write before it has left.
-            parameter = executors[first].stage.ties.tied[tie].parameter
+            parameter = executors[first].stage.ties.parameters[tie].parameter
             held = own_shard(parameter).detach().clone()
             for peer in others:
                 executors[first].transport.send(value, (held,), peer)
         for stage in others:
             if stage in executors:
                 transport = executors[stage].transport
-                copy = own_shard(executors[stage].stage.ties.tied[tie].parameter)
+                copy = own_shard(executors[stage].stage.ties.parameters[tie].parameter)
                 expected = transport.post(value, first, (copy.detach(),))
                 copy.copy_(expected.receive(Step(stage))[0])
 

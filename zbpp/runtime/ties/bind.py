@@ -43,15 +43,15 @@ def bind_ties(
         for index, name in tie:
             if index not in layers:
                 continue
-            held = _parameter(layers[index], index, name)
+            parameter = _parameter(layers[index], index, name)
             if stepped is None:
-                stepped = leaf = held
+                stepped = leaf = parameter
             else:
-                _refuse_other_kind(held, stepped, plan.name(number))
+                _refuse_other_kind(parameter, stepped, plan.name(number))
                 leaf = _alias_of(stepped)
             here = tied[plan.stage_of(index)].setdefault(number, TiedParameter(stepped))
             here.leaves[index] = leaf
-            for module, key in _places(layers[index], held):
+            for module, key in _places(layers[index], parameter):
                 _refuse_shared(module, name, modules.setdefault(module, index), index)
                 setattr(module, key, leaf)
                 here.places.append((module, key, leaf))
@@ -76,8 +76,8 @@ def _places(
     layer: nn.Module, parameter: nn.Parameter
 ) -> Iterator[tuple[nn.Module, str]]:
     for module in layer.modules():
-        for key, held in list(module._parameters.items()):
-            if held is parameter:
+        for key, p in list(module._parameters.items()):
+            if p is parameter:
                 yield module, key
 
 

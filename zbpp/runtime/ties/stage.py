@@ -32,13 +32,13 @@ class TiedParameter:
         parameter: of the first layer of this process that holds it; it is stepped.
         leaves: what the stage's layers use and get gradients for, by layer.
         places: modules, the names of the leaves in them, and the leaves.
-        kept_grad: gradient of an earlier step that nobody has cleared.
+        earlier_grad: gradient of an earlier step that nobody has cleared.
     """
 
     parameter: nn.Parameter
     leaves: dict[int, nn.Parameter] = field(default_factory=dict)
     places: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
-    kept_grad: Tensor | None = None
+    earlier_grad: Tensor | None = None
 
     @property
     def aliases(self) -> list[nn.Parameter]:
@@ -57,24 +57,26 @@ class StageTies:
     Args:
         stage: its number.
         plan: of the whole model.
-        tied: the parameters that layers of the stage hold, by tie.
+        parameters: those that layers of the stage hold, by tie.
     """
 
     def __init__(
         self,
         stage: int = 0,
         plan: TiePlan = NO_TIES,
-        tied: Mapping[int, TiedParameter] | None = None,
+        parameters: Mapping[int, TiedParameter] | None = None,
     ) -> None:
         self.plan = plan
-        self.tied = tied or {}
+        self.parameters = parameters or {}
         self._expected: dict[TiedGradient, Expected] = {}
         self.aliases: dict[nn.Parameter, nn.Parameter] = {
-            alias: x.parameter for x in self.tied.values() for alias in x.aliases
+            alias: x.parameter for x in self.parameters.values() for alias in x.aliases
         }
         """Not to be stepped: they share the memory of parameters that are."""
         self.copies: set[Tensor] = {
-            x.parameter for tie, x in self.tied.items() if plan.stages(tie)[0] != stage
+            x.parameter
+            for tie, x in self.parameters.items()
+            if plan.stages(tie)[0] != stage
         }
         """Not to be counted in the norm: the stage of the first layer does so."""
 
@@ -86,7 +88,7 @@ class StageTies:
 
         Others may have replaced the one (``p.data = ..``) or changed the other.
         """
-        for tied in self.tied.values():
+        for tied in self.parameters.values():
             for alias in tied.aliases:
                 if numbers_of(alias) != numbers_of(tied.parameter):
                     alias.data = tied.parameter.data
@@ -94,7 +96,7 @@ class StageTies:
 
     def end(self) -> None:
         """Give the layers the one parameter again."""
-        for tied in self.tied.values():
+        for tied in self.parameters.values():
             for module, key, leaf in tied.places:
                 if module._parameters.get(key) is leaf:
                     setattr(module, key, tied.parameter)
@@ -103,8 +105,8 @@ class StageTies:
 
     def begin(self) -> None:
         """Put gradients aside that are there from before; backwards come next."""
-        for tied in self.tied.values():
-            tied.kept_grad = tied.parameter.grad if tied.is_stepped else None
+        for tied in self.parameters.values():
+            tied.earlier_grad = tied.parameter.grad if tied.is_stepped else None
             for leaf in tied.leaves.values():
                 leaf.grad = None
 
@@ -118,7 +120,7 @@ class StageTies:
 
     def post(self, message: TiedGradient, transport: Transport, peer: int) -> None:
         """Announce gradients of another stage; they look like the parameter here."""
-        parameter = self.tied[message.tie].parameter
+        parameter = self.parameters[message.tie].parameter
         n_tensors = len(self._layers(message)) if parameter.requires_grad else 0
         like = (own_shard(parameter.detach()),) * n_tensors
         self._expected[message] = transport.post(message, peer, like)
@@ -142,7 +144,7 @@ class StageTies:
         Raises:
             RequestError: a gradient is sparse.
         """
-        for number, tied in self.tied.items():
+        for number, tied in self.parameters.items():
             if tied.is_stepped and tied.parameter.requires_grad:
                 first, *others = self._summands(number, received)
                 # what is sent may still be under way, so it is not added to
@@ -150,10 +152,10 @@ class StageTies:
                 for summand in others:
                     total.add_(summand)
                 total = as_sharded(total, tied.parameter)
-                if tied.kept_grad is not None:
-                    total = tied.kept_grad.add_(total)
+                if tied.earlier_grad is not None:
+                    total = tied.earlier_grad.add_(total)
                 tied.parameter.grad = total
-            tied.kept_grad = None
+            tied.earlier_grad = None
             for alias in tied.aliases:
                 alias.grad = None
 
@@ -169,7 +171,7 @@ class StageTies:
 
         Neighbours along ``tp`` on other stages have the same parts.
         """
-        tied = self.tied[message.tie]
+        tied = self.parameters[message.tie]
         if not tied.parameter.requires_grad:
             return ()
         leaves = (tied.leaves[layer] for layer in self._layers(message))
