@@ -149,20 +149,17 @@ class LayerRandom:
             self._add_device()
         if "numpy" not in self._rare and "numpy.random" in sys.modules:
             self._rare["numpy"] = _numpys()
-        states = [(g, g.get_state()) for g in self._generators]
-        rare = [(x, x.state()) for x in self._rare.values() if may_draw]
-        for generator, _ in rare:
-            generator.seed(0)
-        self._seeded = [x for x, _ in rare if x.is_used or x.is_watched]
-        try:
-            yield
-        finally:
-            for torchs, state in states:
-                torchs.set_state(state)
-            for generator, state in rare:
-                generator.look()
-                generator.is_watched = generator.is_watched and not training
-                generator.restore(state)
+        rare = [*self._rare.values()] if may_draw else []
+        with self._as_before(rare):
+            for generator in rare:
+                generator.seed(0)
+            self._seeded = [x for x in rare if x.is_used or x.is_watched]
+            try:
+                yield
+            finally:
+                for generator in rare:
+                    generator.look()
+                    generator.is_watched = generator.is_watched and not training
 
     def seed_layer(self, step: int, microbatch: int, layer: int) -> None:
         """Seed the generators before a layer.
@@ -186,22 +183,25 @@ class LayerRandom:
         Args:
             number: `latest`, as it was then.
         """
-        states = [(g, g.get_state()) for g in self._generators]
-        rare = [(x, x.state()) for x in self._seeded]
-        for torchs, _ in states:
-            torchs.manual_seed(number & _SIGNED)
-        for generator, state in rare:
-            generator.look()
-            generator.restore(state)
-            if generator.is_used:
-                generator.seed(number)
+        with self._as_before(self._seeded):
+            for torchs in self._generators:
+                torchs.manual_seed(number & _SIGNED)
+            for rare in self._seeded:
+                rare.look()
+                if rare.is_used:
+                    rare.seed(number)
+            yield
+
+    @contextmanager
+    def _as_before(self, rare: Iterable[_RareGenerator]) -> Iterator[None]:
+        """Afterwards torch's generators and others have the states that they had."""
+        states = [(x.set_state, x.get_state()) for x in self._generators]
+        others = [(x.restore, x.state()) for x in rare]
         try:
             yield
         finally:
-            for torchs, state in states:
-                torchs.set_state(state)
-            for generator, state in rare:
-                generator.restore(state)
+            for restore, state in (*states, *others):
+                restore(state)
 
     def _add_device(self) -> None:
         """Add the device's own generator, which is there once it is initialised."""
