@@ -32,8 +32,6 @@ BY_NIGHT = {
     *("tp by group", "fsdp in part", "fsdp of one"),
 }
 """Kinds of which CI runs no row: others have each of their parts."""
-WHOLE_PASSES = {"parameters", "buffers", "fsdp resharded", "dp ep"}
-"""Every pass gathers its layer, so all processes must run it."""
 
 
 def is_possible(values: list[Any]) -> bool:
@@ -42,7 +40,6 @@ def is_possible(values: list[Any]) -> bool:
     return not (
         (stages == 2 and kind.n_peers == 4)
         or (stages == 1 and (kind.n_peers == 1 or "group" in kind.options))
-        or (row.get("uses") == "no layer" and row["kind"] in WHOLE_PASSES)
         or (kind.wrap and (row.get("weights") == "tied" or row.get("source") == "cut"))
         # replicas give zeros where one process gives none
         or (

@@ -51,7 +51,7 @@ from zbpp.checkpoint.optimizers import (
 )
 from zbpp.checkpoint.save import Put, Saver
 from zbpp.core import RequestError
-from zbpp.runtime.comm.stage_group import StageGroup
+from zbpp.runtime.comm.place import Place as Peers
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.support.sharded import is_sharded, layout_of, local_part, whole
 
@@ -108,7 +108,7 @@ def state_of(
     }
 
 
-def _take_snapshot(state: State, put: Put, *, peers: StageGroup, rank: int) -> Manifest:
+def _take_snapshot(state: State, put: Put, *, peers: Peers, rank: int) -> Manifest:
     """Encode a state, and put what this process saves: one of equal shards.
 
     Raises:
@@ -143,7 +143,7 @@ def _take_snapshot(state: State, put: Put, *, peers: StageGroup, rank: int) -> M
     return Manifest(state["step"], about, aliases=aliases, values=values)
 
 
-def _saves(peers: StageGroup, tensor: Tensor, name: str) -> bool:
+def _saves(peers: Peers, tensor: Tensor, name: str) -> bool:
     """True on one of the processes that have the same shard of a tensor.
 
     Raises:

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.core import RequestError, Schedule, a_kind
 from zbpp.models import Layered
 from zbpp.planning import Plan
+from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.loss import is_sum, loss_modules
 from zbpp.runtime.microbatches import Weigh, WeighName
-from zbpp.runtime.parallel.mesh import Place, find_place
+from zbpp.runtime.parallel.mesh import find_place
 from zbpp.runtime.policies import (
     DataParallel,
     Execution,

@@ -19,8 +19,8 @@ from zbpp.core import (
     TiedGradient,
 )
 from zbpp.core.sharding import reduces_every
+from zbpp.runtime.comm.place import Place
 from zbpp.runtime.driver.stages import LocalStages
-from zbpp.runtime.parallel.mesh import Place
 from zbpp.schedules import add_collectives, lower
 
 __all__ = ["check_one_queue", "parts_of_step", "with_collectives"]

@@ -212,7 +212,6 @@ class Pipeline:
             self.place,
             self.device,
             execution=execution,
-            shards=replicas.shard != "none",
         )
         transport = next(iter(transports.values()))
         self._options = StageOptions(

@@ -14,9 +14,9 @@ from zbpp.profiling.rehearsal import rehearsed_steps
 from zbpp.profiling.step_times import StepTimes, measure_step_times
 from zbpp.profiling.stopwatch import Spread
 from zbpp.profiling.window import Wires
+from zbpp.runtime.comm.place import Place
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.support.devices import device_name
 
 __all__ = ["Profiled", "join", "most_in_flight"]

@@ -18,9 +18,9 @@ from zbpp.profiling.rehearsal import rehearse
 from zbpp.profiling.steps import time_steps
 from zbpp.profiling.stopwatch import Stopwatch, spread
 from zbpp.profiling.window import measure_wires
+from zbpp.runtime.comm.place import Place
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
-from zbpp.runtime.parallel.mesh import Place
 
 __all__ = ["measure"]
 
@@ -139,7 +139,7 @@ def _measure_own(
 
 def _any_beside(place: Place, device: torch.device, flag: bool) -> bool:
     """True if a flag is for any process of this stage; all of them must call."""
-    groups = [group for group in place.sides() if group.size() > 1]
+    groups = [place.group(dim) for dim in place.dims]
     if not groups:
         return flag
     number = torch.tensor([int(flag)], device=device)

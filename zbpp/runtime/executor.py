@@ -184,7 +184,7 @@ class Executor:
             PeerError, ShapeError: from the transport.
             Exception: whatever the model raises, with a note that names the job.
         """
-        n = self.n_filled if self.transport.peers.n == 1 else None
+        n = self.n_filled if self.transport.peers.n_peers == 1 else None
         is_whole = n is None or n == self.stage.n_microbatches
         if n is not None and not is_whole:
             program = of_first_microbatches(program, n)

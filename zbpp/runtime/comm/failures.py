@@ -11,13 +11,12 @@ after a failure, in a thread that is given up if the store does not answer.
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from zbpp.runtime.comm.groups import Groups
 from zbpp.runtime.support.errors import PeerError
@@ -123,9 +122,8 @@ class Failures:
         return self.timeout.total_seconds()
 
     def limit_waits(self, seconds: float) -> None:
-        """Set the longest time of a wait, in the layers' own collectives too."""
+        """Set the longest time of a wait."""
         self.timeout = timedelta(seconds=seconds)
-        self._groups.limit_sides(seconds)
 
     def peer_error(
         self, what: str, peer: int | None, *, is_late: bool = False
@@ -144,10 +142,9 @@ class Failures:
             why = f"no answer in {self.timeout_s:g} s"
         return self._make_peer_error(f"{what} {who}", lost, why, is_late=is_late)
 
-    def replica_error(self, job: str) -> PeerError:
+    def replica_error(self, job: str, ranks: Iterable[int]) -> PeerError:
         """Return the error of a layer's collective that has broken in a job."""
-        ranks = map(dist.get_process_group_ranks, self._groups.sides)
-        lost = sorted(set().union(*ranks) - {self._rank})
+        lost = [rank for rank in ranks if rank != self._rank]
         why = "they have not ended a collective"
         what = f"waits in {job} for its replicas"
         return self._make_peer_error(what, lost, why, is_late=True)
@@ -171,7 +168,7 @@ class Failures:
         """Let the others fail at once, and nothing here wait for them any more."""
         if not self.has_failed:
             self.has_failed = True
-            self._groups.abort(self.device)
+            self._groups.abort()
             self.timeout = timedelta(seconds=_NOTHING_COMES_S)
 
     def report(self, error: BaseException) -> str:

@@ -68,7 +68,6 @@ class Groups:
         store: for these processes alone.
         replicas: those with the same part of this stage on other replicas, for numbers
             of the host (gloo); None: there are none.
-        sides: torch's own groups in which this stage's layers have collectives.
     """
 
     on_device: bool
@@ -79,7 +78,6 @@ class Groups:
     channels: dict[tuple[int, int], Channel]
     store: Any
     replicas: Group | None = None
-    sides: Sequence[Any] = ()
 
     def numbers(self, source: int, target: int) -> Channel:
         """Return the channel for numbers of the host between two stages."""
@@ -93,24 +91,12 @@ class Groups:
             groups.append(self.replicas)
         return list(dict.fromkeys(groups))
 
-    def limit_sides(self, seconds: float) -> None:
-        """Set the time-out of the layers' collectives, as long as that of messages.
-
-        NCCL's cannot be waited for so: its time-out would end the process.
-        """
-        for side in () if self.on_device else self.sides:
-            side.set_timeout(timedelta(seconds=seconds))
-
-    def abort(self, device: torch.device) -> None:
+    def abort(self) -> None:
         """Let all other members fail at once, not when this process ends.
 
-        Args:
-            device: of this process.
+        Groups of the user's own mesh stay as they are.
         """
-        sides = self.sides
-        if self.on_device:  # torch's groups hold a backend for each kind of device
-            sides = [side._get_backend(device) for side in sides]
-        for group in [*self.opened(), *sides]:
+        for group in self.opened():
             if self.on_device and group not in (self.hosts, self.replicas):
                 group.abort()
             else:
@@ -146,7 +132,6 @@ def open_groups(
     device: torch.device,
     timeout_s: float,
     replicas: Sequence[int] = (),
-    sides: Sequence[dist.ProcessGroup] = (),
 ) -> Groups:
     """Open the groups of a pipeline; all that step together must call, nobody else.
 
@@ -168,7 +153,6 @@ def open_groups(
         device: of this process.
         timeout_s: for joining, and for collectives.
         replicas: ranks in ``world`` of `Groups.replicas`, with this process.
-        sides: see `Groups`.
 
     Raises:
         RuntimeError: a process did not come.
@@ -215,7 +199,6 @@ def open_groups(
         channels,
         notes,
         of_replicas,
-        sides,
     )
 
 

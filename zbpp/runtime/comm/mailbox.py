@@ -32,8 +32,8 @@ from zbpp.runtime.comm.links import (
     sum_on_hosts,
 )
 from zbpp.runtime.comm.ping import Ping, ping
+from zbpp.runtime.comm.place import ALONE, Place
 from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
-from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Expected, Opening, Transport
 from zbpp.runtime.microbatches import check_filled, check_samples
 from zbpp.runtime.support.errors import (
@@ -109,7 +109,7 @@ class Mailbox(Transport):
         link: P2PLink,
         stages: StageLinks,
         *,
-        peers: StageGroup = ALONE,
+        peers: Place = ALONE,
         timeout_s: float,
     ) -> None:
         self._link = link
@@ -330,7 +330,7 @@ class Mailbox(Transport):
 
     def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
         """The error for a collective of this stage's peers that has broken in a job."""
-        return self._failures.replica_error(job)
+        return self._failures.replica_error(job, self.peers.peer_ranks)
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other stages why this one stops, or cannot begin a step.
@@ -384,8 +384,7 @@ def connect(
     device: torch.device,
     timeout_s: float,
     first_timeout_s: float,
-    peers: StageGroup = ALONE,
-    sides: Sequence[dist.ProcessGroup] = (),
+    peers: Place = ALONE,
 ) -> Mailbox:
     """Connect this process to the others of its pipeline; all that step must call.
 
@@ -397,8 +396,6 @@ def connect(
         timeout_s: how long any wait may last after the first step.
         first_timeout_s: the same for the first step (imports, compilation).
         peers: processes of the same stage.
-        sides: groups of this process with them; with gloo their collectives wait no
-            longer than messages do, and after a failure they are broken.
 
     Raises:
         PeerError: a process did not come.
@@ -412,8 +409,7 @@ def connect(
             neighbours=stages.neighbours,
             device=device,
             timeout_s=first_timeout_s,
-            replicas=peers.ranks,
-            sides=sides,
+            replicas=peers.ranks_summed(),
         )
     except RuntimeError as error:
         raise PeerError(

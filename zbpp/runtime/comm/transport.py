@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbpp.core import Job, Message
 from zbpp.runtime.comm.ping import Ping
-from zbpp.runtime.comm.stage_group import ALONE, StageGroup
+from zbpp.runtime.comm.place import ALONE, Place
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors
 
@@ -75,7 +75,7 @@ class Transport:
     doing: str = "the start"
     """The call that is under way, for the words of a failure: ``step 3``."""
 
-    peers: StageGroup = ALONE
+    peers: Place = ALONE
     """The processes of the same stage."""
 
     is_local: bool = False
@@ -101,7 +101,7 @@ class Transport:
         raise NotImplementedError
 
     def reduce(self, vector: Tensor) -> Reduction:
-        """Start to sum a vector over all that step: a flat table of a `StageGroup`."""
+        """Start to sum a vector over all that step: a flat table of a `Place`."""
         raise NotImplementedError
 
     def add_over_replicas(self, numbers: Tensor) -> Reduction | None:

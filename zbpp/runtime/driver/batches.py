@@ -181,7 +181,7 @@ class Batches:
         n_inputs, n_targets = self.samples(inputs, targets)
         if cut_targets is not None:
             n_filled = len(cut_targets)
-        if self._transport.peers.n > 1:
+        if self._transport.peers.n_peers > 1:
             # Replicas run the same passes: layers may communicate within them.
             if cut_inputs is not None:
                 cut_inputs = repeat_first(cut_inputs, m, mapped)
@@ -224,7 +224,7 @@ class Batches:
     def _compare_samples(self) -> SameSamples | None:
         """Let every step compare samples, if processes could be given other ones."""
         peers, transport = self._transport.peers, self._transport
-        has_neighbours = "tp" in peers.place
+        has_neighbours = "tp" in peers.coordinates
         if transport.is_local or (self._first == self._last and not has_neighbours):
             return None
         ((stage, executor),) = self._executors.items()

@@ -20,6 +20,7 @@ from zbpp.core import (
 from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.comm.local import LocalHub
 from zbpp.runtime.comm.mailbox import StageLinks, connect
+from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.executor import Executor
@@ -30,7 +31,6 @@ from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.bind import bind_parallel
-from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage
@@ -80,7 +80,6 @@ def make_transports(
     device: torch.device,
     *,
     execution: Execution,
-    shards: bool = False,
 ) -> dict[int, Transport]:
     """The transports of this process's stages: its own, or where it is alone all.
 
@@ -89,7 +88,6 @@ def make_transports(
         place: of this process.
         device: of this process.
         execution: says how long to wait.
-        shards: layers are dealt out over replicas.
     """
     if place.everyone is None or place.n_ranks == 1:
         return dict(enumerate(LocalHub(len(programs)).transports()))
@@ -104,8 +102,7 @@ def make_transports(
         device=device,
         timeout_s=execution.timeout_s,
         first_timeout_s=execution.start_timeout_s,
-        peers=place.peers,
-        sides=place.sides(shards=shards),
+        peers=place,
     )
     return {mailbox.stage: mailbox}
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zbpp.runtime.comm.stage_group import ALONE, StageGroup
+from zbpp.runtime.comm.place import ALONE, Place
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
@@ -18,7 +18,7 @@ __all__ = ["multiply_gradients", "squared_norms"]
 
 
 def squared_norms(
-    stage: Stage, counted: Collection[Tensor], peers: StageGroup = ALONE
+    stage: Stage, counted: Collection[Tensor], peers: Place = ALONE
 ) -> Iterable[tuple[int, Tensor]]:
     """Squared gradient norm per layer, float64; a shared parameter counts once.
 
@@ -56,7 +56,7 @@ def squared_norms(
 def _counted_once(
     parts: Sequence[Part],
     squares: Sequence[Tensor],
-    peers: StageGroup,
+    peers: Place,
 ) -> list[Tensor]:
     """Of each part what this process is to count.
 
@@ -68,7 +68,7 @@ def _counted_once(
         squares: of their numbers.
         peers: processes of the stage.
     """
-    on_mesh = [peers.n > 1 and peers.has_dims(part.names) for part in parts]
+    on_mesh = [peers.n_peers > 1 and peers.has_dims(part.names) for part in parts]
     sums = sum_over_meshes(
         [
             Part(part.numbers) if is_on_mesh else part

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import RequestError, a_kind
-from zbpp.runtime.comm.stage_group import StageGroup, row_of
+from zbpp.runtime.comm.place import TENSOR_DIM, Place, row_of
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded, own_shard
 from zbpp.runtime.support.streams import sent_ahead
@@ -28,7 +28,6 @@ __all__ = ["SameSamples"]
 Digest = Tensor | int
 """Of a batch, on its device; 0: none was given."""
 
-_TENSOR = "tp"
 _END = range(4)
 """Rank + 1, digests of inputs and targets, and key of one end."""
 
@@ -51,17 +50,17 @@ class SameSamples:
 
     def __init__(
         self,
-        peers: StageGroup,
+        peers: Place,
         *,
         is_first: bool,
         is_last: bool,
         parameters: Iterable[Tensor],
     ) -> None:
-        place = {dim: at for dim, at in peers.place.items() if dim != _TENSOR}
+        place = {dim: at for dim, at in peers.coordinates.items() if dim != TENSOR_DIM}
         self._place = row_of([*place.values()], [1024] * len(place))
         self._rank = dist.get_rank()
         self._is_first, self._is_last = is_first, is_last
-        self._is_plain = _TENSOR in peers.place and any(
+        self._is_plain = TENSOR_DIM in peers.coordinates and any(
             p.requires_grad and not is_sharded(p) for p in parameters
         )
         self._digests: list[Digest] = [0, 0, 0]

@@ -14,8 +14,13 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.stage_group import EXPERT_DIM, single_dims
-from zbpp.runtime.parallel.mesh import REPLICA_DIMS, TENSOR_DIM, Place
+from zbpp.runtime.comm.place import (
+    EXPERT_DIM,
+    REPLICA_DIMS,
+    TENSOR_DIM,
+    Place,
+    single_dims,
+)
 from zbpp.runtime.support.sharded import local_part, own_shard
 
 __all__ = ["broadcast_first"]
@@ -46,7 +51,7 @@ def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
     for chunk in chunks:
         for _, name, p in chunk.all_leaves():
             names = local_part(p).names
-            if p in seen or not place.peers.has_dims(names):
+            if p in seen or not place.has_dims(names):
                 continue
             seen.add(p)
             for dim in place.dims:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.stage_group import EXPERT_DIM, single_dims
+from zbpp.runtime.comm.place import EXPERT_DIM, single_dims
 from zbpp.runtime.support.fsdp import managed_dims, units_in
 from zbpp.runtime.support.sharded import is_sharded, local_part
 

@@ -14,9 +14,7 @@ the last dimension the fastest: what talks most lies in one node.
 Gradients are summed over dp x cp x ep, those of experts over dp x cp.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Collection
 from math import prod
 from typing import Any
 
@@ -25,152 +23,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.core import RequestError
-from zbpp.runtime.comm.process_group import initialise, place_in
-from zbpp.runtime.comm.stage_group import (
-    ALONE,
+from zbpp.runtime.comm.place import (
+    CONTEXT_DIM,
+    DATA_DIMS,
     EXPERT_DIM,
     FLATTENED,
-    StageGroup,
-    row_of,
+    REPLICATE_DIM,
+    STAGE_DIM,
+    TENSOR_DIM,
+    Place,
+    ranks_along,
 )
+from zbpp.runtime.comm.process_group import initialise, place_in
 from zbpp.runtime.support.devices import own_device
-from zbpp.runtime.support.errors import PeerError
 
-__all__ = [
-    "DATA_DIMS",
-    "REPLICA_DIMS",
-    "TENSOR_DIM",
-    "Place",
-    "find_place",
-    "make_mesh",
-    "shard_mesh",
-]
-
-_STAGES, _CONTEXT, TENSOR_DIM = "pp", "cp", "tp"
-_REPLICATE = "dp_replicate"
-REPLICA_DIMS = frozenset({"dp", _REPLICATE, "dp_shard"})
-"""Along these all processes of a stage hold the same model."""
-_SAMPLE_DIMS = ("dp", _REPLICATE, "dp_shard", EXPERT_DIM)
-"""Along these each process reads other samples."""
-DATA_DIMS = ("dp", _REPLICATE, "dp_shard", _CONTEXT, EXPERT_DIM)
-"""Along these each process computes other parts of the loss, and so other summands of
-the gradients."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of this process.
-
-    Args:
-        everyone: all processes that step together; None: this one is alone.
-        pipeline: ranks among them, by stage, of those that this one is a stage beside.
-        rank: of this process among everyone.
-        n_ranks: how many they are.
-        peers: those of the same stage.
-        mesh: None: there are only stages.
-    """
-
-    everyone: dist.ProcessGroup | None
-    pipeline: tuple[int, ...]
-    rank: int
-    n_ranks: int
-    peers: StageGroup = ALONE
-    mesh: DeviceMesh | None = None
-
-    @property
-    def n_stages(self) -> int:
-        """Processes of the pipeline."""
-        return len(self.pipeline)
-
-    @property
-    def replica(self) -> int:
-        """Number of the share of the samples that this process reads."""
-        dims = [dim for dim in _SAMPLE_DIMS if dim in self.peers.place]
-        return row_of([self.peers.place[dim] for dim in dims], [*map(self._size, dims)])
-
-    @property
-    def n_replicas(self) -> int:
-        """Shares of the samples of a batch, over ``dp`` and ``ep``."""
-        return prod(self._size(dim) for dim in _SAMPLE_DIMS)
-
-    @property
-    def sequence_slice(self) -> int:
-        """Number of the slice that this process reads of each sequence."""
-        return self.peers.place.get(_CONTEXT, 0)
-
-    @property
-    def n_sequence_slices(self) -> int:
-        """Slices of every sequence, over ``cp``."""
-        return self._size(_CONTEXT)
-
-    @property
-    def dims(self) -> list[str]:
-        """Dimensions but that of the stages along which there are other processes."""
-        return [dim for dim in self.peers.place if self._size(dim) > 1]
-
-    @property
-    def n_summands(self) -> int:
-        """Processes that gradients are summed over."""
-        return len(self.peers.replicas)
-
-    def gather(self, thing: Any) -> list[Any]:
-        """Give every process the picklable things of all, by rank.
-
-        Raises:
-            PeerError: a process has ended.
-        """
-        if self.n_ranks == 1:
-            return [thing]
-        things: list[Any] = [None] * self.n_ranks
-        try:
-            dist.all_gather_object(things, thing, group=self.everyone)
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank} does not reach the others at the start: {error}"
-            ) from error
-        return things
-
-    def group(self, dim: str) -> dist.ProcessGroup:
-        """Group of this process along a dimension of the mesh."""
-        assert self.mesh is not None
-        return self.mesh.get_group(dim)
-
-    def sum_groups(self, kept: Collection[str] = ()) -> list[dist.ProcessGroup]:
-        """Groups, by dimension, that gradients are summed over.
-
-        Args:
-            kept: dimensions along which each process has a parameter of its own, or
-                whose sums are others' business.
-        """
-        return [self.group(dim) for dim in self.sum_dims(kept)]
-
-    def sum_dims(self, kept: Collection[str] = ()) -> list[str]:
-        """Dimensions of more than one process that gradients are summed over."""
-        return [dim for dim in DATA_DIMS if dim not in kept and self._size(dim) > 1]
-
-    def ranks_summed(self, kept: Collection[str] = ()) -> tuple[int, ...]:
-        """The processes that `sum_groups` are of, this one among them."""
-        assert self.mesh is not None
-        return _ranks_along(self.mesh, self.sum_dims(kept))
-
-    def _size(self, dim: str) -> int:
-        if self.mesh is None or dim not in self.peers.place:
-            return 1
-        return self.mesh.shape[(self.mesh.mesh_dim_names or ()).index(dim)]
-
-    def sides(self, *, shards: bool = False) -> list[dist.ProcessGroup]:
-        """Groups of this process along the dimensions of its peers.
-
-        Args:
-            shards: those that `shard_mesh` makes, too; all processes must call.
-        """
-        if self.mesh is None:
-            return []
-        groups = [self.mesh.get_group(dim) for dim in self.peers.place]
-        for kept in ((), (EXPERT_DIM,)) if shards else ():
-            part = shard_mesh(self.mesh, kept)
-            groups += [] if part is None else part.get_all_groups()
-        return list(dict.fromkeys(groups))
+__all__ = ["find_place", "make_mesh", "shard_mesh"]
 
 
 def make_mesh(
@@ -211,11 +78,11 @@ def make_mesh(
         )
     data = {"dp": data_parallel}
     if replicate > 1:
-        data = {_REPLICATE: replicate, "dp_shard": data_parallel // replicate}
+        data = {REPLICATE_DIM: replicate, "dp_shard": data_parallel // replicate}
     sizes = {
-        _STAGES: stages,
+        STAGE_DIM: stages,
         **data,
-        _CONTEXT: context_parallel,
+        CONTEXT_DIM: context_parallel,
         EXPERT_DIM: expert_parallel,
         TENSOR_DIM: tensor_parallel,
     }
@@ -253,37 +120,31 @@ def find_place(
     sizes = _sizes(mesh)
     if group is not None:
         raise RequestError("give mesh or group, not both: the mesh has the groups")
-    if n_stages not in (None, sizes.get(_STAGES, 1)):
+    n_here = sizes.get(STAGE_DIM, 1)
+    if n_stages not in (None, n_here):
         raise RequestError(
-            f"the mesh has {sizes.get(_STAGES, 1)} stage(s), and {n_stages} were asked "
-            f"for: each process of a mesh runs one; give it a dimension {_STAGES!r} of "
-            f"{n_stages}"
+            f"the mesh has {n_here} stage(s), and {n_stages} were asked for: each "
+            f"process of a mesh runs one; give it a dimension 'pp' of {n_stages}"
         )
     n = dist.get_world_size()
     if mesh.size() != n:
         raise RequestError(
             f"the mesh holds {mesh.size()} of {n} processes; a pipeline's holds all"
         )
-    coordinates = mesh.get_coordinate()
-    assert coordinates is not None
-    at = dict(zip(sizes, coordinates, strict=True))
-    rank = dist.get_rank()
-    pipeline = _ranks_along(mesh, (_STAGES,))
-    ranks = _ranks_along(mesh, DATA_DIMS)
-    at.pop(_STAGES, None)
-    sizes.pop(_STAGES, None)
+    at = mesh.get_coordinate()
+    assert at is not None
+    coordinates = dict(zip(sizes, at, strict=True))
+    coordinates.pop(STAGE_DIM, None)
+    sizes.pop(STAGE_DIM, None)
     return Place(
-        dist.group.WORLD, pipeline, rank, n, _stage_group(at, sizes, ranks), mesh
+        dist.group.WORLD,
+        ranks_along(mesh, (STAGE_DIM,)),
+        dist.get_rank(),
+        n,
+        mesh,
+        coordinates,
+        sizes,
     )
-
-
-def _ranks_along(mesh: DeviceMesh, dims: Collection[str]) -> tuple[int, ...]:
-    """Ranks of the processes that differ from this one along some dimensions alone."""
-    coordinates = mesh.get_coordinate()
-    assert coordinates is not None
-    at = dict(zip(mesh.mesh_dim_names or (), coordinates, strict=True))
-    index = tuple(slice(None) if dim in dims else at[dim] for dim in at)
-    return tuple(mesh.mesh[index].flatten().tolist())
 
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -293,34 +154,13 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
         RequestError: a name is unknown, or dp stands beside its parts.
     """
     names = mesh.mesh_dim_names or ()
-    known_names = (_STAGES, *DATA_DIMS, TENSOR_DIM)
+    known_names = (STAGE_DIM, *DATA_DIMS, TENSOR_DIM)
     unknown = [name for name in names if name not in known_names]
     if unknown or not names:
         raise RequestError(
             f"the mesh has the dimensions {names}; a pipeline knows {known_names}"
         )
     return dict(zip(names, mesh.shape, strict=True))
-
-
-def _stage_group(
-    at: Mapping[str, int], sizes: Mapping[str, int], ranks: tuple[int, ...]
-) -> StageGroup:
-    """The processes of this stage.
-
-    Args:
-        at: coordinates of this process, by dimension, but for that of the stages.
-        sizes: of these dimensions.
-        ranks: see `StageGroup`.
-    """
-    others = [dim for dim in sizes if dim not in DATA_DIMS]
-    places = [
-        dict(zip(sizes, place, strict=True))
-        for place in product(*map(range, sizes.values()))
-    ]
-    replicas = [
-        row for row, place in enumerate(places) if not any(place[d] for d in others)
-    ]
-    return StageGroup(places.index(dict(at)), len(places), (*replicas,), ranks, at)
 
 
 def shard_mesh(mesh: DeviceMesh, kept: Collection[str] = ()) -> DeviceMesh | None:
@@ -335,8 +175,8 @@ def shard_mesh(mesh: DeviceMesh, kept: Collection[str] = ()) -> DeviceMesh | Non
     """
     names = mesh.mesh_dim_names or ()
     dims = [dim for dim in names if dim in DATA_DIMS and dim not in kept]
-    copies = [dim for dim in dims if dim == _REPLICATE]
-    shards = [dim for dim in dims if dim != _REPLICATE]
+    copies = [dim for dim in dims if dim == REPLICATE_DIM]
+    shards = [dim for dim in dims if dim != REPLICATE_DIM]
     several = [dim for dim in shards if mesh[dim].size() > 1] or shards[:1]
     if not several:
         return mesh[copies[0]] if copies else None

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.core import RequestError
 from zbpp.core.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.stage_group import EXPERT_DIM
-from zbpp.runtime.parallel.mesh import DATA_DIMS, Place, shard_mesh
+from zbpp.runtime.comm.place import DATA_DIMS, EXPERT_DIM, Place
+from zbpp.runtime.parallel.mesh import shard_mesh
 from zbpp.runtime.support.fsdp import units_in
 
 __all__ = ["check_bare", "check_shard", "wrap"]
