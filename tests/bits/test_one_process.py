@@ -83,6 +83,7 @@ OTHERS: dict[str, Case] = {
     "more steps": Case(mode="ZBV", model="norms", steps=14, clip=0.9),
     "late rollbacks": Case(model="lm tied", steps=14, clip=2.0, snapshots=True),
     "buffers written by data": Case(mode="ZBV", model="buffers by data", clip=0.1),
+    "in place at the head of chunks": Case(mode="ZBH1", model="in place", n_stages=4),
     "no seed": Case(mode="ZBV", model="draws", seed=None, recompute="all"),
     "sums in products": Case(mode="ZBV", exact_sums=False),
     "sums in products, recomputed": Case(
