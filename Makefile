@@ -70,7 +70,7 @@ test-newest test-lowest: test-%:
 	build/$*/bin/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
 
 # Mistakes put into the code, one at a time: some hours; ARGS="--room core" tries those
-# of one room, "--room simgpu" those of the code for GPUs (5 to 10 minutes).
+# of one room, "--room simgpu" those of the code for GPUs (an hour).
 mutants: $(READY)
 	$(BIN)/python tests/mutants.py $(ARGS)
 
