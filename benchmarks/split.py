@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from zbpp.runtime.backward.plan_cache import SplitPlanCache
+from zbpp.runtime.backward.plan import PlanCache
 from zbpp.runtime.backward.split import SplitGraph
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -181,12 +181,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-_plans: WeakKeyDictionary[nn.Module, SplitPlanCache] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, PlanCache] = WeakKeyDictionary()
 
 
-def plans_of(module: nn.Module) -> SplitPlanCache:
+def plans_of(module: nn.Module) -> PlanCache:
     """The memory of a chunk's graphs, as a stage has it."""
-    return _plans.setdefault(module, SplitPlanCache())
+    return _plans.setdefault(module, PlanCache())
 
 
 def full(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:

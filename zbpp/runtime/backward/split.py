@@ -217,47 +217,22 @@ class WeightQueue:
         self._has_failed = False
 
     def _run_all(self, progress: Progress | None, in_place: bool) -> None:
-        """Add gradients, or collect those of some leaves for one call of autograd.
-
-        It gets all gradients of a leaf in one call: they meet there as in a backward.
-        """
-        left = Counter(  # gradients to come, of leaves that are left to autograd
-            [
-                leaf
-                for work in self.work
-                if work.product.adds_transposed is None
-                for leaf in work.product.leaves
-            ]
-        )
-        open_leaves: dict[Tensor, None] = {}
-        roots: list[Any] = []
-        gradients: list[Tensor] = []
-
-        def accumulate() -> None:
-            if roots:
-                run_backward(roots, gradients)
-            if progress is not None:
-                for leaf in open_leaves:
-                    progress.done(leaf)
-            for things in (open_leaves, roots, gradients):
-                things.clear()
-
+        together: _Together | None = None
         while self.work:
-            leaves = self.work[-1].product.leaves
-            found = _run_work(self.work.pop(), in_place)
+            work = self.work.pop()
+            product, found = work.product, _run_work(work, in_place)
+            del work  # its operands are freed before the next work begins
             if found is None:
                 if progress is not None:
-                    progress.done(leaves[0])
+                    progress.done(product.leaves[0])
                 continue
-            roots += [_root(place) for place, dw in found if dw is not None]
-            gradients += [dw for _, dw in found if dw is not None]
-            del found  # it would be held while the next one is computed
-            open_leaves.update(dict.fromkeys(leaves))
-            left.subtract(leaves)
-            is_enough = sum([x.nbytes for x in gradients]) >= _TOGETHER_BYTES
-            if is_enough and all(left[x] <= 0 for x in open_leaves):
-                accumulate()
-        accumulate()
+            if together is None:
+                left = [product, *(work.product for work in self.work)]
+                together = _Together(left, progress)
+            together.add(product.leaves, found)
+            del found
+        if together is not None:
+            together.end()
 
     def run_first(self, n: int, *, in_place: bool = False) -> None:
         """Do up to n works now, as far as W adds them by itself; see `run`."""
@@ -291,9 +266,50 @@ def current_queue() -> WeightQueue | None:
     return _current.get()
 
 
-def _root(place: Any) -> Tensor | GradientEdge:
-    """Return where a backward may start: a leaf, or an edge."""
-    return place if isinstance(place, Tensor) else GradientEdge(*place)
+class _Together:
+    """Gradients that autograd accumulates, with few calls.
+
+    It gets all gradients of a leaf in one call: they meet there as in a backward.
+
+    Args:
+        products: whose gradients may come.
+        progress: see `WeightQueue.run`.
+    """
+
+    def __init__(self, products: Iterable[Product], progress: Progress | None) -> None:
+        self._progress = progress
+        self._left = Counter(
+            leaf
+            for product in products
+            if product.adds_transposed is None
+            for leaf in product.leaves
+        )
+        """Gradients to come, of each leaf."""
+        self._leaves: dict[Tensor, None] = {}
+        self._roots: list[Any] = []
+        self._gradients: list[Tensor] = []
+
+    def add(self, leaves: Sequence[Tensor], found: Iterable[tuple[Any, Any]]) -> None:
+        """Take gradients of some leaves, and where they enter."""
+        for root, gradient in found:
+            if gradient is not None:
+                is_leaf = isinstance(root, Tensor)
+                self._roots.append(root if is_leaf else GradientEdge(*root))
+                self._gradients.append(gradient)
+        self._leaves.update(dict.fromkeys(leaves))
+        self._left.subtract(leaves)
+        is_enough = sum([x.nbytes for x in self._gradients]) >= _TOGETHER_BYTES
+        if is_enough and all(self._left[leaf] <= 0 for leaf in self._leaves):
+            self.end()
+
+    def end(self) -> None:
+        """Hand over what there is."""
+        if self._roots:
+            run_backward(self._roots, self._gradients)
+        if self._progress is not None:
+            for leaf in self._leaves:
+                self._progress.done(leaf)
+        self._leaves, self._roots, self._gradients = {}, [], []
 
 
 def _versions(tensors: Sequence[Any]) -> list[int]:
