@@ -25,7 +25,7 @@ from split_runs import (
     plainly,
 )
 from torch import Tensor, nn
-from zoo import CASES, Case, Checkpointed, Fn, lin, normal
+from zoo import CASES, Case, Checkpointed, Fn, lin, normal, tied
 
 import zbpp
 from zbpp import diagnostics
@@ -129,6 +129,7 @@ PARTS = {
 MORE = {
     "a broken graph": Case(lambda: Fn(breaking, a=lin(), b=lin()), "a.weight b.weight"),
     "rows of many sizes": Case(lin, "weight", rows_of_many_sizes),
+    "tied weights": Case(tied, ""),
     "narrow numbers": Case(lambda: Fn(narrowing, a=lin()), "a.weight"),
     "bf16 with sums in fp32": Case(bf16_with_wide_sums, "a.weight"),
 }

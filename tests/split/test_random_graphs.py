@@ -32,6 +32,9 @@ PRODUCTS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     ).transpose(1, 2),
     "lora": lambda m, x, z, w: f.linear(x, w.detach() + m.up @ m.down),
     "parts": lambda m, x, z, w: torch.cat([x @ part for part in w.chunk(2, 1)], -1),
+    "one transpose": lambda m, x, z, w: (
+        (x @ (t := w.t())) + f.pad(x @ t[:, :2], (0, 4))
+    ),
 }
 OTHERS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "attention": lambda m, x, z, w: (x @ z.transpose(1, 2)).softmax(-1) @ z,

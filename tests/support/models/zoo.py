@@ -386,7 +386,7 @@ CASES: dict[str, Case] = {
         lambda: Checkpointed(experts()), "inner.router inner.up inner.down"),
     "experts selected, autocast": Case(experts, "router up down", autocast=True),
     "experts selected, hooks": Case(
-        hooked(experts, that_change("up")), "router down"),
+        hooked(experts, that_change("up")), "router up down"),
     "experts selected, one frozen": Case(
         lambda: frozen(experts(), "up"), "router down"),
     "experts unbound": Case(stacked(lambda w: w.unbind()), "w"),
@@ -415,20 +415,23 @@ CASES: dict[str, Case] = {
     "parts by narrow": Case(
         over(lambda w: (w.narrow(1, 0, 4), w.narrow(1, 4, 2))), "w"),
     "parts of parts": Case(stacked(
-        lambda w: (w[0][:, :2], w[0][:, 2:4], w[-1][:, -2:])), ""),
+        lambda w: (w[0][:, :2], w[0][:, 2:4], w[-1][:, -2:])), "w"),
     "parts of a transposed weight": Case(
         lambda: Fn(lambda m, x: sum((x @ w).sum(-1) for w in m.w.t().split(2, 1)),
-                   w=(5, 6)), ""),
+                   w=(5, 6)), "w"),
     "parts that are linear": Case(lambda: Fn(
         lambda m, x: sum(f.linear(x, w, m.b) for w in m.w.chunk(2)),
         w=(10, 6), b=(5,)), "w"),
-    # the order of additions would be another: in B
-    "parts that overlap": Case(over(lambda w: (w[:, :5], w[:, 4:], w[:, 2:7])), ""),
-    "parts that overlap from the end": Case(over(lambda w: (w[:, :5], w[:, -5:])), ""),
-    "a part used thrice": Case(stacked(lambda w: (w[1], w[1], w[1])), ""),
+    "parts that overlap": Case(over(lambda w: (w[:, :5], w[:, 4:], w[:, 2:7])), "w"),
+    "parts that overlap from the end": Case(
+        over(lambda w: (w[:, :5], w[:, -5:])), "w"),
+    "a part used thrice": Case(stacked(lambda w: (w[1], w[1], w[1])), "w"),
     "one chunk used twice": Case(
-        over(lambda w: [*(chunks := w.chunk(3, 1)), chunks[0]]), ""),
+        over(lambda w: [*(chunks := w.chunk(3, 1)), chunks[0]]), "w"),
+    # the order of additions would be another: in B
     "a part and the whole": Case(over(lambda w: (w, w[:, :3])), ""),
+    "a transpose and a part of it": Case(lambda: Fn(
+        lambda m, x: (x @ (t := m.w.t())).tanh() @ t[:5] + x @ t, w=(5, 6)), ""),
     "a part and its norm": Case(lambda: Fn(
         lambda m, x: x @ m.w[0] + m.w[1].sum(), w=(2, 6, 6)), ""),
     "computed weight": Case(
@@ -437,15 +440,17 @@ CASES: dict[str, Case] = {
     "a weight on both sides": Case(lambda: Fn(lambda m, x: x @ (m.a @ m.b),
                                               a=(6, 2), b=(2, 5)), "b"),
     # shared, frozen, unused
-    "tied weights": Case(tied, ""),
-    "one linear used twice": Case(lambda: Fn(twice(torch.relu), a=lin()), ""),
+    "tied weights": Case(tied, "0.weight"),
+    "one linear used twice": Case(lambda: Fn(twice(torch.relu), a=lin()), "a.weight"),
     "one linear used twice at once": Case(
-        lambda: Fn(lambda m, x: m.a(x) * m.a(x + 1), a=lin()), ""),
+        lambda: Fn(lambda m, x: m.a(x) * m.a(x + 1), a=lin()), "a.weight"),
+    "a weight used thrice": Case(lambda: Fn(
+        lambda m, x: ((x @ m.w).tanh() @ m.w).tanh() @ m.w, w=(6, 6)), "w"),
     "a product and a penalty": Case(
         lambda: Fn(lambda m, x: (m.a(x), m.a.weight.square().sum()), a=lin()), ""),
     "one bias in two convolutions": Case(lambda: Fn(
         lambda m, x: f.conv2d(x, m.v, m.b) + f.conv2d(x, m.w, m.b),
-        v=(2, 4, 3, 3), w=(2, 4, 3, 3), b=(2,)), "", image),
+        v=(2, 4, 3, 3), w=(2, 4, 3, 3), b=(2,)), "v w b", image),
     "frozen weight": Case(lambda: frozen(mlp(), "0.weight"), "3.weight"),
     "frozen bias": Case(lambda: frozen(mlp(), "0.bias"), MLP),
     "wholly frozen": Case(lambda: frozen(mlp()), ""),
@@ -494,7 +499,7 @@ CASES: dict[str, Case] = {
         "self_attn.in_proj_weight self_attn.out_proj.weight "
         "linear1.weight linear2.weight"),
     "recurrent": Case(lambda: Fn(lambda m, x: m.a(x)[0], a=nn.GRU(6, 4)),
-                      "a.weight_ih_l0"),
+                      "a.weight_ih_l0 a.weight_hh_l0"),
     "experts": Case(
         lambda: Fn(routed, router=lin(6, 3), experts=nn.ModuleList(
             nn.Sequential(lin(), nn.ReLU(), lin()) for _ in range(3))), "router.weight"
@@ -540,12 +545,12 @@ CASES: dict[str, Case] = {
         "0.inner.0.weight 0.inner.3.weight 1.weight 2.inner.0.weight 2.inner.3.weight"),
     "selective checkpoint": Case(
         lambda: Fn(selective, inner=mlp()), "inner.0.weight inner.3.weight"),
-    "checkpointed tied weights": Case(lambda: Checkpointed(tied()), ""),
+    "checkpointed tied weights": Case(lambda: Checkpointed(tied()), "inner.0.weight"),
     # lower precision
     "bf16 with sums in fp32": Case(wide_sums, "inner.0.weight inner.3.weight"),
     "autocast": Case(mlp, MLP, autocast=True),
     "autocast, used twice": Case(
-        lambda: Fn(twice(torch.relu), a=lin()), "", autocast=True),
+        lambda: Fn(twice(torch.relu), a=lin()), "a.weight", autocast=True),
     "autocast attention": Case(block, "qkv.weight out.weight", autocast=True),
     "autocast in a checkpoint": Case(
         lambda: Checkpointed(mlp()), "inner.0.weight inner.3.weight", autocast=True),
