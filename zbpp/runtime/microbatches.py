@@ -104,12 +104,11 @@ def check_samples(n_inputs: int | None, n_targets: int | None) -> None:
 
 
 def _known_samples(thing: object) -> int | None:
-    if isinstance(thing, Tensor):
-        return len(thing) if thing.dim() else None
     return next((len(x) for x in tensors_in(thing) if x.dim()), None)
 
 
 def _split(name: str, batch: Batch, n: int) -> list[Any]:
+    """Cut all tensors of a batch, which must have the same number of samples."""
     if batch is None:
         raise RequestError(f"this process needs the {name} of the batch, not None")
     if isinstance(batch, list):
@@ -119,13 +118,6 @@ def _split(name: str, batch: Batch, n: int) -> list[Any]:
                 "micro-batches, or tensors to be cut"
             )
         return batch
-    if isinstance(batch, Tensor):
-        return list(_cut(name, batch, n))
-    return _split_container(name, batch, n)
-
-
-def _split_container(name: str, batch: Any, n: int) -> list[Any]:
-    """Cut all tensors of a batch, which must have the same number of samples."""
     tensors = [x for x in tensors_in(batch) if x.dim()]
     kind = type(batch).__name__
     if not tensors:
@@ -154,7 +146,7 @@ def _plain(piece: Any) -> Any:
 
 
 def _cut(name: str, tensor: Tensor, n: int) -> Sequence[Tensor]:
-    samples = len(tensor) if tensor.dim() else 0
+    samples = len(tensor)
     if not samples:
         raise RequestError(
             f"{name} has no samples, and each process that reads the batch needs one; "

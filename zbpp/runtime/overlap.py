@@ -395,7 +395,8 @@ class Overlap:
         is_forward = job.kind is PassKind.F
         alike = {x for x, run in self._open.items() if run.is_forward == is_forward}
         beside = [x for x in alike if is_forward or x.chunk == job.chunk]
-        assert not beside, f"{job} begins beside {beside[0]}"
+        if beside:
+            raise RuntimeError(f"{job} begins while {beside[0]} is open")
         self._open[job] = OpenPass(self, compute, is_forward=is_forward)
 
     def is_open(self, job: Pass) -> bool:

@@ -212,9 +212,14 @@ class Stage:
         self._saved.clear()
         self.loss.discard()
 
-    def assert_empty(self) -> None:
-        """After a step nothing may be left alive."""
-        assert not self._saved, f"left over: {sorted(self._saved)}"
+    def end(self) -> None:
+        """End a step.
+
+        Raises:
+            RuntimeError: some forwards had no backward.
+        """
+        if self._saved:
+            raise RuntimeError(f"no backward of (chunk, micro-batch) {[*self._saved]}")
 
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
@@ -332,7 +337,8 @@ class Stage:
 
     def _first_inputs(self, microbatch: int) -> Tensors:
         """The step's inputs of a micro-batch, on the device."""
-        assert self.inputs is not None
+        if self.inputs is None:
+            raise RuntimeError("the stage of the first chunk has no inputs")
         return mapped(self.inputs[microbatch], partial(sent_ahead, device=self.device))
 
     def _seeds(self, chunk: int, microbatch: int) -> Callable[[int], None] | None:
