@@ -417,3 +417,24 @@ def test_a_stray_file_is_refused(tmp_path: Path) -> None:
     shutil.copy(folder / "rank-0.safetensors", folder / "rank-1.safetensors")
     with pytest.raises(CheckpointError, match=r"rank-1\S+ is not in the manifest"):
         read_model(folder)
+
+
+def test_a_load_that_breaks_off_ends_the_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files were whole when they were verified."""
+    constant(1, 1.0).save(tmp_path, wait=True)
+    pipeline, safe_open, n_opened = constant(), safetensors.safe_open, 0
+
+    def open_twice(*args: Any, **more: Any) -> Any:
+        nonlocal n_opened
+        n_opened += 1
+        if n_opened > 2:  # what a file has was asked for twice
+            raise OSError("gone")
+        return safe_open(*args, **more)
+
+    monkeypatch.setattr(safetensors, "safe_open", open_twice)
+    with pytest.raises(CheckpointError, match="cannot be read: OSError: gone"):
+        pipeline.load(tmp_path)
+    with pytest.raises(RuntimeError, match=r"load failed .*the pipeline has ended"):
+        pipeline.step(torch.ones(1), torch.ones(1))

@@ -440,10 +440,11 @@ class Checkpoints:
             fit.wrong.append("the state of the run (run) is missing")
         counts = self._stages.transport.peers.owns(())
         refuse_misfits(fit, state, self._gather, counts=counts)
-        load_state(local, fit, copy)
-        if not model_only and run is not None:
-            for executor in self._stages.executors.values():
-                executor.optimizer.history.load_state_dict(run)
+        with self._stages.running():  # half loaded, it ends
+            load_state(local, fit, copy)
+            if not model_only and run is not None:
+                for executor in self._stages.executors.values():
+                    executor.optimizer.history.load_state_dict(run)
         return state
 
     def _local_model(self) -> LocalModel:
