@@ -43,7 +43,7 @@ def is_possible(values: list[Any]) -> bool:
         or (kind.wrap and (row.get("weights") == "tied" or row.get("source") == "cut"))
         # replicas give zeros where one process gives none
         or (
-            row.get("uses") == "none of one"
+            row.get("uses", "some") != "some"
             and row.get("halfway") == "elsewhere"
             and not kind.sums
         )

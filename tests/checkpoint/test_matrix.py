@@ -6,12 +6,14 @@ The state is read by a plain model, so each comparison also shows that one can l
 """
 
 import functools
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from pool import Pool
 from saved_runs import (
@@ -73,11 +75,11 @@ ROWS = [
     (Place("VPP", 2), "plain"),
     (Place("1F1B", 2, split=(2, 6)), Place("ZBV", 2)),
     (Place("ZBV", 2, True), Place("ZBH1", 3, True)),
+    (ONE, Place("ZBV", 2, True, 2, "parameters")),
 ]
 SLOW_ROWS = [
     (Place("ZBV", 4, True), "plain"),
     (Place("VPP", 2, True), Place("ZBH1", 4, True)),
-    (ONE, Place("ZBV", 2, True, 2, "parameters")),
     (MESH, MESH._replace(mode="ZBH1")),
     (MESH, Place("ZBH1", 4, True)),
     (MESH, Place("1F1B", 1, True, 4, "parameters")),
@@ -202,11 +204,13 @@ def test_trained_parameters_alone_go_on_from_the_same_base(tmp_path: Path) -> No
 def test_weights_for_inference(
     whole: Callable[..., tuple[Numbers, Path]],
 ) -> None:
-    model = nn.ModuleDict({"net": layers(True)})
+    """Also into two places."""
+    model = nn.ModuleDict({"a": layers(True), "b": layers(True)})
     folder = whole(ONE, True, STEPS)[1]
-    found = load(folder, model, own_name=lambda name: name.removeprefix("net."))
+    found = load(folder, model, own_name=lambda name: name[2:])
     assert found == {"step": STEPS, "extra": EXTRA}
-    assert_same(model["net"].state_dict(), read_model(folder))
+    for net in model.values():
+        assert_same(net.state_dict(), read_model(folder))
 
 
 def read_by_torch(folder: str, into: dict[str, Tensor]) -> None:
@@ -229,6 +233,13 @@ def read_shards(folder: str, names: list[str]) -> dict[str, Tensor]:
     return {name: x.full_tensor() for name, x in shards.items()}
 
 
+def pieces_in(file: Path) -> list[tuple[str, Any]]:
+    """The shards in a file, by name and offset."""
+    with safetensors.safe_open(file, framework="pt") as opened:
+        about = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+    return [(name, str(of_shard)) for name, of_shard in about.items()]
+
+
 @pytest.mark.dist
 def test_torch_alone_reads_what_four_processes_have_sharded(
     pool: Pool, tmp_path: Path
@@ -238,7 +249,9 @@ def test_torch_alone_reads_what_four_processes_have_sharded(
     run(pool, place, False, str(tmp_path), 1)
     folder, model = newest(tmp_path), layers(False)
     assert folder is not None
-    assert len([*folder.glob("*.safetensors")]) == place.n_ranks
+    files = [*folder.glob("*.safetensors")]
+    pieces = [piece for file in files for piece in pieces_in(file)]
+    assert len(files) == place.n_ranks and len({*pieces}) == len(pieces)
     start = {name: x.clone() for name, x in model.state_dict().items()}
     names = model.state_dict().keys() - {f"{N_LAYERS - 1}.linear.weight"}  # tied
     into = {f"model/{name}": model.state_dict()[name] for name in names}
