@@ -391,25 +391,18 @@ class Checkpoints:
         except CheckpointError as error:
             self._warn(str(error), "the run ends")
 
-    def load_state_dict(self, state: State, *, model_only: bool) -> int | None:
-        """Load a state; return the number of steps done, None if they stay."""
+    def load_state_dict(self, state: State, *, model_only: bool) -> None:
+        """Load a state."""
         self._stages.synchronize()
         with self._stages.failures_told("load a state", of_requests=False):
             self._load(lambda: (state, _copy_tensors), model_only=model_only)
-        return None if model_only else int(state["step"])
 
-    def load(
-        self, path: str | Path, *, model_only: bool, missing_ok: bool
-    ) -> tuple[dict[str, Any], int | None]:
-        """Load a checkpoint, if there must be one or is one.
-
-        Returns:
-            The ``extra`` of `save`, and the number of steps done, None if they stay.
-        """
+    def load(self, path: str | Path, *, model_only: bool, missing_ok: bool) -> State:
+        """Load a checkpoint, and return its state; empty if none was loaded."""
         self._stages.synchronize()
         with self._stages.failures_told("load", of_requests=False):
             if missing_ok and not self._gather(candidates(Path(path)))[0]:
-                return {}, None
+                return {}
             folder, manifest, damaged = open_newest(
                 Path(path), rank=self._rank, gather=self._gather
             )
@@ -420,7 +413,7 @@ class Checkpoints:
                 model_only=model_only,
             )
         self._stages.checkpoints = str(path)
-        return dict(state["extra"]), None if model_only else manifest.step
+        return state
 
     def _load(
         self, read: Callable[[], tuple[State, Copy]], *, model_only: bool

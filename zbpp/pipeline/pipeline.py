@@ -831,8 +831,9 @@ class Pipeline:
                 named, and nothing is changed.
         """
         self._refuse_between_parts()
-        n_steps = self._checkpoints.load_state_dict(state, model_only=model_only)
-        self._n_steps = self._n_steps if n_steps is None else n_steps
+        self._checkpoints.load_state_dict(state, model_only=model_only)
+        if not model_only:
+            self._n_steps = int(state["step"])
 
     def save(
         self,
@@ -908,11 +909,12 @@ class Pipeline:
             RequestError: it does not fit this model; nothing is changed.
         """
         self._refuse_between_parts()
-        extra, n_steps = self._checkpoints.load(
+        state = self._checkpoints.load(
             path, model_only=model_only, missing_ok=missing_ok
         )
-        self._n_steps = self._n_steps if n_steps is None else n_steps
-        return extra
+        if state and not model_only:
+            self._n_steps = int(state["step"])
+        return dict(state.get("extra", {}))
 
     def close(self) -> None:
         """Synchronize, finish the last save, and end; also at the end of a ``with``."""
