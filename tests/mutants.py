@@ -281,6 +281,8 @@ TABLE = (
      "zbpp/runtime/backward/plan.py",
      "if n_products + n_nodes < uses[node] or (n_products and n_nodes)",
      "if n_products + n_nodes < uses[node]"),
+    ("backward", "uses of a weight change places", "zbpp/runtime/backward/plan.py",
+     "sites.sort(key=_turn_of)  # it may", "pass  # it may"),
     ("backward", "gradients of a leaf in two calls", "zbpp/runtime/backward/split.py",
      "if is_enough and all(self._left[leaf] <= 0 for leaf in self._leaves)",
      "if self._leaves"),

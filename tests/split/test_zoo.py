@@ -66,6 +66,24 @@ def test_micro_batches_may_take_other_ways(way: str) -> None:
     check(with_ways(way), orders=(in_turn,))
 
 
+def thrice(m: Any, value: tuple[Tensor, Tensor]) -> Tensor:
+    """Use a weight in another order: the graph is the same, and its sums are not."""
+    x, is_other = value
+    parts = [x.sin(), x.cos(), x]
+    order = (2, 0, 1) if is_other else (0, 1, 2)
+    found = {i: parts[i] @ m.w for i in order}
+    return found[0] + found[1] + found[2]
+
+
+def test_uses_of_a_weight_may_change_places() -> None:
+    case = Case(
+        lambda: Fn(thrice, w=(6, 6)),
+        "w",
+        lambda i: (features(i)[0], torch.tensor(i in (2, 3))),
+    )
+    check(case, orders=(" ".join(f"F{i} B{i} W{i}" for i in range(6)),))
+
+
 ADDED_BY_PRODUCTS = (
     "linear, no bias", "mlp", "matmul", "matmul from the left", "bmm", "addmm",
     "conv net", "tied weights", "lora", "experts selected", "hooks of parameters",

@@ -146,7 +146,7 @@ def make_plan(ends: Iterable[Edge], inputs: Iterable[Tensor]) -> Plan:
             break
         taken.update(leaf for _, product, _ in refused for leaf in product.leaves)
         sites = [x for x in sites if taken.isdisjoint(x[1].leaves)]
-    sites.sort(key=lambda site: -site[0]._sequence_nr())
+    sites.sort(key=_turn_of)
     n_ways = Counter(leaf for _, product, _ in sites for leaf in product.leaves)
     return Plan(
         [
@@ -173,6 +173,11 @@ def _count_uses(ends: Iterable[Edge]) -> dict[Any, int]:
         if not nodes:
             return uses
         edges = nodes.pop().next_functions
+
+
+def _turn_of(site: Site) -> int:
+    """Autograd runs products from the last to the first, and adds gradients so."""
+    return -int(site[0]._sequence_nr())
 
 
 def _adds(edges: Sequence[Edge], n_ways: Counter[Tensor]) -> bool | None:
@@ -331,6 +336,8 @@ class PlanCache:
                 if getattr(node, name).unpack_hook is not None:
                     is_packed = True
             sites.append((node, product, [edges[i] for i in product.edges]))
+        if any([product.adds_transposed is None for _, product in products]):
+            sites.sort(key=_turn_of)  # it may have run in another order
         if is_packed and not all(may_be_read(node, x.raw) for node, x, _ in sites):
             return make_plan(ends, inputs)
         return Plan(sites, plan.leaves, plan.may_capture and not is_packed)

@@ -68,7 +68,6 @@ __all__ = [
     "alias_of",
     "current_queue",
     "memory_of",
-    "run_forward",
     "split_forward",
 ]
 
@@ -729,10 +728,9 @@ def split_forward(
 
     Args:
         function: what to call.
-        *args: its arguments. Tensors among them that require a gradient, also in
-            tuples, lists, dicts, dataclasses and what torch's pytree knows, are the
-            inputs of B, in this order. Those that are no leaves may be changed in
-            place.
+        *args: its arguments, which it may change in place. Tensors among them that
+            require a gradient, also in tuples, lists, dicts, dataclasses and what
+            torch's pytree knows, are the inputs of B, in this order.
         **kwargs: its arguments with names; their tensors come after the others.
 
     Returns:
@@ -745,32 +743,12 @@ def split_forward(
     """
     if isinstance(function, nn.Module):
         check_module(function)
-    return run_forward(function, args, kwargs)
-
-
-def run_forward(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    may_change_leaves: bool = False,
-) -> SplitGraph:
-    """F of `split_forward`, unchecked.
-
-    Args:
-        function: what to call.
-        args, kwargs: its arguments.
-        may_change_leaves: let it change even inputs in place that are leaves.
-    """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
 
     def take(x: Tensor) -> Tensor:
-        leaf = x.detach().requires_grad_(x.requires_grad)
-        inputs.append(leaf)
-        if not x.requires_grad or (x.is_leaf and not may_change_leaves):
-            return leaf
-        return alias_of(leaf)
+        inputs.append(x.detach().requires_grad_(x.requires_grad))
+        return alias_of(inputs[-1])
 
     def give(y: Tensor) -> Tensor:
         outputs.append(y)

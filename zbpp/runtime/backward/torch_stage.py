@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.backward.self_check import check_split
-from zbpp.runtime.backward.split import SplitGraph, run_forward
-from zbpp.runtime.backward.wrappers import check_module
+from zbpp.runtime.backward.split import SplitGraph, split_forward
 from zbpp.runtime.support.autograd_internals import accumulates
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
@@ -64,8 +63,7 @@ class SplitModule(nn.Module):
         """Call the module."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        check_module(self)
-        graph = run_forward(self.module, args, kwargs, may_change_leaves=True)
+        graph = split_forward(self.module, *args, **kwargs)
         inputs, result = _trainable((args, kwargs)), graph.outputs
         graph.outputs = None  # held by the caller alone
         outputs = _trainable(result)

@@ -1,7 +1,6 @@
 """Wrappers and hooks of modules that do not see what W computes."""
 
 from collections.abc import Iterable
-from weakref import WeakSet
 
 from torch import nn
 
@@ -11,13 +10,11 @@ from zbpp.runtime.support.torch_internals import data_parallel, is_in_ddp
 
 __all__ = ["check_hooks", "check_module"]
 
-_checked: WeakSet[nn.Module] = WeakSet()
-
 
 def check_module(
     module: nn.Module, name: str = "the module", *, on_mesh: bool = False
 ) -> None:
-    """Refuse what would train on wrong gradients, and say nothing.
+    """Refuse what would silently train on wrong gradients.
 
     `fully_shard` reduces a module's gradients at the end of its B, so that those of W
     come too late; `replicate` and DistributedDataParallel expect the gradients of one
@@ -33,31 +30,29 @@ def check_module(
         RequestError: the module, or one inside, is wrapped by one of them, or has a
             deprecated backward hook.
     """
-    wrapper = "DistributedDataParallel" if is_in_ddp() else None
     check_hooks(module.modules())
-    if module not in _checked:
-        for path, part in module.named_modules():
-            kind = data_parallel(part)
-            if kind is not None and not (on_mesh and is_unit(part)):
-                wrapper, name = kind, f"{name}.{path}" if path else name
-                break
-    if wrapper is not None:
-        way = "split the bare module, and reduce its gradients after the last W"
-        if on_mesh:
-            way = (
-                "give the bare layers and mesh=..., or wrap them by `replicate` of "
-                "torch.distributed._composable.replicate_with_fsdp, or by `fully_shard`"
-            )
-        raise RequestError(
-            f"{name} is wrapped by {wrapper}, which would miss weight gradients that "
-            f"are computed in W; {way}"
+    wrapper = "DistributedDataParallel" if is_in_ddp() else None
+    for path, part in module.named_modules():
+        kind = data_parallel(part)
+        if kind is not None and not (on_mesh and is_unit(part)):
+            wrapper, name = kind, f"{name}.{path}" if path else name
+            break
+    if wrapper is None:
+        return
+    way = "split the bare module, and reduce its gradients after the last W"
+    if on_mesh:
+        way = (
+            "give the bare layers and mesh=..., or wrap them by `replicate` of "
+            "torch.distributed._composable.replicate_with_fsdp, or by `fully_shard`"
         )
-    if not on_mesh:
-        _checked.add(module)
+    raise RequestError(
+        f"{name} is wrapped by {wrapper}, which would miss weight gradients that are "
+        f"computed in W; {way}"
+    )
 
 
 def check_hooks(modules: Iterable[nn.Module]) -> None:
-    """Refuse backward hooks on single nodes of a graph; full ones are no such.
+    """Refuse deprecated backward hooks, which are those of single nodes of a graph.
 
     Raises:
         RequestError: a module has one.
