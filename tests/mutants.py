@@ -336,9 +336,6 @@ TABLE = (
      "zbpp/runtime/optim/stage_optimizer.py",
      "[p for p in parameters if p not in stage.ties.copies]", "[*parameters]"),
     # ---- ties
-    ("ties", "a tied sum goes into a summand", "zbpp/runtime/ties/stage.py",
-     "total = first.clone() if len(self.plan.stages(number)) > 1 else first",
-     "total = first"),
     ("ties", "aliases keep the memory of another time", "zbpp/runtime/ties/stage.py",
      "if numbers_of(alias) != numbers_of(tied.parameter)", "if False"),
     ("ties", "aliases are frozen by themselves", "zbpp/runtime/ties/stage.py",
