@@ -136,6 +136,18 @@ def test_an_option_that_torch_writes_as_0_may_have_grown() -> None:
     assert [x.param_groups[0]["weight_decay"] for x in fresh.optimizers] == [0.05] * 2
 
 
+def test_rates_may_be_numbers_or_tensors(tmp_path: Path) -> None:
+    def pipeline_with(rate: Any) -> zbpp.Pipeline:
+        return trained(1, optimizer=lambda ps: torch.optim.SGD(ps, lr=rate))
+
+    source = pipeline_with(0.5)
+    for step, rate in enumerate((torch.tensor(1.0), torch.tensor(2.0), 3.0)):
+        source.save(tmp_path / str(step), wait=True)
+        source = pipeline_with(rate)
+        source.load(tmp_path / str(step))
+        assert [one.param_groups[0]["lr"] for one in source.optimizers] == [0.5] * 2
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trained(1).save(tmp_path, wait=True)
     other = zbpp.Pipeline(

@@ -150,8 +150,10 @@ def _set_option(group: dict[str, Any], name: str, value: Any, pairs: Pairs) -> N
     here = group.get(name)
     if not isinstance(here, Tensor):
         group[name] = room_for(value, pairs)
-    else:  # a scheduler may have the same tensor
-        pairs.append((torch.as_tensor(value), here))
+    elif isinstance(value, Tensor):  # a scheduler may have the same tensor as the group
+        pairs.append((value, here))
+    else:
+        here.fill_(value)
 
 
 def scheduler_states(local: LocalModel) -> list[dict[str, dict[str, Any]]]:
@@ -223,7 +225,4 @@ def load_schedulers(fit: Fit) -> None:
         rates = getattr(scheduler, "_last_lr", [])
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             if not group["params"]:  # no saved parameter has had its options
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].copy_(torch.as_tensor(rate))
-                else:
-                    group["lr"] = rate
+                _set_option(group, "lr", float(rate), [])
