@@ -163,8 +163,7 @@ class WeightQueue:
     def read(self, site: Site) -> tuple[list[Tensor], list[Any]]:
         """Read the operands and settings of a product that has not run yet.
 
-        An operand is cut off its graph, which leads to the chunk's input. One that lies
-        in lent memory is copied: a layer's queries, say, may be parameters.
+        An operand is cut off its graph, which leads to the chunk's input.
         """
         node, product, _ = site
         operands = []
@@ -172,17 +171,22 @@ class WeightQueue:
             operand = getattr(node, name)
             if operand is not None:
                 operand = operand.detach()
-                if self.lent and memory_of(operand) in self.lent:
-                    operand = operand.clone()
             operands.append(operand)
         return operands, [getattr(node, name) for name in product.settings]
 
     def put(
         self, site: Site, tensors: Sequence[Any], settings: Sequence[Any] = ()
     ) -> None:
-        """Keep the work of a product."""
-        versions = [0 if x is None else x._version for x in tensors]
-        self.work.append(_Work(site[1], site[2], tensors, settings, versions))
+        """Keep the work of a product.
+
+        What lies in lent memory is copied: a layer's queries, say, may be parameters.
+        """
+        operands = list(tensors)
+        for place, operand in enumerate(tensors) if self.lent else ():
+            if operand is not None and memory_of(operand) in self.lent:
+                operands[place] = operand.clone()
+        versions = [0 if x is None else x._version for x in operands]
+        self.work.append(_Work(site[1], site[2], operands, settings, versions))
 
     def run(self, progress: Progress | None = None, *, in_place: bool = False) -> None:
         """Do all work, and forget it; operands are freed as W proceeds.
