@@ -24,7 +24,7 @@ from zbpp.emulation.layers import EmulatedLayer, sleep_until
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.comm.transport import Expected, Opening, Reduction, Transport
-from zbpp.runtime.parallel.stage import Collectives
+from zbpp.runtime.parallel.sums import Collectives
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors, with_tensors
 

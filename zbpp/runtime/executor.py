@@ -55,7 +55,7 @@ from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.job_times import JobTimes, Timed
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.overlap import Overlap
-from zbpp.runtime.parallel.stage import Collectives
+from zbpp.runtime.parallel.sums import Collectives
 from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.collectives import is_broken

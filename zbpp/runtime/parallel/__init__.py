@@ -1,12 +1,12 @@
 """Stages beside data and tensor parallelism, on one mesh.
 
 mesh       the mesh, and this process's place on it        read this first
-stage      the collectives of a stage: unshard, reshard, reduce, wait
+sums       the collectives of a stage: unshard, reshard, reduce, wait
 bind       what of a stage is wrapped, and which collectives it needs
-buffers    alternating buffers: all that is special about them
-buckets    gradients of layers that nobody has wrapped, summed over the replicas
-progress   the sum of a layer, as soon as the last W is done with it
+broadcast  what all processes of a stage begin with
 wrap       wrap layers as ``--shard`` asks
+buffers    alternating buffers
+experts    experts as DTensors
 
 A module that `fully_shard` or `replicate` has wrapped is a `Unit` of
 `zbpp.runtime.support.fsdp`.

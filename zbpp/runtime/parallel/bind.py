@@ -12,10 +12,9 @@ from zbpp.core.sharding import reduces_every
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import EXPERT_DIM, Place
 from zbpp.runtime.parallel.broadcast import broadcast_first
-from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import alternate
 from zbpp.runtime.parallel.experts import experts_in, mesh_dims
-from zbpp.runtime.parallel.stage import Collectives, LayerSum
+from zbpp.runtime.parallel.sums import Buckets, Collectives, LayerSum
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.support.fsdp import Unit, managed, units_in, widening_of

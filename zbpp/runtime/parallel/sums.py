@@ -13,24 +13,121 @@ that needs it, or with alternating buffers the one before.
 
 A sum is of all layers of a chunk, the last one first, and of all their parameters that
 learn: what this replica has not used counts with zeros, and so does what none has.
+
+    W of the last micro-batch | layer 3 | layer 2 | layer 1 |
+    sums                                | layer 3 | layer 2 | layer 1
+
+Replicas may run other parts of a layer, which leaves work to W on one of them only. So
+that their sums meet all the same, layers are summed in one order, the last one first: a
+layer waits for those behind it.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind
+from zbpp.runtime.backward.order import EachSum
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.parallel.buckets import Buckets
-from zbpp.runtime.parallel.progress import LayerProgress, LayerSums
+from zbpp.runtime.support.collectives import noting_broken
 from zbpp.runtime.support.fsdp import Unit
+from zbpp.runtime.support.sharded import local_part, place_gradients
 
-__all__ = ["Collectives", "LayerSum"]
+__all__ = ["Buckets", "Collectives", "LayerProgress", "LayerSum", "LayerSums"]
+
+
+@dataclass
+class _Sum:
+    """An all-reduce that is under way, and what its parts are for."""
+
+    flat: Tensor
+    targets: Sequence[Tensor]
+    work: dist.Work
+    rest: Sequence[dist.ProcessGroup]
+
+
+class Buckets:
+    """Gradients of one layer that nobody has wrapped.
+
+    All replicas must have the same parameters at the same places of a flat tensor.
+
+    Args:
+        parameters: of the layer.
+        groups: processes that hold replicas, by dimension of the mesh.
+        sums_each: every micro-batch is summed by itself, and kept apart until
+            `put_back`: the next one's gradients must not be added to it.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        groups: Sequence[dist.ProcessGroup],
+        *,
+        sums_each: bool = False,
+    ) -> None:
+        self._parameters = parameters
+        self._groups = groups
+        self._sums: list[_Sum] = []
+        self._sums_each = sums_each
+        self._taken: list[tuple[nn.Parameter, Tensor]] = []
+        self._totals: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Start to sum the gradients; parameters that have none get zeros."""
+        place_gradients(self._parameters)
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for p in self._parameters:
+            if p.grad is None:
+                if not p.requires_grad:
+                    continue
+                p.grad = torch.zeros_like(p, requires_grad=False)
+            part = local_part(p.grad).numbers
+            if part.layout is torch.sparse_coo:  # replicas may have other rows
+                p.grad = part = part.to_dense()
+            alike.setdefault((part.dtype, part.device), []).append(part)
+        first, *rest = self._groups
+        for targets in alike.values():
+            flat = torch.cat([x.reshape(-1) for x in targets])
+            work = dist.all_reduce(flat, group=first, async_op=True)
+            self._sums.append(_Sum(flat, targets, work, rest))
+        for p in self._parameters if self._sums_each else ():
+            if p.grad is not None:
+                self._taken.append((p, p.grad))
+                p.grad = None
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Put the sums where the gradients are."""
+        for pending in self._sums:
+            with noting_broken():  # a limit here would hold up the host with NCCL
+                pending.work.wait()
+            for group in pending.rest:
+                dist.all_reduce(pending.flat, group=group)
+            pieces = torch.split(pending.flat, [x.numel() for x in pending.targets])
+            for target, piece in zip(pending.targets, pieces, strict=True):
+                target.copy_(piece.view_as(target))
+        self._sums = []
+        for p, gradient in self._taken:
+            if p in self._totals:
+                self._totals[p].add_(gradient)
+            else:
+                self._totals[p] = gradient
+        self._taken = []
+
+    def put_back(self) -> None:
+        """Give the parameters the totals of all micro-batches that are kept apart."""
+        for p, total in self._totals.items():
+            p.grad = total
+        self._totals = {}
 
 
 @dataclass(frozen=True)
@@ -43,6 +140,61 @@ class LayerSum:
     index: int
     units: Sequence[Unit]
     buckets: Sequence[Buckets]
+
+
+class LayerProgress:
+    """Hears how far the last W of a chunk is.
+
+    Args:
+        layer_of: layer of every leaf of the chunk.
+        reduce: called with each layer whose gradients are all there.
+    """
+
+    def __init__(
+        self, layer_of: Mapping[Tensor, int], reduce: Callable[[int], None]
+    ) -> None:
+        self._layer_of = layer_of
+        self._reduce = reduce
+        self._left: Counter[int] = Counter()
+        self._order: list[int] = []
+
+    def begin(self, leaves: Sequence[Tensor]) -> None:
+        """Learn which leaves W will add to; B has done the rest."""
+        self._left = Counter(self._layer_of[leaf] for leaf in leaves)
+        self._order = sorted({*self._layer_of.values()})
+        self._go_on()
+
+    def done(self, leaf: Tensor) -> None:
+        """All gradients of a leaf are there."""
+        self._left[self._layer_of[leaf]] -= 1
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._order and not self._left[self._order[-1]]:
+            self._reduce(self._order.pop())
+
+
+class LayerSums(LayerProgress, EachSum):
+    """Sums every micro-batch by itself.
+
+    Args:
+        layer_of: layer of every leaf of the chunk.
+        reduce: called with each layer; it takes the gradients that are there.
+        rest: called when all of a micro-batch are there.
+    """
+
+    def __init__(
+        self,
+        layer_of: Mapping[Tensor, int],
+        reduce: Callable[[int], None],
+        rest: Callable[[], None],
+    ) -> None:
+        super().__init__(layer_of, reduce)
+        self._rest = rest
+
+    def rest(self) -> None:
+        """Reduce what is there."""
+        self._rest()
 
 
 class Collectives:
