@@ -63,8 +63,13 @@ from zbpp.runtime.values import Tensors
 
 __all__ = ["HANDLERS", "Executor", "drive"]
 
-input_of, output_of = lru_cache(None)(input_of), lru_cache(None)(output_of)
 _NOTHING = nullcontext()
+
+
+@lru_cache(None)
+def _ends(job: Pass, n_chunks: int) -> tuple[Value | None, Value | None]:
+    """The values that a pass takes from another chunk, and has for another one."""
+    return input_of(job, n_chunks), output_of(job, n_chunks)
 
 
 class _Drop(NamedTuple):
@@ -272,29 +277,23 @@ class Executor:
     # ---- Passes.
 
     def _has_inputs(self, job: Pass) -> bool:
-        value = input_of(job, len(self.stage_of))
+        value, _ = _ends(job, len(self.stage_of))
         expected = None if value is None else self._expected.get(value)
         return expected is None or expected.ready()
 
-    def _inputs(self, job: Pass) -> Tensors | None:
+    def _take(self, value: Value, job: Pass) -> Tensors:
         """Return what a pass reads, and forget it; wait for another stage's."""
-        value = input_of(job, len(self.stage_of))
-        if value is None:
-            return None
         expected = self._expected.pop(value, None)
         return self._values.pop(value) if expected is None else expected.receive(job)
 
-    def _keep(self, job: Pass, result: Tensors | None) -> None:
-        """Keep what a pass has computed for the one that reads it."""
-        output = output_of(job, len(self.stage_of))
-        if output is not None and result is not None:
-            self._values[output] = result
-
     def _run_pass(self, job: Pass) -> None:
-        inputs = self._inputs(job)
+        """Take what the pass reads, compute, keep what it writes."""
+        reads, writes = _ends(job, len(self.stage_of))
+        inputs = None if reads is None else self._take(reads, job)
         with Timed(self.times, job):
             result = self._compute[job.kind](job.chunk, job.microbatch, inputs)
-            self._keep(job, result)
+            if writes is not None and result is not None:
+                self._values[writes] = result
 
     def _forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """An F that may run once more, or whose chunk may have overlap points."""
@@ -304,10 +303,13 @@ class Executor:
 
     def _begin(self, job: Pass) -> None:
         """Take what a pass reads; from here on it computes when it is let."""
-        inputs = self._inputs(job)
+        reads, writes = _ends(job, len(self.stage_of))
+        inputs = None if reads is None else self._take(reads, job)
 
         def compute() -> None:
-            self._keep(job, self._compute[job.kind](job.chunk, job.microbatch, inputs))
+            result = self._compute[job.kind](job.chunk, job.microbatch, inputs)
+            if writes is not None and result is not None:
+                self._values[writes] = result
 
         self.overlap.begin(job, compute)
 
@@ -340,7 +342,7 @@ class Executor:
                         self._send_early(job)
 
     def _send_early(self, job: Pass) -> None:
-        send = self._early.get(output_of(job, len(self.stage_of)))
+        send = self._early.get(_ends(job, len(self.stage_of))[1])
         if send is not None:
             HANDLERS[Send](self, send)
 
