@@ -2,7 +2,7 @@
 
 timeline, timelines            jobs of the last steps, with their times
 measured_costs                 costs of the last steps
-prediction                     the simulated step beside the measured one
+prediction                     the simulated and the measured step
 split_report, split_summary    the gradients that W computes, and their share
 """
 
@@ -83,7 +83,10 @@ def timelines(pipeline: RunningPipeline, n: int) -> list[Timeline]:
     by_stage: dict[int, list[list[Slot]]] = {}
     for part, ahead_s in zip(gather(slots), clock_offsets(gather), strict=True):
         for stage, its_steps in part.items():
-            by_stage[stage] = [_earlier(step, ahead_s) for step in its_steps]
+            by_stage[stage] = [
+                [Slot(x.job, x.start - ahead_s, x.end - ahead_s) for x in step]
+                for step in its_steps
+            ]
     steps = [*zip(*(by_stage[stage] for stage in sorted(by_stage)), strict=True)]
     if not steps:
         raise RequestError("nothing is measured yet; call pipeline.step() first")
@@ -101,12 +104,6 @@ def timelines(pipeline: RunningPipeline, n: int) -> list[Timeline]:
             )
         )
     return lines
-
-
-def _earlier(slots: list[Slot], seconds: float) -> list[Slot]:
-    if seconds == 0.0:
-        return slots
-    return [Slot(x.job, x.start - seconds, x.end - seconds) for x in slots]
 
 
 def measured_costs(
@@ -148,7 +145,7 @@ def prediction(
     *,
     n: int = 10,
 ) -> Prediction:
-    """Simulated beside measured: step time, bubble, memory (every rank must call).
+    """Simulated and measured: step time, bubble, memory (every rank must call).
 
     Args:
         pipeline: after some steps.
@@ -163,7 +160,7 @@ def prediction(
     executors = pipeline.stages.executors
     # stages that share the process: no stage's memory is known
     peak = peak_held(pipeline.device) if len(executors) == 1 else None
-    held = pipeline.stages.gather_dict(dict.fromkeys(executors, peak))
+    peaks = pipeline.stages.gather_dict(dict.fromkeys(executors, peak))
     has_costs = costs is not None
     costs = costs or measured_costs(pipeline, n, joint=True)
     if memory is not None:
@@ -172,7 +169,7 @@ def prediction(
         pipeline.schedule,
         lines,
         costs,
-        held=[held[stage] for stage in sorted(held)],
+        held=[peaks[stage] for stage in sorted(peaks)],
         costs_given=has_costs,
         side_by_side=len(executors) == 1,
     )
@@ -217,7 +214,7 @@ def summarize_split(where: Mapping[str, str], sizes: Mapping[str, int]) -> str:
 
 
 def split_warning(pipeline: RunningPipeline) -> str | None:
-    """Say that W computes the gradients of less than half of the matrices.
+    """Warn that W computes the gradients of less than half of the matrices.
 
     Embeddings, norms and biases do not count: nothing of theirs could wait.
     """

@@ -190,8 +190,8 @@ def _schedulers(local: LocalModel) -> Iterator[dict[str, Any]]:
             kind = type(optimizer).__name__
             of_it = [x for x in local.schedulers if x.optimizer is optimizer]
             for number, scheduler in enumerate(of_it):
-                own = f"{type(scheduler).__name__} {number}"
-                by_name[f"{own} of {kind} {kinds[kind]}"] = scheduler
+                name = f"{type(scheduler).__name__} {number}"
+                by_name[f"{name} of {kind} {kinds[kind]}"] = scheduler
             kinds[kind] += 1
         yield by_name
 

@@ -53,14 +53,14 @@ def with_collectives(
         and any(transport.gather(stages.first.collectives.has_units))
     )
     if has_sums:
-        kept = any(transport.gather(stages.first.collectives.keeps))
+        shards = any(transport.gather(stages.first.collectives.keeps))
         kinds = {job.kind for job in schedule.orders[0] if isinstance(job, Collective)}
-        if schedule.parts is not None and not kept and not reduces_every(shard):
+        if schedule.parts is not None and not shards and not reduces_every(shard):
             adds_up = True
-        elif not kinds or (CollectiveKind.UNSHARD in kinds) != kept:
+        elif not kinds or (CollectiveKind.UNSHARD in kinds) != shards:
             schedule = add_collectives(
                 schedule,
-                shards=kept,
+                shards=shards,
                 reduces="every" if reduces_every(shard) else "last",
             )
     programs = lower(
