@@ -206,6 +206,38 @@ def _storages(values: Any) -> list[Any]:
     return [x.untyped_storage() for x in tensors if x.layout is torch.strided]
 
 
+class Detached(nn.Linear):
+    """Its backward, which gathers the layer before it, ends here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+def losses_behind_a_detach(shard: str) -> list[float]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    layers[3] = Detached(8, 8)
+    x = torch.randn(8, 8)
+    with zbpp.Pipeline(
+        layers,
+        "ZBH1",
+        loss_fn=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        n_microbatches=2,
+        device="cpu",
+        mesh=zbpp.DataParallel(
+            mesh=zbpp.mesh(stages=1, data_parallel=2), **SHARDS[shard]
+        ),
+    ) as pipeline:
+        return [pipeline.step(x, x.flip(0)).loss for _ in range(3)]
+
+
+def test_a_layer_that_is_gathered_in_vain_is_gathered_again(pool: Pool) -> None:
+    """Others have had its buffer since."""
+    found = pool.run(losses_behind_a_detach, 2, "buffers")
+    assert found == pool.run(losses_behind_a_detach, 2, "parameters")
+
+
 # ---- Checkpoints.
 
 N_SAVED = 12

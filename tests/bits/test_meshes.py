@@ -147,7 +147,6 @@ def test_no_setting_changes_a_bit(pool: Pool, tmp_path: Path, kind: str) -> None
 
 @pytest.mark.slow
 def test_buffers_change_no_bit(pool: Pool, tmp_path: Path) -> None:
-    """Nor does a layer that is gathered ahead in vain, where it is computed again."""
     rows = [
         MeshCase(kind="buffers", mode=mode, recompute=recompute, numbers=numbers)
         for mode, recompute, numbers in (
