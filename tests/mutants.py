@@ -224,7 +224,7 @@ TABLE = (
      "if owner is not None and owner.pending:", "if False:"),
     ("parallel", "W reads a buffer that others have had",
      "zbpp/runtime/backward/split.py",
-     "if operand is not None and memory_of(operand) in self.lent:", "if False:"),
+     "tensors = [self._own(x) for x in tensors]", "pass"),
     ("parallel", "sums of layers wait for the end of W",
      "zbpp/runtime/parallel/sums.py",
      "[self._layer_of[leaf]] -= 1\n        self._go_on()",

@@ -166,12 +166,8 @@ class WeightQueue:
         An operand is cut off its graph, which leads to the chunk's input.
         """
         node, product, _ = site
-        operands = []
-        for name in product.operands:
-            operand = getattr(node, name)
-            if operand is not None:
-                operand = operand.detach()
-            operands.append(operand)
+        operands = [getattr(node, name) for name in product.operands]
+        operands = [None if x is None else x.detach() for x in operands]
         return operands, [getattr(node, name) for name in product.settings]
 
     def put(
@@ -181,12 +177,14 @@ class WeightQueue:
 
         What lies in lent memory is copied: a layer's queries, say, may be parameters.
         """
-        operands = list(tensors)
-        for place, operand in enumerate(tensors) if self.lent else ():
-            if operand is not None and memory_of(operand) in self.lent:
-                operands[place] = operand.clone()
-        versions = [0 if x is None else x._version for x in operands]
-        self.work.append(_Work(site[1], site[2], operands, settings, versions))
+        if self.lent:
+            tensors = [self._own(x) for x in tensors]
+        work = _Work(site[1], site[2], tensors, settings, _versions(tensors))
+        self.work.append(work)
+
+    def _own(self, x: Tensor | None) -> Tensor | None:
+        is_lent = x is not None and memory_of(x) in self.lent
+        return x.clone() if is_lent else x  # type: ignore[union-attr]
 
     def run(self, progress: Progress | None = None, *, in_place: bool = False) -> None:
         """Do all work, and forget it; operands are freed as W proceeds.
@@ -471,9 +469,10 @@ class SplitGraph:
         found: tuple[Tensor | None, ...] = (None,) * len(inputs)
         # A hook that the forward has set on an output would not see what is captured.
         sees_hooks = queue.n_hooks is None or queue.n_hooks != hooks_made()
+        may_capture = plan.may_capture and not (sees_hooks or queue.lent)
         if not ends:
             pass
-        elif plan.may_capture and not sees_hooks and all(map(_only_adds, plan.leaves)):
+        elif may_capture and all(map(_only_adds, plan.leaves)):
             found = self._capture(plan, ends, dys, inputs)
         else:
             with queue:
@@ -627,6 +626,9 @@ class SplitGraph:
         finally:
             for handle in hooks:
                 handle.remove()
+            for node, product, _ in plan.sites:
+                if product.slot is not None:
+                    defer_piece(node, product.slot, None)
 
     def _take(self, site: Site, dys: Sequence[Tensor | None]) -> None:
         if dys[0] is not None:

@@ -232,8 +232,9 @@ def _run_with(
         waiting = getattr(current_node(), "zbpp_waiting", None) or {}
         for slot, _, operands, compute in pieces:
             values = [held[i] for i in operands]
-            if slot in waiting:
-                waiting[slot](values)
+            put = waiting.get(slot)
+            if put is not None:
+                put(values)
             else:
                 (results[slot],) = compute(*values)
         return results
@@ -251,12 +252,20 @@ def pieces_of(node: Any) -> Sequence[Piece]:
     return pieces if n_edges == len(node.next_functions) else ()
 
 
-def defer_piece(node: Any, slot: int, put: Callable[[Sequence[Tensor]], None]) -> None:
+def defer_piece(
+    node: Any, slot: int, put: Callable[[Sequence[Tensor]], None] | None
+) -> None:
     """Let the operands of a piece be kept when its node runs; it is not computed then.
 
     This is noted on the node, so that passes that run at once do not meet.
+
+    Args:
+        node: of the compiled part.
+        slot: of the piece.
+        put: takes the operands; None: nothing does any more.
     """
-    node.zbpp_waiting = (getattr(node, "zbpp_waiting", None) or {}) | {slot: put}
+    waiting = getattr(node, "zbpp_waiting", None) or {}
+    node.zbpp_waiting = {**waiting, slot: put}
 
 
 # ---- Layers.
