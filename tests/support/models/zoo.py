@@ -520,6 +520,9 @@ CASES: dict[str, Case] = {
     "hooks of what is hidden": Case(hooked(
         lambda: Fn(hidden_hooks, a=lin(), b=lin()), lambda *_: None),
         "a.weight b.weight"),
+    "hooks of products": Case(hooked(  # on their nodes, with no view in between
+        lambda: Fn(hidden_hooks, a=lin(), b=lin()), lambda *_: None),
+        "a.weight b.weight", lambda i: (normal(i, 5, 6),)),
     "hooks of the first forward": Case(hooked(
         lambda: Fn(hooks_of_the_forward, a=lin()), lambda *_: None), "a.weight"),
     "hooks of saved tensors": Case(hooked(
