@@ -31,6 +31,7 @@ test-nightly: $(READY)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
 	HYPOTHESIS_PROFILE=nightly $(OLDER) $(BIN)/pytest -m "not slow and not gpu" \
 	  $(SPREAD) $(ARGS)
+	$(MAKE) test-other-kernels KERNEL_ROOMS="tests/bits tests/models tests/split"
 
 # Built by g++ for the installed torch, once.
 test-simgpu: $(READY)
@@ -38,7 +39,8 @@ test-simgpu: $(READY)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
 
 # Results must not depend on the kernels that a processor chooses for a shape.
-KERNEL_ROOMS := tests/bits tests/models tests/split
+KERNEL_ROOMS := tests/bits/test_one_process.py tests/bits/test_batches.py \
+  tests/models tests/split/test_zoo.py tests/split/test_random_graphs.py
 
 test-other-kernels: $(READY)
 	$(OLDER) PYTHONPATH=$(CURDIR)/tests/other_kernels $(BIN)/pytest \
