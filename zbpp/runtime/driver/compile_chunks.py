@@ -22,11 +22,6 @@ def check_compile(how: object) -> None:
     Raises:
         RequestError: it is something else.
     """
-    if how == "chunks":
-        raise RequestError(
-            'compile="chunks" is no more: compile="blocks" compiles each layer by '
-            "itself, and does the same"
-        )
     if how != "blocks" and not isinstance(how, bool):
         raise RequestError(f'compile is {how!r}; it must be "blocks" or False')
 
