@@ -54,7 +54,7 @@ TESTS = {
     "training": "tests/training tests/failures/test_faults.py",
     "cli": "tests/cli",
     "bench": "tests/bench",
-    "simgpu": "tests/simgpu/test_scenarios.py tests/simgpu/test_circles.py",
+    "simgpu": "tests/simgpu/test_scenarios.py",
 }
 """Tests for the mutants of a room."""
 

@@ -4,7 +4,7 @@ It must be loaded before torch, so it is for processes of their own, which find
 `everywhere/` on their path first: `make test-simgpu`. In the order of
 reading: `device/sim.h` (streams, events, memory, the checker for races),
 `device/kernels.cpp` (the CPU's kernels, later), `device/module.cpp` (a simulated NCCL),
-`cuda.py` (torch.cuda on top), `jobs.py` (reports name zbpp's jobs), `circles.py`.
+`cuda.py` (torch.cuda on top), `jobs.py` (reports name zbpp's jobs).
 
 What it finds: accesses that nothing orders, memory handed out too early, host reads and
 writes of pinned memory under way, waits of the host, leaks, circles of waits. What it

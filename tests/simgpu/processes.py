@@ -1,6 +1,7 @@
 """Runs in several processes, each with a simulated device, over a simulated NCCL."""
 
 import gc
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from typing import Any
 from pool import Pool
 
 import simgpu
-from simgpu import circles
 from simgpu.jobs import name_jobs
 
 __all__ = ["Found", "SimulatedPool", "watched"]
@@ -36,8 +36,28 @@ class SimulatedPool(Pool):
         super().__init__(["simgpu"], device="cuda:0", prepare=prepare)
 
     def explain(self, folder: Path) -> list[str]:
-        """Name the circle of waits of processes that were stuck."""
-        return circles.explain(folder)
+        """Name what each host and stream of processes that are stuck waits for."""
+        return [
+            line
+            for file in sorted(folder.glob("stuck_*.json"))
+            for line in waits_in(
+                file.stem.removeprefix("stuck_"), json.loads(file.read_text("utf-8"))
+            )
+        ]
+
+
+def waits_in(rank: str, state: dict[str, Any]) -> list[str]:
+    """Lines for the hosts of a rank, and for the first operations of its streams."""
+    hosts = [
+        f"rank {rank}: the host waits in [{host['label']}] for {host['what']}"
+        for host in state["hosts"]
+    ]
+    heads = [(x["id"], x["operations"][0]) for x in state["streams"] if x["operations"]]
+    return hosts + [
+        f"rank {rank}, stream {stream}: {head['name']} in [{head['label']}] "
+        + ("is under way" if head["started"] else "has not started")
+        for stream, head in heads
+    ]
 
 
 def prepare(folder: str, rank: int, n: int) -> None:

@@ -6,6 +6,7 @@ differ from the CPU's, as a GPU's do. Replicas sum in an order of their own: the
 """
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -368,6 +369,28 @@ def test_an_error_of_nccl_is_reported(
     assert "had all its gradients" not in text, "nobody knows: the host was ahead"
 
 
+def with_limit(name: str) -> None:
+    """All streams share one hardware queue, or there is room for one kernel."""
+    run = partial(from_host, case("1F1B"), timeout_s=30.0)
+    watched(run, patience_s=2.0, **{name: 1.0})
+
+
+@pytest.mark.parametrize(
+    "name", ["queues", pytest.param("n_running", marks=pytest.mark.slow)]
+)
+def test_ranks_that_wait_for_one_another_are_named(
+    pool: SimulatedPool, name: str
+) -> None:
+    """The control of all runs in processes: a circle of waits is found."""
+    with pytest.raises(AssertionError) as stuck:
+        pool.run(with_limit, 2, name, timeout_s=60)
+    for rank in (0, 1):
+        words = (
+            rf"rank {rank}, stream \d+: (receive from|send to) rank {1 - rank} in \["
+        )
+        assert re.search(words, str(stuck.value)), stuck.value
+
+
 def refused_for_one_queue() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -377,6 +400,6 @@ def refused_for_one_queue() -> str:
 
 
 def test_one_queue_for_all_streams_is_refused(pool: SimulatedPool) -> None:
-    """In it messages of 1F1B wait for one another: `test_circles`."""
+    """In it messages of 1F1B wait for one another, as above."""
     for words in pool.run(refused_for_one_queue, 2):
         assert "CUDA_DEVICE_MAX_CONNECTIONS" in words
