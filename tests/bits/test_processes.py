@@ -20,7 +20,7 @@ from pool import Pool
 
 MODELS = (
     ["lm", "dicts"],
-    ["lm tied", "lm tied thrice"],
+    ["lm tied", "tied thrice"],
     ["exchange, dropout", "buffers"],
     ["nested", "named tuple", "tuples"],
     ["twice", "hooks", "auxiliary loss"],

@@ -100,23 +100,12 @@ class Block(nn.Module):
         return x + self.dropout(self.down(f.gelu(self.up(self.norm(x)))))
 
 
-class Lookup(nn.Module):
-    """A block that reads the embedding: scores of tokens, and their mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(TOKENS, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + f.linear(x, self.weight).softmax(-1) @ self.weight
-
-
-def _lm_layer(index: int, *, dropout: float = 0.0, looks_up: bool = False) -> nn.Module:
+def _lm_layer(index: int, *, dropout: float = 0.0) -> nn.Module:
     if index == 0:
         return nn.Embedding(TOKENS, 16)
     if index == LAST:
         return nn.Linear(16, TOKENS)
-    return Lookup() if looks_up and index == 4 else Block(dropout=dropout)
+    return Block(dropout=dropout)
 
 
 def _tokens(step: int, samples: int) -> tuple[Tensor, Tensor]:
@@ -348,19 +337,6 @@ def _used_in_turns(value: dict[str, Tensor]) -> Tensor:
     return y + torch.tanh(x * 0.3) + torch.sin(residual * 0.1)
 
 
-class _Recurrent(nn.Module):
-    """Uses one weight three times, and its transpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = _linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = torch.tanh(self.linear(x))
-        return x + x @ self.linear.weight
-
-
 def _expanded(index: int) -> nn.Module:
     """Hands over an expanded tensor next to another one, or reads both."""
     if index % 2 == 0:
@@ -461,52 +437,6 @@ def _auxiliary_loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
     return f.mse_loss(outputs["x"], targets) + 0.1 * extra
 
 
-class _Convolutions(nn.Module):
-    """A transposed convolution and one, along the second dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.ConvTranspose1d(3, 4, 3, padding=1)
-        self.down = nn.Conv1d(4, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(f.silu(self.up(x)))
-
-
-class Experts(nn.Module):
-    """A router that sends each row to the best of four experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
-        self.up = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) / 3)
-        self.down = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        scores = self.router(rows).softmax(-1)
-        best, out = scores.argmax(-1), torch.zeros_like(rows)
-        for i in range(4):
-            chosen = (best == i).nonzero().flatten()
-            hidden = f.linear(rows[chosen], self.up[i]).relu()
-            part = f.linear(hidden, self.down[i]) * scores[chosen, i, None]
-            out = out.index_add(0, chosen, part.to(out.dtype))
-        return x + out.view_as(x)
-
-
-class _Adapted(nn.Module):
-    """A frozen Linear, and a product of two narrow weights that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = _linear().requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x)) + self.up(self.down(x))
-
-
 class Exchange(nn.Module):
     """attention | dispatch | experts | combine, and a skip: two overlap points."""
 
@@ -523,14 +453,12 @@ class Exchange(nn.Module):
         return x + zbpp.overlap_point(_flipped, hidden)
 
 
-class _CheckpointedExchange(nn.Module):
+class _Checkpointed(nn.Module):
     """A layer whose forward runs again in the backward, by torch's checkpoint."""
 
-    def __init__(
-        self, index: int, *, use_reentrant: bool = False, dropout: float = 0.3
-    ) -> None:
+    def __init__(self, index: int, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.inner = Exchange(index, dropout=dropout)
+        self.inner = Exchange(index, dropout=0.3)
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -538,13 +466,9 @@ class _CheckpointedExchange(nn.Module):
         return result
 
 
-def _checkpointed(index: int, *, use_reentrant: bool) -> nn.Module:
+def _checkpointed(index: int, **how: bool) -> nn.Module:
     """The first layer gives the input of a reentrant one a gradient."""
-    return (
-        _CheckpointedExchange(index, use_reentrant=use_reentrant)
-        if index
-        else _linear()
-    )
+    return _Checkpointed(index, **how) if index else _linear()
 
 
 def _flipped(x: Tensor) -> Tensor:
@@ -605,7 +529,7 @@ def _frozen(index: int) -> nn.Module:
 def _twice(index: int) -> nn.Module:
     if index in (1, 4):
         return _Function(after=lambda y: {"hidden": y, "residual": y})
-    return _Function(_used_in_turns) if index in (2, 5) else _Recurrent()
+    return _Function(_used_in_turns) if index in (2, 5) else _linear()
 
 
 def _tuples(index: int) -> nn.Module:
@@ -633,10 +557,8 @@ _ENDS = ((0, "weight"), (LAST, "weight"))
 MODELS: dict[str, Model] = {
     "lm": _lm(_lm_layer),
     "lm tied": _lm(_lm_layer, ties=(_ENDS,), oracle="stage"),
-    "lm tied thrice": _lm(
-        partial(_lm_layer, looks_up=True),
-        ties=((*_ENDS, (4, "weight")),),
-        oracle="stage",
+    "tied thrice": Model(
+        lambda index: _linear(), ties=((*_ENDS, (4, "weight")),), oracle="stage"
     ),
     "lm dropout": _lm(partial(_lm_layer, dropout=0.3), oracle="stage"),
     "dicts": Model(_dict_layer, batch=_padded, loss_fn=_dict_loss),
@@ -650,11 +572,7 @@ MODELS: dict[str, Model] = {
     "buffers by data": Model(partial(_Buffers, hides=True)),
     "in place": Model(_in_place),
     "auxiliary loss": Model(_Auxiliary, loss_fn=_auxiliary_loss),
-    "convolutions": Model(lambda index: _Convolutions()),
-    "experts": Model(lambda index: Experts() if index % 2 else _linear()),
-    "checkpoint": Model(partial(_CheckpointedExchange, dropout=0.0)),
     "frozen": Model(_frozen),
-    "adapted": Model(lambda index: _Adapted() if index % 4 else _linear()),
     "draws": Model(_Draws, oracle="stage"),
     "complex": Model(lambda index: _Complex() if index % 4 == 1 else _linear()),
     "hooks": Model(_hooked),
