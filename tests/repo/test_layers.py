@@ -5,6 +5,7 @@ Which room of the package may import which is written in pyproject.toml, and che
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+import zbpp
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src"
@@ -65,6 +68,12 @@ def test_tests_name_rooms_and_the_seam_only():
         for name in internals(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_product_does_not_import_the_seam():
+    source = Path(zbpp.__file__).parent
+    texts = [path.read_text(encoding="utf-8") for path in source.rglob("*.py")]
+    assert not any(re.search("testing import|import testing", x) for x in texts)
 
 
 @pytest.mark.parametrize(
