@@ -1,6 +1,5 @@
 """The work of a mesh: collectives, memory, checkpoints, profiles, compiled layers."""
 
-import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -65,22 +64,21 @@ def steps(pipeline: zbpp.Pipeline, mode: Any = None) -> None:
 # ---- Collectives.
 
 
-class Counted(TorchDispatchMode):
-    """Counts collectives by name, and adds up their bytes."""
+class Collectives(TorchDispatchMode):
+    """Names of collectives, with the bytes and the address of their largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.n: Counter[str] = Counter()
-        self.n_bytes: Counter[str] = Counter()
+        self.found: list[tuple[str, int, int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::").strip("_").split("_")[0]
-            self.n[name] += 1
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            self.n_bytes[name] += max(x.nbytes for x in tensors)
+            whole = max(tensors, key=lambda x: x.nbytes)
+            self.found.append((name, whole.nbytes, whole.data_ptr()))
         return func(*args, **(kwargs or {}))
 
 
@@ -98,9 +96,9 @@ def count_collectives(n_layers: int) -> dict[str, dict[str, int]]:
     for name, options in SHARDS.items():
         with replicas(n_layers, "1F1B", **options) as pipeline:
             steps(pipeline)
-            steps(pipeline, counted := Counted())
-        found[name] = dict(counted.n)
-        assert set(counted.n_bytes.values()) <= {n * LAYER for n in counted.n.values()}
+            steps(pipeline, collectives := Collectives())
+        found[name] = dict(Counter(x for x, *_ in collectives.found))
+        assert {n_bytes for _, n_bytes, _ in collectives.found} == {LAYER}
     return found
 
 
@@ -143,28 +141,15 @@ def test_sums_begin_within_the_last_weight_pass(pool: Pool) -> None:
 # ---- Memory.
 
 
-class Addresses(TorchDispatchMode):
-    """Where whole layers are gathered, and where their gradients are summed from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: dict[str, list[int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            whole = max(tensors, key=lambda x: x.nbytes)
-            self.of.setdefault(func._schema.name, []).append(whole.data_ptr())
-        return func(*args, **(kwargs or {}))
-
-
 def addresses(mode: str) -> list[list[int]]:
+    """Where whole layers are gathered, and where gradients are summed from."""
     with replicas(5, mode, **SHARDS["buffers"]) as pipeline:
         steps(pipeline)
-        steps(pipeline, found := Addresses())
-    return [*found.of.values()]
+        steps(pipeline, collectives := Collectives())
+    return [
+        [address for x, _, address in collectives.found if x == name]
+        for name in ("allgather", "reduce")
+    ]
 
 
 @pytest.mark.parametrize("mode", ["ZBH1", "1F1B"])
@@ -174,36 +159,6 @@ def test_layers_alternate_between_two_buffers(pool: Pool, mode: str) -> None:
         for places in (gathers, sums):
             assert all(a != b for a, b in pairwise(places))
             assert len(set(places)) == 2
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes at a time of storages that are made within this."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._new: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # its operators come here again
-        before = {x._cdata for x in _storages((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            key = storage._cdata
-            if key not in before and key not in self._new:
-                gone = partial(lambda key, _: self._new.pop(key), key)
-                self._new[key] = weakref.ref(storage, gone)
-        alive = (ref() for ref in [*self._new.values()])
-        self.most = max(self.most, sum(x.nbytes() for x in alive if x is not None))
-        return result
-
-
-def _storages(values: Any) -> list[Any]:
-    tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-    return [x.untyped_storage() for x in tensors if x.layout is torch.strided]
 
 
 class Detached(nn.Linear):
@@ -240,24 +195,21 @@ def test_a_layer_that_is_gathered_in_vain_is_gathered_again(pool: Pool) -> None:
 
 # ---- Checkpoints.
 
-N_SAVED = 12
-"""Layers."""
 
-
-def save_shards(folder: str) -> float:
-    """The peak of a save, in layers."""
-    with replicas(N_SAVED, "1F1B", shard="parameters") as pipeline:
+def save_shards(folder: str) -> int:
+    """The most bytes of a collective in a save."""
+    with replicas(3, "1F1B", shard="parameters") as pipeline:
         steps(pipeline)
-        with Peak() as peak:
+        with Collectives() as collectives:
             pipeline.save(folder, wait=True)
-    return peak.most / LAYER
+    return max((n_bytes for _, n_bytes, _ in collectives.found), default=0)
 
 
-def test_shards_are_saved_by_their_processes(pool: Pool, tmp_path: Path) -> None:
+def test_a_save_gathers_no_layer(pool: Pool, tmp_path: Path) -> None:
     for most in pool.run(save_shards, 2, str(tmp_path)):
-        assert most < N_SAVED / 2 + 0.5  # a copy of this process's shards
+        assert most < LAYER / 2
     saved = read_model(tmp_path)
-    expected = nn.Sequential(*linears(N_SAVED)).state_dict()
+    expected = nn.Sequential(*linears(3)).state_dict()
     torch.testing.assert_close(
         saved, {f"layers.{name}": p for name, p in expected.items()}, rtol=0, atol=0
     )

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,22 +24,19 @@ from zbpp.core import Pair, passes_in
 
 PATIENCE_S = 30.0
 """For another pass's computation, which comes at once where it comes at all."""
-HOLD_S = 0.05
 WIDTH, M = 8, 6
 
 
 class Log:
     """Computations and communications of passes, in order."""
 
-    def __init__(self, *, holds: bool = False) -> None:
+    def __init__(self) -> None:
         self.computed: list[tuple[str, str]] = []
         self.communicated: list[tuple[str, str]] = []
         self.beside: list[tuple[str, str]] = []
         """Communications that lasted until the other pass of the pair computed."""
         self.partner: dict[str, str] = {}
-        self.at_once = 0
-        """The most communications at a time."""
-        self._holds, self._inside, self._wait_s = holds, 0, PATIENCE_S
+        self._wait_s = PATIENCE_S
         self._n: Counter[str] = Counter()
         self._seen: dict[str, int] = {}
         self._grown = threading.Condition()
@@ -54,33 +52,29 @@ class Log:
         """Last until the pair's other pass has computed since this one did."""
         with self._grown:
             self.communicated.append((job, name))
-            self._inside += 1
-            self._grown.notify_all()
             other, seen = self.partner.get(job), self._seen.get(job, 0)
             if other is not None:
                 if self._grown.wait_for(lambda: self._n[other] > seen, self._wait_s):
                     self.beside.append((job, name))
                 else:
                     self._wait_s = 0.0  # once is enough
-                if self._holds:
-                    self._grown.wait_for(lambda: self._inside > 1, HOLD_S)
-            self.at_once = max(self.at_once, self._inside)
-            self._inside -= 1
 
 
 class _Noted(torch.autograd.Function):
-    """Tells a function in the forward and in the backward which pass it runs in."""
+    """Calls functions in the forward and in the backward: with the pass, the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, note: Callable[[str], None]) -> Tensor:
-        ctx.note = note
+    def forward(
+        ctx: Any, x: Tensor, note: Callable[[str], None], send: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.note, ctx.send = note, send
         note("F")
-        return x.clone()
+        return send(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         ctx.note("B")
-        return dy.clone(), None
+        return ctx.send(dy), None, None
 
 
 class Layer(nn.Module):
@@ -92,6 +86,7 @@ class Layer(nn.Module):
         chunk: that the layer is in.
         has_points: else it computes its attention alone.
         watch: called in every part with the pass and the part's name.
+        send: what a communication makes of its tensor; it is its own transpose.
     """
 
     def __init__(
@@ -102,11 +97,12 @@ class Layer(nn.Module):
         *,
         has_points: bool = True,
         watch: Callable[[str, str], None] = lambda job, name: None,
+        send: Callable[[Tensor], Tensor] = Tensor.clone,
     ) -> None:
         super().__init__()
         torch.manual_seed(index)
         self.index, self.log, self.chunk = index, log, chunk
-        self.has_points, self.watch = has_points, watch
+        self.has_points, self.watch, self.send = has_points, watch, send
         self.attention, self.experts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.count: Counter[tuple[str, str]] = Counter()
 
@@ -118,7 +114,8 @@ class Layer(nn.Module):
             self.watch(job, name)
             getattr(self.log, kind)(job, f"{half} {name}{self.index}")
 
-        result: Tensor = _Noted.apply(x, note)
+        send = self.send if kind == "communicate" else Tensor.clone
+        result: Tensor = _Noted.apply(x, note, send)
         return result
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +149,7 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
 
 def traced(n_layers: int, *, overlap: bool = True, **more: Any) -> Log:
     """The log of a step of two chunks."""
-    log = Log(holds=more.pop("holds", False))
+    log = Log()
     points = more.pop("points", (True,) * n_layers)
     layers = [
         Layer(i, log, 2 * i // n_layers, has_points=points[i]) for i in range(n_layers)
@@ -209,10 +206,6 @@ def test_without_overlap_passes_run_in_a_row() -> None:
     assert of_pair(log.computed, "1F1", "0B0") == [
         "F attention1", "F experts1", "B experts0", "B attention0",
     ]  # fmt: skip
-
-
-def test_passes_communicate_one_after_the_other() -> None:
-    assert traced(2, holds=True).at_once == 1
 
 
 def test_a_pass_without_points_runs_under_the_others_communication() -> None:
@@ -407,79 +400,35 @@ def test_outside_of_a_pipeline_a_point_is_the_call() -> None:
     assert all(map(torch.equal, plain, pointed))
 
 
-# ---- Experts of two processes, whose tokens go by real all-to-alls.
-
-issued: list[str] = []
-"""Collectives of the layers, in the order of their calls."""
+# ---- Layers of two processes, which communicate by real all-to-alls.
 
 
-class _AllToAll(torch.autograd.Function):
-    """Equal shares of the rows to all processes; the gradients go back."""
+def exchanged(group: Any, functional: bool, x: Tensor) -> Tensor:
+    """Equal shares to both processes; torch's functional call does not wait for it."""
+    from torch.distributed._functional_collectives import all_to_all_single
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, name: str) -> Tensor:
-        ctx.more = group, name
-        return _exchanged(x, group, f"F {name}")
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        group, name = ctx.more
-        return _exchanged(dy, group, f"B {name}"), None, None
-
-
-def _exchanged(x: Tensor, group: Any, name: str) -> Tensor:
-    issued.append(name)
+    if functional:
+        return all_to_all_single(x, None, None, group)
     y = torch.empty_like(x)
     dist.all_to_all_single(y, x.contiguous(), group=group)
     return y
 
 
-class Mixture(nn.Module):
-    """Rows go to an expert in each process and back; and a skip.
-
-    Args:
-        index: of the layer.
-        group: of the experts.
-        functional: combine by torch's functional collective, which does not wait.
-    """
-
-    def __init__(self, index: int, group: Any, *, functional: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.index, self.group, self.functional = index, group, functional
-        self.before, self.expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        from torch.distributed._functional_collectives import all_to_all_single_autograd
-
-        def exchanged(rows: Tensor, name: str) -> Any:
-            call, more = _AllToAll.apply, (self.group, f"{name}{self.index}")
-            if self.functional and name == "combine":
-                call, more = all_to_all_single_autograd, (None, None, self.group)
-            return zbpp.overlap_point(call, rows, *more)
-
-        rows = torch.tanh(self.expert(exchanged(self.before(x), "dispatch")))
-        return x + exchanged(self.dropout(rows), "combine")
-
-
 def mixed(mode: str, *, overlap: bool, functional: bool = False) -> Any:
     """Results, parameters and the order of collectives of two replicas."""
-    group = dist.new_group([0, 1])
-    layers = [Mixture(index, group, functional=functional) for index in range(2)]
-    issued.clear()
+    log, send = Log(), partial(exchanged, dist.new_group([0, 1]), functional)
+    layers = [Layer(index, log, index, send=send) for index in range(2)]
     with pipeline_of(
         layers,
         mode if mode == "DualPipeV" else plan_in_parts(mode, **IN_PARTS),
         n_stages=None,
         mesh=zbpp.mesh(stages=1, data_parallel=2),
-        numerics=zbpp.Numerics(seed=3),
         execution=zbpp.Execution(overlap=overlap),
     ) as pipeline:
         results = [pipeline.step(*batch(step)) for step in range(2)]
         numbers = [(result.loss, result.grad_norm) for result in results]
         parameters = [p.detach().clone() for _, p in pipeline.named_parameters()]
-    return numbers, parameters, [*issued]
+    return numbers, parameters, [name for _, name in log.communicated]
 
 
 def mixed_in_turn(cases: list[dict[str, Any]]) -> list[Any]:
@@ -496,8 +445,8 @@ def test_real_exchanges_have_the_same_bits_and_one_order(pool: Pool) -> None:
     first, second = pool.run(mixed_in_turn, 2, cases)
     assert [x[2] for x in first] == [x[2] for x in second], "the ranks issue alike"
     for ranks in (first, second):
-        for case, turns, row in zip(cases, ranks[::2], ranks[1::2], strict=True):
+        for turns, row in zip(ranks[::2], ranks[1::2], strict=True):
             assert turns[0] == row[0]
             assert all(map(torch.equal, turns[1], row[1]))
             assert sorted(turns[2]) == sorted(row[2])
-            assert "functional" in case or turns[2] != row[2]
+            assert turns[2] != row[2]
