@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp import Pipeline, diagnostics
+from zbpp.core import LayerCosts
 from zbpp.models import layered_of
 
 mse = nn.functional.mse_loss
@@ -116,6 +117,10 @@ SETTINGS = [
     ({"n_microbatches": None}, "micro-batches|n_microbatches"),
     ({"n_stages": 0}, "n_stages is 0; give a whole number"),
     # policies
+    *(
+        ({"mesh": mesh}, r"mesh is .*; give zbpp.mesh\(stages=")
+        for mesh in (2, "pp", zbpp.DataParallel(mesh="pp"))
+    ),
     ({"step": 2}, "step is an int; give a zbpp.StepPol"),
     ({"timeout_s": 0}, "timeout_s is 0; give seconds, above 0"),
     ({"timeout_s": math.nan}, "timeout_s is nan; give seconds"),
@@ -139,6 +144,14 @@ MODELS = [
     (lambda: planned(split=[1, 2]), r"split \[1, 2\] must"),
     (lambda: planned(split="equal"), "split 'equal' is not known; choose"),
     (lambda: planned(split="balanced"), "give layer_costs="),
+    (
+        lambda: planned(layer_costs=LayerCosts(n_layers=8)),
+        "of 8 layers, but the model has 4",
+    ),
+    (
+        lambda: planned(layer_costs=LayerCosts(n_layers=4), costs=zbpp.Costs()),
+        "leave costs out",
+    ),
     (lambda: planned(memory_limit="16GiB"), "or example= of zbpp"),
     (
         lambda: pipeline(mesh=zbpp.DataParallel(mesh=None, shard="all")),
@@ -292,18 +305,6 @@ def test_reentrant_checkpoints_are_refused_where_a_model_is_cut():
 
 
 # What is no mistake.
-
-
-def test_a_plan_runs_and_travels_by_file(tmp_path):
-    model = zbpp.layers_from(lambda indices: layers(len(indices)), n_layers=9)
-    plan = zbpp.plan_model(
-        model, "ZBV", n_stages=2, n_microbatches=6, split=(1, 4, 3, 1)
-    )
-    plan.save(tmp_path / "plan.json")
-    for source in (plan, plan.schedule, tmp_path / "plan.json"):
-        planned = Pipeline(model, source, optimizer=sgd, loss_fn=mse)
-        assert [len(part) for part in planned.split] == [1, 4, 3, 1]
-    refused("model has 4", Pipeline, layers(), plan, optimizer=sgd, loss_fn=mse)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "tied"])

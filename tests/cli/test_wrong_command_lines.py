@@ -12,6 +12,9 @@ FILES = {
     "flat.json": '{"m_b": 1000000000, "m_w": 500000000}',
     "old.json": '{"format": "zbpp-schedule", "version": 9}',
     "torch.csv": "0F0,0B0",
+    "empty.txt": "",
+    "short.txt": "x" * 200,
+    "long.txt": "x" * 999,
     "three.json": '{"f": [1, 2, 3]}',
     "their_model.py": """
 import torch
@@ -109,6 +112,7 @@ WRONG = {
     "mesh --devices 8 -m 16 --layers mesh.json --memory_limit 1GiB": "nearest is pp 8",
     "train --size tiny --stages 7": "6 layers cannot fill 7 chunks",
     "train --memory_limit 0.5": "over the limit 0.5",
+    "train --memory_limit 1GiB": "largest memory of the costs is 1;",
     "estimate -p 40 -m 3 --model their_model:layers --modes 1F1B": "6 layers cannot",
     "plan ZBH1 -p 2 -m 4 -o x.json --layers layers.json --split 4,3": "add up to 8",
     **{
@@ -127,6 +131,13 @@ WRONG = {
     "show ZBV -p 2 -m 3 --costs large.json": "large.json: comm is 1e+101; take another",
     "train --costs missing.json": "missing.json: cannot be read",
     "train --data nowhere": "nowhere does not exist",
+    "train --data empty.txt": "holds no text; give --data a text file",
+    "train --data short.txt --seq 16": "leaves 10 bytes for validation; --seq 16 need",
+    "train --size tiny --layers layers.json": "8 layers, but the model has 6",
+    "show costs.json": "this is a costs file, not a schedule or plan file; give it",
+    "show mesh.json": "this is a layers file, not a schedule or plan file; give it as",
+    "show ZBV -p 2 -m 2 --costs mesh.json": "this is a layers file, not a costs",
+    "show ZBV -p 2 -m 2 --costs old.json": "this is a schedule file, not a",
     # contradictions
     "show ZBV -p 2 -m 3 --split 3,4": "needs --layers",
     "show ZBV -p 2 -m 3 --costs flat.json --layers flat.json": "leave --costs out",
@@ -162,6 +173,7 @@ WRONG = {
     "profile -o x.json --save_dir out": "zbpp profile",
     "profile -o x.json --model a:b --layers flat.json": "does not go with --model",
     "train --model a:b": "hf:PATH",
+    "profile -o x.json -p 9 --model their_model:layers": "has 6 layers for 9 chunks",
     # models
     **{
         f"estimate -p 1 -m 3 --model their_model{name}": words
@@ -178,7 +190,7 @@ WRONG = {
     },
 }
 WITH_TORCH = re.compile(
-    r"bench|estimate .*(their_model|size)|train .*(Z|si|mem|co|da|de|mo)"
+    r"bench|(estimate|profile) .*(their_model|size)|train .*(Z|si|mem|co|da|de|mo)"
 )
 """What is found wrong once torch is loaded: without it, that is missing."""
 PYTHON_WORDS = r"Traceback|NoneType|<class|Error parsing|invalid literal"

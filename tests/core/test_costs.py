@@ -296,10 +296,3 @@ def test_a_limit_is_kept_to_the_last_digit_but_not_beyond():
         Schedule("no", ONE, 2, rows, Costs(m_w=0.4, memory_limit=1.39))
     assert "row 0, column 2" in str(error.value)
     assert "0F1 needs memory 1.4, over the limit 1.39 of stage 0" in str(error.value)
-
-
-def test_each_stage_has_its_own_limit():
-    rows = tuple((Pass(F, s, 0), Pass(BW, s, 0), Step(s)) for s in range(2))
-    Schedule("fits", TWO, 1, rows, Costs(memory_limit=(1.0, 1.0)))
-    with pytest.raises(ScheduleError, match=r"over the limit 0.5 of stage 1"):
-        Schedule("no", TWO, 1, rows, Costs(memory_limit=(1.0, 0.5)))

@@ -7,7 +7,6 @@ import json
 import random
 import re
 from collections import Counter
-from itertools import permutations, product
 from textwrap import dedent
 
 import pytest
@@ -283,20 +282,6 @@ def test_every_wrong_order_is_refused_and_no_right_one():
     said = Counter(verdict(spoilt(base, rng)) for base in BASES for _ in range(20))
     assert min(said["deadlock"], said["accepted"]) >= 20, said
     assert said["refused"] >= 300, said
-
-
-def test_all_orders_of_two_stages():
-    """2 stages, 2 micro-batches: all 24 x 24 orders; two chunks on one: all 24."""
-    head = {"format": "zbpp-schedule", "version": 1, "mode": "all"}
-    single = {**head, "placement": [0, 1], "n_stages": 2, "n_microbatches": 2}
-    rows = [[f"{s}{job}" for job in ("F0", "F1", "BW0", "BW1")] for s in (0, 1)]
-    orders = product(*(map(list, permutations(row)) for row in rows))
-    said = Counter(verdict(single | {"jobs": list(both)}) for both in orders)
-    assert (said["accepted"], said["deadlock"]) == (26, 10)
-    fold = {**head, "placement": [0, 0], "n_stages": 1, "n_microbatches": 1}
-    both = permutations(["0F0", "0BW0", "1F0", "1BW0"])
-    said = Counter(verdict(fold | {"jobs": [list(row)]}) for row in both)
-    assert said["accepted"] == 1
 
 
 # --- files ----------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Models of transformers as pipelines, against the plain model on the same batches."""
 
-import difflib
 import operator
 import runpy
 import sys
@@ -213,23 +212,6 @@ def test_predictions_and_losses_of_any_length_are_the_plain_models() -> None:
             pipeline.step(batch)
 
 
-@pytest.mark.slow
-def test_an_example_gives_memory_and_a_split() -> None:
-    with torch.device("meta"):
-        model = tiny("llama")
-    batch, adamw = batch_of("llama", 2 * M), torch.optim.AdamW
-    layered = zbpp.cut(model, weights=1)
-    plan = zbpp.plan_model(
-        layered, "ZBH1", n_stages=2, n_microbatches=M, optimizer=adamw, example=batch
-    )
-    assert plan.split is not None and sum(plan.split) == 6
-    assert isinstance(plan.costs.m_fixed, tuple)
-    sizes = [p.nbytes for p in model.parameters()]
-    assert sum(plan.costs.m_fixed) > 3 * sum(sizes), "weights and AdamW's"
-    with zbpp.Pipeline(layered, plan, optimizer=adamw) as pipeline:
-        assert pipeline.step(batch).loss > 0
-
-
 def names_of(layered: Any) -> list[list[str]]:
     return [
         [name for name, _ in layer.named_parameters()]
@@ -257,42 +239,6 @@ def test_a_batch_that_is_no_dict_or_has_no_labels_is_refused() -> None:
         layered.cut_batch(torch.zeros(2, 3))
     with pytest.raises(RequestError, match="needs labels in the batch"):
         layered.loss_fn({}, None)
-
-
-PLAIN = """\
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for batch in batches:
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(float(loss.detach()))
-"""
-
-PIPELINED = """\
-import zbpp
-pipeline = zbpp.Pipeline(
-    model,
-    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    schedule="ZBV",
-    n_stages=2,
-    n_microbatches=4,
-)
-for batch in batches:
-    losses.append(pipeline.step(batch).loss)
-"""
-
-
-def test_nine_lines_make_a_loop_a_pipeline() -> None:
-    batches = [batch_of("gpt2", 8, seed=seed) for seed in range(3)]
-    found = {}
-    for script in (PLAIN, PIPELINED):
-        names = {"torch": torch, "model": tiny("gpt2"), "batches": batches}
-        found[script] = names["losses"] = []
-        exec(script, names)
-    assert found[PIPELINED] == pytest.approx(found[PLAIN], rel=1e-5)
-    lines = difflib.ndiff(PLAIN.splitlines(), PIPELINED.splitlines())
-    assert sum(line.startswith("+ ") for line in lines) == 9
 
 
 @pytest.mark.slow

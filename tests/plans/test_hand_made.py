@@ -35,7 +35,7 @@ from zbpp.schedules import (
     plan_zb_v,
     to_torch_csv,
 )
-from zbpp.simulator import idle, simulate, span
+from zbpp.simulator import idle, simulate
 
 F, B, W, BW = PassKind
 HAND_MADE = {
@@ -165,29 +165,6 @@ def test_idle_time_is_the_closed_form_in_its_domain(mode):
                     assert waited == pytest.approx(form(p, f, b, w)), (p, m, f, b, w)
 
 
-@pytest.mark.parametrize(
-    ("mode", "p", "m", "times"),
-    [
-        ("ZBH1", 3, 6, (1.0, 1.0, 2.0)),  # W > F
-        ("ZBH1", 4, 3, (1.0, 1.0, 1.0)),  # m < p
-        ("ZBH2", 3, 4, (1.0, 1.0, 1.0)),  # m < 2p-1
-        ("ZBH2", 3, 6, (1.0, 2.0, 1.5)),  # W > F
-        ("VPP", 4, 3, (1.0, 1.0, 1.0)),  # m < p
-    ],
-)
-def test_outside_its_domain_the_closed_form_fails(mode, p, m, times):
-    assert largest_idle(mode, p, m, Costs(*times)) > IDLE[mode][0](p, *times) + 0.1
-
-
-@pytest.mark.parametrize("mode", ["ZBH1", "ZBH2"])
-def test_few_microbatches_take_the_time_of_the_longest_chain(mode):
-    """m <= p: the largest span is (m+p-1)(F+B)+W when W <= F and W <= B."""
-    for p, m in [(p, m) for p, m in GRID if m <= p]:
-        for f, b, w in [(1.0, 1.0, 1.0), (1.0, 1.5, 0.75), (2.0, 1.0, 0.5)]:
-            whole = span(simulate(hand_made(mode, p, m), Costs(f, b, w)))
-            assert whole == pytest.approx((m + p - 1) * (f + b) + w), (p, m, f, b, w)
-
-
 def test_zb_v_never_waits_with_equal_times_and_enough_microbatches():
     for p, m in GRID:
         waited = largest_idle("ZBV", p, m, Costs())
@@ -207,15 +184,6 @@ def test_dual_pipe_v_is_the_order_of_torch(p):
         of_torch = [[repr(action) for action in order_of(sizes, r)] for r in range(p)]
         ours = to_torch_csv(plan_dual_pipe_v(n_stages=p, n_microbatches=m))
         assert list(csv.reader(ours.splitlines())) == of_torch
-
-
-@pytest.mark.parametrize("fb", [4, 5, 6])
-@pytest.mark.parametrize("p, m", [(2, 4), (4, 9), (6, 24)])
-def test_idle_time_of_pairs_is_that_of_the_formula(p, m, fb):
-    costs = Costs(f=2, b=2, w=2, fb=fb)
-    assert largest_idle("DualPipeV", p, m, costs) == pytest.approx(
-        (p - 1) * (fb - 4) + (6 - fb) / 2
-    )
 
 
 def test_auto_takes_pairs_where_they_pay():

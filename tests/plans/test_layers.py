@@ -183,27 +183,6 @@ def test_a_file_keeps_its_split_unless_another_is_asked_for(tmp_path):
         plan_layers(str(path), LayerCosts(n_layers=20))
 
 
-def test_what_cannot_be_split_is_refused():
-    with pytest.raises(RequestError, match="16 layers cannot fill 20 chunks"):
-        plan_layers("VPP", LAYERS, 4, 8, chunks_per_stage=5)
-    with pytest.raises(RequestError, match="smallest limit that works is 4"):
-        plan_layers("ZBH1", llama(3.0), 8, 8)
-
-
-@pytest.mark.slow
-def test_layers_move_where_the_planner_says_though_the_load_is_the_same():
-    """The control is the balanced split itself: same largest load, longer plan."""
-    f, b, w = (
-        tuple(t * h for h in (*(1.0,) * 31, 3.4)) for t in (2.602, 2.551, 1.92575)
-    )
-    layers = LayerCosts(32, f, b, w, comm=0.408, m_w=0.432432, memory_limit=32.0)
-    split = balance(layers, Placement.single(8), 24).split
-    more = {"p": 8, "m": 24, "effort": "default"}
-    joint = plan_layers("ZB", layers, **more)
-    balanced = plan_layers("ZB", layers, split=split, **more)
-    assert joint.split != split and joint.step < 0.995 * balanced.step
-
-
 # --- recompute ------------------------------------------------------------------------
 
 F, B, W, M_W, M_R = 10.419, 10.207, 7.715, 32 / 74, 2 / 74
@@ -249,33 +228,6 @@ def test_little_memory_is_used_better(chunks, n_layers, limit, most):
     assert found.peak <= limit * (1 + 1e-9) and found.recompute
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_choice_is_never_worse_than_none_or_all(chunks):
-    rng = Random(0)
-    n = 3 * chunks * 2
-
-    def some(low: float, high: float) -> tuple[float, ...]:
-        return tuple(rng.uniform(low, high) for _ in range(n))
-
-    layers = LayerCosts(
-        n_layers=n,
-        f=some(1, 3),
-        b=some(1, 3),
-        w=some(0.5, 2),
-        m_b=some(0.2, 0.6),
-        m_w=some(0.1, 0.5),
-        m_r=some(0.01, 0.2),
-        memory_limit=rng.uniform(2.5, 5),
-    )
-    found = choose(layers, 3, 6, chunks)
-    for again in ("none", "all"):
-        try:
-            other = choose(layers, 3, 6, chunks, recompute=again)
-        except RequestError:
-            continue
-        assert not other.is_better_than(found)
-
-
 def test_a_choice_is_nearly_the_best_of_all():
     layers = replace(paper(2, 1, 3, 1.2), m_w=0.05)
     steps = []
@@ -308,15 +260,6 @@ def test_recomputed_layers_are_in_the_times_and_in_the_schedule():
     assert found.schedule.recompute == ((0,), True) and plain.schedule.recompute is None
     assert found.recompute == {0, 2, 3}
     assert found.step > plain.step and found.peak < plain.peak
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [({"m_r": None}, "needs m_r"), ({"memory_limit": None}, "limit")],
-)
-def test_a_choice_needs_to_know_what_it_saves(change, text):
-    with pytest.raises(RequestError, match=text):
-        choose(replace(paper(2, 1, 2, 2.0), **change), 2, 4, 1)
 
 
 # --- the best of all modes ------------------------------------------------------------

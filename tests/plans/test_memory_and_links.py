@@ -8,7 +8,6 @@ from zbpp.core import (
     Costs,
     LimitError,
     Placement,
-    RequestError,
     peaks,
 )
 from zbpp.planning import plan
@@ -89,11 +88,3 @@ def test_modes_keep_the_memory_of_their_names(mode):
     assert held(memory_limit=2) <= 2
     if mode != "ZB":  # it needs no more than 11
         assert (held(memory_limit=13) > most) == (mode in ("ZBV", "ZBVPP"))
-
-
-@pytest.mark.parametrize(
-    "effort", ["", "worst", "fast:3", "best:", "best:-1", "best:nan"]
-)
-def test_an_unknown_effort_is_refused(effort):
-    with pytest.raises(RequestError, match="choose fast, default, best"):
-        plan("ZB", n_stages=2, n_microbatches=4, effort=effort, costs=Costs(w=0.3))

@@ -101,6 +101,11 @@ REFUSED_PLANS = [
         "limit 3; auto would fit: choose one, or raise memory_limit: the smallest "
         "limit that works is 4$",
     ),
+    # efforts
+    *(
+        ("ZB", {"effort": effort}, "choose fast, default, best")
+        for effort in ("", "worst", "fast:3", "best:", "best:-1", "best:nan")
+    ),
     # backwards that cannot be split
     *(
         (mode, {"costs": JOINT}, "but stage 1 cannot split its backward")
@@ -237,25 +242,6 @@ def test_costs_are_a_table_a_dict_or_a_file_of_chunks_or_layers(tmp_path):
     path.write_text(json.dumps(layers | {"f": table.f}))
     splits = {zbpp.plan("1F1B", costs=x, **SIZES).split for x in (table, layers, path)}
     assert len(splits) == 1 and sum(splits.pop()) == 8
-
-
-@pytest.mark.parametrize("limit", [3, "3", np.full(4, 3.0)])
-def test_one_name_for_the_limit(limit):
-    by_costs = zbpp.plan("ZB", costs=zbpp.Costs(memory_limit=limit), **SIZES)
-    by_name = zbpp.plan("ZB", memory_limit=limit, **SIZES)
-    assert by_name.orders == by_costs.orders
-    assert by_name.orders != zbpp.plan("ZB", **SIZES).orders  # the limit counts
-
-
-def test_a_limit_replaces_that_of_layers():
-    layers = LayerCosts(n_layers=8, memory_limit=100.0)
-    free, low = (
-        zbpp.make_plan(
-            PlanRequest(schedule="ZB", costs=layers, memory_limit=x, **SIZES)
-        )
-        for x in (None, 6.0)
-    )
-    assert low.peak <= 6.0 < free.peak
 
 
 def costs(**columns):

@@ -6,12 +6,10 @@ Between processes layers sleep, which gives lower bounds.
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pages import run_on_ranks
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,15 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 import zbpp
 from zbpp import diagnostics
-from zbpp.cli import main
 from zbpp.core import (
     Costs,
     Lane,
     PassKind,
     Placement,
     RequestError,
-    read_costs,
-    read_layers,
 )
 from zbpp.emulation import EmulatedLayer, emulated_batch, emulated_pipeline
 from zbpp.profiling import Profile
@@ -379,37 +374,3 @@ def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Pool) -> None:
     ((link,)) = data["links"]
     assert link["delay"] >= 2.999
     assert link["stages"] == [0, 1] and link["bandwidth"] > 0
-
-
-MODEL = """
-import torch
-from torch import nn
-
-def build():
-    layers = [nn.Linear(8, 8 * n) for n in (1, 1)] + [nn.Linear(8, 3)]
-    return layers, (torch.randn(4, 8), torch.randn(4, 3)), nn.functional.mse_loss
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_the_command_profiles_a_users_model_in_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()  # the clock
-    monkeypatch.chdir(tmp_path)
-    Path("my_model.py").write_text(MODEL)
-    flags = "--model my_model:build --out c.json --rounds 2 --layers_out l.json"
-    printed = run_on_ranks(2, tmp_path, "zbpp", "profile", *flags.split())
-    assert "link 0-1: delay" in printed
-    costs = read_costs("c.json")
-    assert isinstance(costs.comm, tuple) and costs.comm[0] > 0
-    assert isinstance(costs.m_fixed, tuple) and costs.m_fixed[0] > 4 * 2 * 72
-    assert read_layers("l.json").parameters == (288.0, 288.0, 108.0)
-    sizes = "--stages 2 --microbatches 4 --costs c.json --out p.json"
-    assert main(["plan", "ZBH1", *sizes.split()]) == 0
-    capsys.readouterr()
-    too_many = "profile --model my_model:build --stages 4 --out x.json"
-    assert main(too_many.split()) == 2
-    error = capsys.readouterr().err
-    assert "has 3 layers for 4 chunks" in error and len(error.splitlines()) == 1

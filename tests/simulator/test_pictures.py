@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from operator import attrgetter
 from xml.etree import ElementTree
@@ -44,8 +43,20 @@ def validated(n_iterations, costs):
     return join(simulate_iterations(schedule, costs, n_iterations))
 
 
+def late(timeline):
+    """As clocks of measured runs, which start anywhere."""
+    return replace(
+        timeline,
+        rows=tuple(
+            tuple(replace(s, start=s.start + 1e4, end=s.end + 1e4) for s in row)
+            for row in timeline.rows
+        ),
+    )
+
+
 TIMELINES = {
     "passes": timeline_of("ZBV", Costs(18.522, 18.086, 9.337, 0.601, 3.3)),
+    "late": late(timeline_of("1F1B")),
     "joint passes": timeline_of("VPP", Costs(3, 2, 1, 0.5)),
     "collectives": timeline_of(
         "ZBV", GATHERS, change=lambda x: add_collectives(x, shards=True)
@@ -209,20 +220,12 @@ def test_every_arrow_of_a_trace_joins_the_jobs_of_its_message(name):
             assert message.source[1] // half == message.target[1] // half
 
 
-def test_times_of_a_trace_count_from_the_first_start_in_microseconds():
-    """Clocks of measured runs start anywhere, and count in other units."""
+def test_a_trace_counts_in_microseconds_of_the_unit():
     timeline = timeline_of("ZBH1", Costs(18.522, 18.086, 9.337))
-    late = tuple(
-        tuple(replace(s, start=s.start + 1e6, end=s.end + 1e6) for s in row)
-        for row in timeline.rows
-    )
-    for unit, events in (
-        (1, trace_events(replace(timeline, rows=late))),
-        (1e3, trace_events(timeline, microseconds_per_unit=1e6)),
-    ):
-        first = next(event for event in events if event["ph"] == "X")
-        assert (first["ts"], first["dur"]) == (0, pytest.approx(18522 * unit))
-        assert first["args"] == {"chunk": 0, "microbatch": 0}
+    events = trace_events(timeline, microseconds_per_unit=1e6)
+    first = next(event for event in events if event["ph"] == "X")
+    assert (first["ts"], first["dur"]) == (0, pytest.approx(18522e3))
+    assert first["args"] == {"chunk": 0, "microbatch": 0}
 
 
 def test_files_that_are_no_traces_of_one_step_are_refused(tmp_path):
@@ -345,25 +348,14 @@ def test_memory_over_time_is_drawn_below_in_the_largest_unit(
 
 
 @drawn
-def test_the_suffix_chooses_the_format_and_svg_is_the_same_each_time(tmp_path):
+def test_an_svg_is_the_same_each_time_and_has_texts(tmp_path):
     timeline = timeline_of("ZBH1", p=2, m=2)
-    for suffix, start in (("png", b"\x89PNG"), ("PDF", b"%PDF"), ("svg", b"<?xml")):
-        plot(timeline, tmp_path / f"x.{suffix}")
-        assert (tmp_path / f"x.{suffix}").read_bytes().startswith(start)
+    plot(timeline, tmp_path / "x.svg")
     first = (tmp_path / "x.svg").read_text()
     plot(timeline, tmp_path / "x.svg")
     assert (tmp_path / "x.svg").read_text() == first
     text = "".join(ElementTree.fromstring(first).itertext())
     assert "2 stages, 2 micro-batches" in text
-
-
-@drawn
-def test_ten_thousand_jobs_are_drawn_as_few_things():
-    """A box of its own for each would take minutes."""
-    from matplotlib.figure import Figure
-
-    axes = Figure().add_subplot()
-    assert len(plot(timeline_of("ZBV", p=16, m=104), axes).findobj()) < 1_000
 
 
 @drawn
@@ -376,19 +368,6 @@ def test_passes_that_compute_layers_again_are_hatched(tmp_path):
         assert found == hatched
         text = (tmp_path / "x.svg").read_text()
         assert ("hatched: recomputes" in text) == bool(hatched)
-
-
-@drawn
-def test_wrong_files_and_a_missing_matplotlib_are_refused(tmp_path, monkeypatch):
-    timeline = timeline_of("ZBH1", p=2, m=2)
-    with pytest.raises(RequestError, match=r"must end in \.png, \.svg, \.pdf;"):
-        plot(timeline, tmp_path / "x.gif")
-    with pytest.raises(RequestError, match="cannot be written: No such file"):
-        plot(timeline, tmp_path / "missing" / "x.png")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RequestError, match=r"pip install 'zbpp\[viz\]'"):
-        plot(timeline, tmp_path / "x.png")
-    assert not (tmp_path / "x.png").exists()
 
 
 # On a user's axes, for the columns of a paper.

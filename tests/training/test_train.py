@@ -243,38 +243,6 @@ def test_without_data_the_library_of_python_is_the_text(
     assert int(found[2].replace(",", "")) > 5_000_000
 
 
-@pytest.mark.parametrize(
-    ("content", "changed", "words"),
-    [
-        ("", {}, "holds no text; give --data a text file"),
-        ("x" * 200, {}, "leaves 10 bytes for validation; --seq 16 needs at least 17"),
-        ("x" * 999, {"stages": 9}, "6 layers"),
-        ("x" * 999, {"memory_limit": "1GiB"}, "largest memory of the costs is 1;"),
-        ("x" * 999, {"layers": "layers.json"}, "10 layers, but the model has 6"),
-        (
-            "x" * 999,
-            {"pipeline_schedule_mode": "plan.json", "stages": 2},
-            "n_stages is 3, but 2 is asked for",
-        ),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_in_one_line(
-    content: str,
-    changed: dict[str, Any],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(content)
-    Path("layers.json").write_text(json.dumps({"n_layers": 10, "f": [1, *[2] * 8, 6]}))
-    write_schedule(zbpp.plan("ZBV", n_stages=3, n_microbatches=6), "plan.json")
-    assert run_train(*words_of(data="text.txt", **changed)) == 2
-    error = capsys.readouterr().err
-    assert words in error and len(error.splitlines()) == 1
-
-
 @pytest.mark.slow
 def test_auto_trains_as_every_mode_does_and_names_what_it_chose(
     train: Train, capsys: pytest.CaptureFixture[str]
@@ -413,14 +381,7 @@ def train_on_a_rank(words: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_ranks_of_torchrun_train_the_same(
-    train: Train, book: Path, tmp_path: Path
-) -> None:
-    words = words_of(stages=2, data=book, metrics=tmp_path / "metrics")
-    first, second = end_of(train_on_a_rank, 2, words)
-    assert (first.code, second.code) == (0, 0), first.words
-    assert "step:  1" in first.words and not second.words, "only rank 0 may write"
-    assert same(rows_of(tmp_path / "metrics")) == same(train())
+def test_other_stages_than_torchrun_has_ranks_are_refused(book: Path) -> None:
     for end in end_of(train_on_a_rank, 2, words_of(stages=3, data=book)):
         assert end.code == 2
         assert "--stages is 3, but torchrun has started 2" in end.words
