@@ -6,7 +6,6 @@ from dataclasses import fields
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp import Pipeline, diagnostics
@@ -279,29 +278,6 @@ def test_mistakes_that_may_be_meant_are_warned_of():
     model._compiled_call_impl = model.forward  # what model.compile() does
     with pytest.warns(UserWarning, match='give compile="blocks"'):
         pipeline(model)
-
-
-class Recomputed(nn.Module):
-    """Computes its blocks again in the backward."""
-
-    def __init__(self, *, reentrant):
-        super().__init__()
-        self.blocks, self.reentrant = nn.ModuleList(layers()), reentrant
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_reentrant_checkpoints_are_refused_where_a_model_is_cut():
-    def step(reentrant):
-        model = zbpp.cut(Recomputed(reentrant=reentrant), "blocks")
-        return pipeline(model).step(X, Y)
-
-    assert step(False).loss > 0
-    refused("needs use_reentrant=False", step, True)
 
 
 # What is no mistake.

@@ -46,6 +46,13 @@ class Tied(nn.Module):
     def forward(self, x):
         return self.frozen(self.up(self.embed(x))) @ self.embed.weight.t()
 
+def tied_list():
+    ends = nn.Embedding(512, 16), nn.Linear(16, 512, bias=False)
+    ends[1].weight = ends[0].weight
+    tokens = torch.zeros(2, dtype=torch.long)
+    loss_fn = nn.functional.cross_entropy
+    return [ends[0], nn.Linear(16, 16), ends[1]], (tokens, tokens), loss_fn
+
 def tied():
     return Tied(), torch.zeros(3, 4, dtype=torch.long)
 """
@@ -95,6 +102,13 @@ def test_estimate_names_what_fits_and_its_files_feed_the_planner(zbpp):
     zbpp("show 1F1B -p 2 -m 4 --costs c.json", code=2)  # over it
     out = zbpp(f"{line} 1000KiB")
     assert "1F1B, FThenB fit 1000 KiB" in out and "1F1B none" not in out
+
+
+@pytest.mark.slow
+def test_costs_of_an_estimate_count_what_ends_of_a_tie_receive(zbpp):
+    line = "estimate -p 2 -m 4 --model my_models:tied_list --optimizer sgd"
+    zbpp(f"{line} --modes 1F1B --costs_out c.json")
+    assert read_costs("c.json").peak_o == (512 * 16 * 4,) * 2
 
 
 @pytest.mark.slow

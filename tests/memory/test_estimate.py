@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import zbpp
-from zbpp.cli import main
-from zbpp.core import LayerCosts, Placement, RequestError, read_costs, write_schedule
+from zbpp.core import LayerCosts, Placement, RequestError, write_schedule
 from zbpp.memory import StageEstimate, estimate, layer_memory
 from zbpp.planning import PlanRequest
 from zbpp.simulator import peak_memory, simulate
@@ -190,30 +189,6 @@ def test_a_planner_counts_what_the_ends_of_a_tie_receive() -> None:
         for tied in (True, False)
     )  # fmt: skip
     assert (tied.peak_o, untied.peak_o) == ((size, size), (0.0, 0.0))
-
-
-TIED = """
-import torch
-from torch import nn
-
-def build():
-    ends = nn.Embedding(512, 16), nn.Linear(16, 512, bias=False)
-    ends[1].weight = ends[0].weight
-    tokens = torch.zeros(2, dtype=torch.long)
-    return [ends[0], nn.Linear(16, 16), ends[1]], (tokens, tokens), (
-        nn.functional.cross_entropy)
-"""
-
-
-def test_costs_of_an_estimate_count_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tied_model.py").write_text(TIED)
-    monkeypatch.chdir(tmp_path)
-    sizes = "--stages 2 --microbatches 4 --modes 1F1B --optimizer sgd"
-    command = f"estimate --model tied_model:build {sizes} --costs_out costs.json"
-    assert main(command.split()) == 0
-    assert read_costs("costs.json").peak_o == (512 * D * 4,) * 2
 
 
 def test_a_plan_of_layers_has_the_memory_of_the_estimate() -> None:

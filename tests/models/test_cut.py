@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp import RequestError
@@ -234,6 +235,13 @@ class Skip(Looping):
         return hidden + first
 
 
+class Recomputes(Looping):
+    def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
+        for block in blocks:
+            hidden = checkpoint(block, hidden, 0.0, use_reentrant=True)
+        return hidden
+
+
 class HandsNothingOn(HandsOn):
     def biases(self, old: Any, new: Any) -> Any:
         return None
@@ -253,11 +261,13 @@ def on_meta(make: Callable[[], nn.Module] = Encoder) -> nn.Module:
 STATE = Encoder().state_dict()
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize(
     ("make", "arguments", "words"),
     [
         (Between, NAMES, "block 1 is not called with what block 0 puts out"),
         (Twice, NAMES, "block 0 is called a second time"),
+        (Recomputes, NAMES, "needs use_reentrant=False"),
         (HandsNothingOn, HANDED, r"more than the hidden state \(Tensor\)"),
         (
             Skip,

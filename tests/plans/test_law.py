@@ -288,7 +288,12 @@ def follow(plan: Plan) -> None:
     timeline = simulate(plan)
     path = critical_path(plan)
     assert path.length == pytest.approx(step_time(timeline))
-    assert len(memory_over_time(timeline, costs)) == schedule.n_stages
+    held = peak_memory(timeline, costs)
+    for curve, peak in zip(memory_over_time(timeline, costs), held, strict=True):
+        times, amounts = zip(*curve, strict=True)
+        assert list(times) == sorted(times)
+        assert amounts[0] == pytest.approx(amounts[-1])
+        assert max(amounts) == pytest.approx(peak)
     assert 0 <= bubble_rate(timeline) <= 1
     checked = post_validated(schedule)
     assert steady_step_time(checked, costs) >= 0

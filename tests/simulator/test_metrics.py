@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from zbpp.core import Costs, Pass, PassKind, Placement, Slot, Step, Timeline
-from zbpp.planning import MODES, plan
+from zbpp.planning import plan
 from zbpp.simulator import (
     bubble_rate,
     idle,
@@ -102,15 +102,3 @@ def test_memory_is_taken_at_starts_and_freed_at_ends_with_peaks_in_between():
         [(102, 3), (104, 4), (108, 0)],
     ]
     assert peak_memory(DRAWN, MEMORY) == [17, 4]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_memory_ends_where_it_began_and_its_maximum_is_the_peak(mode):
-    costs = Costs(3, 2, 1, 0.5, m_b=1.0, m_w=0.25, m_fixed=2.0, peak_b=0.5)
-    timeline = simulate(plan(mode, n_stages=3, n_microbatches=7), costs)
-    peaks = peak_memory(timeline, costs)
-    for curve, peak in zip(memory_over_time(timeline, costs), peaks, strict=True):
-        times, amounts = zip(*curve, strict=True)
-        assert list(times) == sorted(times)
-        assert amounts[-1] == pytest.approx(amounts[0]) == 2.0
-        assert max(amounts) == pytest.approx(peak)

@@ -161,7 +161,7 @@ def test_every_medium_has_every_box_of_a_timeline(medium, name, tmp_path):
 # Traces.
 
 
-@pytest.mark.parametrize("name", sorted(TIMELINES.keys() - {"iterations"}))
+@pytest.mark.parametrize("name", sorted(TIMELINES.keys() - {"iterations", "late"}))
 def test_a_trace_is_read_back(name, tmp_path):
     timeline, path = TIMELINES[name], tmp_path / "x.json"
     write_trace([timeline, TIMELINES["passes"]], path, costs=[None, Costs()])
