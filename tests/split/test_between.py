@@ -5,11 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from split_runs import CHANGES, check_change
+from split_runs import CHANGES, check_change, pipeline_of
 from torch import Tensor, nn
-from zoo import CASES, Fn
+from zoo import CASES
 
-import zbpp
 from zbpp.core import RequestError
 from zbpp.runtime import SplitModule, split_forward
 
@@ -19,15 +18,6 @@ from zbpp.runtime import SplitModule, split_forward
 @pytest.mark.parametrize("name", ["mlp", "conv2d", "experts selected"])
 def test_a_change_is_met_as_by_a_backward(name: str, change: str, place: str) -> None:
     check_change(CASES[name], CHANGES[change], place)
-
-
-def test_a_changed_operand_is_refused() -> None:
-    x = torch.ones(3, 6)
-    graph = split_forward(nn.Linear(6, 2), x)
-    graph.backward_input(torch.ones(3, 2))
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place after B"):
-        graph.backward_weight()
 
 
 # What is refused, in one line.
@@ -63,9 +53,9 @@ def before_b() -> Callable[[], object]:
     return split_forward(nn.Linear(4, 4), torch.ones(2, 4)).backward_weight
 
 
-def with_a_module_hook(add: str = "register_backward_hook") -> Callable[[], object]:
+def with_a_module_hook() -> Callable[[], object]:
     module = nn.Sequential(nn.Linear(4, 4))
-    getattr(module[0], add)(lambda *_: None)
+    module[0].register_backward_hook(lambda *_: None)
     return partial(split_forward, module, torch.ones(2, 4))
 
 
@@ -87,10 +77,6 @@ def test_misuse_is_refused_in_one_line(name: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_full_hooks_of_modules_are_not_refused() -> None:
-    with_a_module_hook("register_full_backward_hook")()
-
-
 WRONG = {
     "none": ([], "0 gradients, and 2"),
     "three": ([torch.ones(2, 4)] * 3, "3 gradients, and 2"),
@@ -102,35 +88,22 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_gradients_do_not_use_up_the_graph(name: str) -> None:
     wrong, words = WRONG[name]
-    layer = nn.Linear(4, 4)
-    layer.bias.grad = torch.ones(4)
-    x = torch.ones(2, 4, requires_grad=True)
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
     graph = split_forward(lambda x: (y := layer(x), y * 2), x)
     with pytest.raises(RequestError, match=words):
         graph.backward_input(wrong)
-    assert torch.equal(layer.bias.grad, torch.ones(4))
+    assert layer.bias.grad is None
     (dx,) = graph.backward_input([torch.ones(2, 4), None])
     assert dx is not None and torch.equal(dx, torch.ones(2, 4) @ layer.weight)
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 def test_a_pipeline_refuses_deprecated_hooks_when_it_is_made_and_in_steps() -> None:
-    def pipeline_of(layers: list[nn.Module]) -> zbpp.Pipeline:
-        return zbpp.Pipeline(
-            layers,
-            "ZBH1",
-            loss_fn=nn.functional.mse_loss,
-            optimizer=None,
-            n_stages=2,
-            n_microbatches=2,
-        )
-
-    layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers, x = [nn.Linear(4, 4), nn.Linear(4, 4)], torch.ones(2, 4)
     handle = layers[0].register_backward_hook(lambda *_: None)
     with pytest.raises(RequestError, match="register_full_backward_hook"):
         pipeline_of(layers)
     handle.remove()
-    x = torch.ones(2, 4)
     with pipeline_of(layers) as pipeline:
         pipeline.step(x, x)
         (_, layer), *_ = pipeline.named_layers()
@@ -141,41 +114,12 @@ def test_a_pipeline_refuses_deprecated_hooks_when_it_is_made_and_in_steps() -> N
         pipeline.step(x, x)
 
 
-# Gradients that inputs have, and unusual tensors.
-
-
-def test_a_gradient_that_an_input_has_stays() -> None:
-    layer = nn.Linear(2, 3)
-    fresh, used = (torch.ones(4, 2, requires_grad=True) for _ in range(2))
-    used.grad = before = torch.full((4, 2), 7.0)
-    graph = split_forward(lambda x, y: layer(x + y), fresh, used)
-    dxs = graph.backward_input(torch.ones(4, 3))
-    wanted = torch.ones(4, 3) @ layer.weight
-    assert all(dx is not None and torch.equal(dx, wanted) for dx in dxs)
-    assert fresh.grad is None
-    assert used.grad is before and bool((before == 7.0).all())
-
-
 def test_leaves_do_not_share_the_gradient_that_a_caller_gives() -> None:
-    dy = torch.ones(2, 4)
-    module = Fn(lambda m, x: m.c(x) + m.a + m.b, a=(2, 4), b=(2, 4), c=nn.Linear(4, 4))
+    module, dy = CASES["sums that are one tensor"].build(), torch.ones(3, 4, 6)
     for n in (1, 2):
-        graph = split_forward(module, torch.ones(2, 4))
+        graph = split_forward(module, torch.ones(3, 4, 6))
         graph.backward_input(dy)
         graph.backward_weight()
-        assert torch.equal(module.get_parameter("a").grad, torch.full((2, 4), 1.0 * n))
-        assert torch.equal(module.get_parameter("b").grad, torch.full((2, 4), 1.0 * n))
-    assert torch.equal(dy, torch.ones(2, 4))
-
-
-def test_a_complex_product() -> None:
-    w = nn.Parameter(torch.randn(4, 5, dtype=torch.complex128))
-    b, x = torch.randn(3, 5) + 1j, torch.randn(3, 4) - 1j
-    arguments = b.to(w.dtype), x.to(w.dtype), w
-    how = {"beta": 0.5 + 1j, "alpha": 0.3 - 0.7j}
-    dy = torch.ones(3, 5, dtype=w.dtype)
-    (wanted,) = torch.autograd.grad(torch.addmm(*arguments, **how), w, dy)
-    graph = split_forward(lambda: torch.addmm(*arguments, **how))
-    graph.backward_input(dy)
-    graph.backward_weight()
-    assert w.grad is not None and torch.equal(w.grad, wanted)
+        for name in ("a", "b"):
+            assert torch.equal(module.get_parameter(name).grad, n * torch.ones(3, 4, 6))
+    assert torch.equal(dy, torch.ones(3, 4, 6))

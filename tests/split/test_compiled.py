@@ -3,14 +3,13 @@
 All but a few slow tests leave Inductor's kernels out.
 """
 
-import gc
 import json
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from split_runs import (
     Numbered,
     check,
     check_change,
+    check_operands,
     differences,
     plainly,
 )
@@ -41,21 +41,14 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 compiled: Any = partial(torch.compile, backend="zbpp")
 
 
-@pytest.fixture(scope="session")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One cache of kernels for all tests, and none of another session."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("inductor")
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        yield
-
-
 @pytest.fixture
-def compiler(kernel_cache: None) -> Iterator[Any]:
-    """Torch's compiler, which forgets afterwards what it has compiled."""
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's compiler with no kernels of others; it forgets what it has compiled."""
     import torch._dynamo
 
-    yield torch._dynamo
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    yield
     torch._dynamo.reset()
 
 
@@ -66,10 +59,6 @@ def plain_kernels() -> Iterator[list[Any]]:
         yield graphs
 
 
-def narrowing(m: Any, x: Tensor) -> Tensor:
-    return m.a(x).bfloat16()
-
-
 def breaking(m: Any, x: Tensor) -> Tensor:
     """The compiler stops at the branch, and compiles what is before and after it."""
     y = m.a(x).relu()
@@ -78,60 +67,35 @@ def breaking(m: Any, x: Tensor) -> Tensor:
     return m.b(y)
 
 
-def rows_of_many_sizes(i: int) -> tuple[Tensor, ...]:
-    return (normal(i, 3 + 2 * i, 6),)
-
-
-def bf16_with_wide_sums() -> nn.Module:
-    module = Fn(lambda m, x: m.a(x.bfloat16()), a=lin().bfloat16())
-    module.get_parameter("a.weight").grad_dtype = torch.float32
-    module.get_parameter("a.bias").grad_dtype = torch.float32
-    return module
-
-
 def in_two_parts(m: Any, x: Tensor) -> Tensor:
     """The first part has no bias, and no input that wants a gradient."""
     return m.b(m.a(x.detach()))
 
 
-def used_outside(m: Any, x: Tensor) -> Tensor:
-    return in_two_parts(m, x) @ m.outside()
-
-
-def compile_parts(m: Any) -> nn.Module:
-    m.outside = lambda weight=m.a.weight: weight
-    m.a, m.b = compiled(m.a), compiled(m.b)
-    return m  # type: ignore[no-any-return]
-
-
-def compile_second(m: Any) -> nn.Module:
-    m.inner[1] = compiled(m.inner[1])
-    return m  # type: ignore[no-any-return]
-
-
 PARTS = {
-    "two parts": (
-        lambda: Fn(in_two_parts, a=lin(bias=False), b=lin()),
+    "two parts": Case(
+        lambda: Fn(in_two_parts, a=compiled(lin(bias=False)), b=compiled(lin())),
         "a._orig_mod.weight b._orig_mod.weight",
-        compile_parts,
     ),
-    "used outside": (
-        lambda: Fn(used_outside, a=lin(bias=False), b=lin()),
+    "used outside": Case(
+        lambda: Fn(
+            lambda m, x: in_two_parts(m, x) @ m.a.weight,
+            a=compiled(lin(bias=False)),
+            b=compiled(lin()),
+        ),
         "b._orig_mod.weight",
-        compile_parts,
     ),
-    "in a checkpoint": (
-        lambda: Checkpointed(nn.Sequential(lin(), lin())),
-        "inner.0.weight",
-        compile_second,
+    "in a checkpoint": Case(
+        lambda: Checkpointed(nn.Sequential(lin(), compiled(lin()))), "inner.0.weight"
     ),
 }
 MORE = {
     "a broken graph": Case(lambda: Fn(breaking, a=lin(), b=lin()), "a.weight b.weight"),
-    "rows of many sizes": Case(lin, "weight", rows_of_many_sizes),
+    "rows of many sizes": Case(lin, "weight", lambda i: (normal(i, 3 + 2 * i, 6),)),
     "tied weights": Case(tied, ""),
-    "narrow numbers": Case(lambda: Fn(narrowing, a=lin()), "a.weight"),
-    "bf16 with sums in fp32": Case(bf16_with_wide_sums, "a.weight"),
+    "narrow numbers": Case(
+        lambda: Fn(lambda m, x: m.a(x).bfloat16(), a=lin()), "a.weight"
+    ),
 }
 
 
@@ -169,12 +133,11 @@ def test_a_product_that_two_weights_share_is_made_once(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_modules_with_compiled_parts(name: str, plain_kernels: list[Any]) -> None:
-    build, waits, wrap = PARTS[name]
-    check(Case(build, waits), wrap=wrap, orders=(IN_ORDER,))
+    check(PARTS[name], wrap=lambda module: module, orders=(IN_ORDER,))
 
 
 @pytest.mark.slow
-def test_real_kernels_have_the_bits_of_a_stock_compilation(compiler: Any) -> None:
+def test_real_kernels_have_the_bits_of_a_stock_compilation(compiler: None) -> None:
     check(CASES["mlp"], wrap=compiled, plain_wrap=torch.compile)
 
 
@@ -192,29 +155,8 @@ def test_a_change_between_passes(
     check_change(CASES["mlp"], CHANGES[change], place, wrap=compiled)
 
 
-def test_memory_and_changed_operands(plain_kernels: list[Any]) -> None:
-    """W holds the operands of its products, and they may not change."""
-    layer = nn.Linear(6, 8, bias=False)
-    call = compiled(layer)
-    x = torch.randn(4, 6)
-    for is_changed in (False, True):
-        y = call(x)
-        graph = SplitGraph([y])
-        graph.backward_input(torch.ones_like(y))
-        assert graph.held_bytes() == 4 * (x.numel() + y.numel())
-        if is_changed:
-            x.add_(1)
-            with pytest.raises(RuntimeError, match="changed in place after B"):
-                graph.backward_weight()
-        else:
-            graph.backward_weight()
-            assert graph.held_bytes() == 0
-            wanted = x.sum(0).expand(8, 6)
-            torch.testing.assert_close(layer.weight.grad, wanted)
-    operand = weakref.ref(x)
-    del x, y, graph
-    gc.collect()
-    assert operand() is None
+def test_operands_stay_until_w_and_may_not_change(plain_kernels: list[Any]) -> None:
+    check_operands(compiled)
 
 
 def test_another_shape_compiles_once_more_and_no_third(
@@ -248,24 +190,21 @@ def test_threads_compile_side_by_side(plain_kernels: list[Any]) -> None:
     assert waits == {0: 2, 1: 2}
 
 
-def test_what_another_backend_has_compiled_stays_in_b(compiler: Any) -> None:
-    module = Numbered(Case(lin, ""), wrap=partial(torch.compile, backend="aot_eager"))
-    graph = split_forward(module, torch.tensor(0))
+@pytest.mark.parametrize("backend", ["aot_eager", slow("zbpp")])
+def test_what_has_no_pieces_stays_in_b(
+    backend: str, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another backend's, and ours under a torch that does not know the node it runs."""
+    if backend == "zbpp":
+        monkeypatch.delattr(torch._C, "_current_autograd_node")
+    module = Numbered(Case(lin, ""), wrap=partial(torch.compile, backend=backend))
+    with testing.plain_kernels():
+        graph = split_forward(module, torch.tensor(0))
     where = graph.report()
     assert all(where[p].startswith("B: ") for p in module.inner.parameters())
     graph.backward_input()
     graph.backward_weight()
     assert all(p.grad is not None for p in module.inner.parameters())
-
-
-@pytest.mark.slow
-def test_a_torch_without_a_name_runs_all_in_b(
-    plain_kernels: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(torch._C, "_current_autograd_node")
-    module = Numbered(Case(lin, ""), wrap=compiled)
-    where = split_forward(module, torch.tensor(0)).report()
-    assert all(where[p].startswith("B: ") for p in module.inner.parameters())
 
 
 PROGRAM = """
@@ -288,12 +227,8 @@ print(json.dumps([waits, found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_second_start_finds_its_kernels_and_is_split(
-    kernel_cache: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_finds_its_kernels_and_is_split(compiler: None) -> None:
     """In the first process a plain compilation fills the caches too."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     found = []
     for words in (["plain"], []):
         command = [sys.executable, "-c", PROGRAM, *words]

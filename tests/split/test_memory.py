@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from split_runs import check_operands
 from torch import Tensor, nn
 from zoo import Checkpointed, mlp
 
@@ -26,6 +27,10 @@ def test_b_leaves_the_operands_of_w_and_no_more() -> None:
     assert activations[0]() is None, "no product needs it"
     graph.backward_weight()
     assert graph.held_bytes() == 0
+
+
+def test_operands_stay_until_w_and_may_not_change() -> None:
+    check_operands(lambda layer: layer)
 
 
 def test_all_is_freed_without_a_garbage_collection() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from split_runs import pipeline_of
 from torch import Tensor, nn
 from zoo import Square, lin
 
-import zbpp
 from zbpp import diagnostics
 
 
@@ -22,23 +22,12 @@ class Squared(nn.Linear):
         return nn.functional.linear(x, weight, self.bias)
 
 
-def pipeline_of(layers: list[nn.Module], schedule: str) -> zbpp.Pipeline:
-    return zbpp.Pipeline(
-        layers,
-        schedule,
-        loss_fn=nn.functional.mse_loss,
-        optimizer=None,
-        n_stages=2,
-        n_microbatches=2,
-    )
-
-
 BATCH = torch.ones(4, 6), torch.zeros(4, 6)
 
 
 def test_the_report_names_where_each_gradient_comes_from() -> None:
     layers = [lin(), nn.LayerNorm(6), Squared(6, 6), nn.Sequential(lin(), lin())]
-    with pipeline_of(layers, "ZBH1") as pipeline:
+    with pipeline_of(layers) as pipeline:
         pipeline.step(*BATCH)
         report = diagnostics.split_report(pipeline)
         summary = diagnostics.split_summary(pipeline)
@@ -51,7 +40,7 @@ def test_the_report_names_where_each_gradient_comes_from() -> None:
 
 def test_a_split_that_does_not_split_is_warned_of_once() -> None:
     little = [lin(), *(Squared(6, 6) for _ in range(3))]
-    with pipeline_of(little, "ZBH1") as pipeline:
+    with pipeline_of(little) as pipeline:
         with pytest.warns(UserWarning, match="ZBH1 gains little here"):
             pipeline.step(*BATCH)
         with warnings.catch_warnings():

@@ -5,15 +5,16 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from torch import Tensor, nn
+from split_runs import IN_ORDER, Numbered, check, pipeline_of
+from torch import nn
+from zoo import Case, Fn, lin, tokens
 
-import zbpp
 from zbpp.core import RequestError
-from zbpp.runtime import SplitGraph, SplitModule, split_forward
+from zbpp.runtime import SplitModule, split_forward
 
 
-def tensor_parallel() -> tuple[bool, set[str], list[int]]:
-    """Equal to a backward? What waits, and the numbers of messages in B and W."""
+def tensor_parallel() -> list[int]:
+    """Check such layers, and count the messages in B and W."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.debug import CommDebugMode
@@ -24,46 +25,30 @@ def tensor_parallel() -> tuple[bool, set[str], list[int]]:
         parallelize_module,
     )
 
-    torch.manual_seed(0)
-    layers = nn.Sequential(
-        nn.LayerNorm(6),
-        nn.Linear(6, 8),
-        nn.ReLU(),
-        nn.Linear(8, 6),
-        nn.Linear(6, 2),
-    )
     plan = {
         "0": SequenceParallel(),
         "1": ColwiseParallel(input_layouts=Shard(1)),
         "3": RowwiseParallel(),
     }
-    parallelize_module(layers, init_device_mesh("cpu", (2,)), plan)
-    x: Any = torch.randn(3, 4, 6, requires_grad=True)
+    mesh = init_device_mesh("cpu", (2,))
 
-    def taken() -> list[Tensor]:
-        grads: list[Any] = [p.grad for p in layers.parameters()]
-        layers.zero_grad()
-        return [getattr(g, "full_tensor", lambda g=g: g)() for g in grads]
+    def build() -> nn.Module:
+        layers = nn.LayerNorm(6), lin(6, 8), nn.ReLU(), lin(8, 6), lin(6, 2)
+        return parallelize_module(nn.Sequential(*layers), mesh, plan)
 
-    layers(x).sum().backward()
-    wanted = [*taken(), x.grad]
-    y = layers(x)
-    graph = SplitGraph([y], [x])
-    report = graph.report()
+    case = Case(build, "1.weight 3.weight 4.weight")
+    check(case, orders=())
+    graph = split_forward(Numbered(case), torch.tensor(0))
     with CommDebugMode() as in_b:
-        (dx,) = graph.backward_input(torch.ones_like(y))
+        graph.backward_input()
     with CommDebugMode() as in_w:
         graph.backward_weight()
-    found = [*taken(), dx]
-    waits = {name for name, p in layers.named_parameters() if report.get(p) == "W"}
-    is_equal = all(map(torch.equal, found, wanted))
-    return is_equal, waits, [in_b.get_total_counts(), in_w.get_total_counts()]
+    return [in_b.get_total_counts(), in_w.get_total_counts()]
 
 
 @pytest.mark.dist
 def test_tensor_parallel_layers_are_split(pool: Pool) -> None:
-    for is_equal, waits, (n_in_b, n_in_w) in pool.run(tensor_parallel, 2):
-        assert is_equal and waits == {"1.weight", "3.weight", "4.weight"}
+    for n_in_b, n_in_w in pool.run(tensor_parallel, 2):
         assert n_in_b > 0 and n_in_w == 0, "W needs no other process"
 
 
@@ -78,16 +63,6 @@ def refusals() -> dict[str, list[str]]:
             call()
         return str(refused.value)
 
-    def in_a_pipeline(wrapped: nn.Module) -> None:
-        zbpp.Pipeline(
-            [wrapped, nn.Linear(6, 6)],
-            "ZBH1",
-            loss_fn=nn.functional.mse_loss,
-            optimizer=None,
-            n_stages=2,
-            n_microbatches=2,
-        )
-
     x, found = torch.randn(4, 6), {}
     for name, wrap in {
         "DistributedDataParallel": DistributedDataParallel,
@@ -98,7 +73,7 @@ def refusals() -> dict[str, list[str]]:
         wrapped = wrap(nn.Sequential(nn.Linear(6, 6)))
         found[name] = [
             words(lambda m=wrapped: split_forward(m, x)),
-            words(lambda m=wrapped: in_a_pipeline(m)),
+            words(lambda m=wrapped: pipeline_of([m, lin()])),
         ]
     outside = DistributedDataParallel(SplitModule(nn.Linear(6, 6)))
     found["DistributedDataParallel outside"] = [words(lambda: outside(x))]
@@ -111,10 +86,10 @@ def test_wrappers_of_replicas_are_refused_by_name(pool: Pool) -> None:
     for found in pool.run(refusals, 2):
         for name, (alone, *in_pipeline) in found.items():
             wrapper = name.split()[0]
-            assert f"is wrapped by {wrapper}" in alone
+            named = f"is wrapped by {wrapper}"
+            assert named in alone
             for text in in_pipeline:
-                is_sharded = wrapper == "fully_shard"
-                assert ("mesh" if is_sharded else f"wrapped by {wrapper}") in text
+                assert ("mesh" if wrapper == "fully_shard" else named) in text
         assert "the module.0 is" in found["fully_shard inside"][0]
     split_forward(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
 
@@ -124,26 +99,13 @@ def test_wrappers_of_replicas_are_refused_by_name(pool: Pool) -> None:
 @pytest.mark.xdist_group("hf")
 @pytest.mark.parametrize("kind", ["eager", "batched_mm", "grouped_mm"])
 def test_the_experts_of_mixtral_wait(kind: str) -> None:
-    from tiny_hf import batch_of, tiny
+    from tiny_hf import tiny
 
-    def gradients() -> list[Tensor]:
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-        model.zero_grad()
-        return found
+    def build() -> nn.Module:
+        model = tiny("mixtral", 2)
+        model.set_experts_implementation(kind)
+        return Fn(lambda m, ids: m.model(input_ids=ids).logits, model=model)
 
-    model = tiny("mixtral", 2)
-    model.set_experts_implementation(kind)
-    batches = [batch_of("mixtral", 2, seed=i) for i in range(3)]
-    for batch in batches:
-        model(**batch).loss.backward()
-    wanted = gradients()
-    graphs = [SplitGraph([model(**batch).loss]) for batch in batches]
-    report = graphs[0].report()
-    for graph in graphs:
-        graph.backward_input()
-    for graph in graphs:
-        graph.backward_weight()
-    assert all(map(torch.equal, gradients(), wanted))
-    waits = {name for name, p in model.named_parameters() if report.get(p) == "W"}
-    experts = {name for name, _ in model.named_parameters() if ".experts." in name}
-    assert len(experts) == 4 and experts < waits
+    waits = [name for name, _ in build().named_parameters() if ".experts." in name]
+    assert len(waits) == 4
+    check(Case(build, " ".join(waits), tokens), orders=(IN_ORDER,))

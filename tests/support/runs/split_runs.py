@@ -4,14 +4,18 @@ plainly        one ``backward()`` for each micro-batch, in order
 by_graphs      `split_forward`: B, then W
 by_modules     `SplitModule`: as torch's own stages call it
 by_pipeline    a schedule with its passes in any order
+check_change   something happens between B and W
 """
 
+import gc
 import json
 import random
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from matmuls import CountMatmuls
 from torch import Tensor, nn
@@ -19,7 +23,7 @@ from zoo import Case, outputs_in
 
 import zbpp
 from zbpp.core import Schedule, parse_schedule
-from zbpp.runtime import SplitModule, split_forward
+from zbpp.runtime import SplitGraph, SplitModule, split_forward
 
 IN_ORDER = "F0 F1 B0 F2 B1 W0 F3 B2 B3 W1 W2 W3"
 OUT_OF_ORDER = "F0 F1 F2 B2 B0 W2 F3 B3 W0 BW1 W3"
@@ -99,6 +103,8 @@ def by_graphs(module: Numbered, n: int) -> Found:
     found: Found = {}
     for i in range(n):
         xs = module.inputs(i)
+        for x in xs:
+            x.grad = torch.full_like(x, 7) if x.requires_grad else None
         graph = split_forward(module, torch.tensor(i), *xs)
         where = graph.report(module.parameters())
         assert all(x == "W" or x.startswith("B: ") for x in where.values())
@@ -113,6 +119,7 @@ def by_graphs(module: Numbered, n: int) -> Found:
             for j, x in enumerate(xs)
         }
         states.append(_sums(module))
+        assert all(x.grad is None or bool((x.grad == 7).all()) for x in xs)
         n_bytes = graph.held_bytes()
         graph.backward_weight()
         states.append(_sums(module))
@@ -133,14 +140,21 @@ def _sums(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def by_modules(module: Numbered, n: int) -> Found:
-    """As torch's stages do: a backward runs B alone, and the builder gives W."""
+    """As torch's stages do: a backward runs B alone, and the builder gives its W."""
     split = module.called = SplitModule(module.called)
     found: Found = {}
+    works = []
     for i in range(n):
         xs = module.inputs(i)
         module(torch.tensor(i), *xs).backward()
-        split.dw_builder()()
+        works.append(split.dw_builder())
         found |= {f"input {j} of {i}": x.grad for j, x in enumerate(xs)}
+    states = [_sums(module)]
+    for work in works:
+        work()
+        states.append(_sums(module))
+    changes = {before != after for before, after in pairwise(states)}
+    assert len(changes) == 1, "one has the work of another"
     found |= module.found()
     del found["before"]  # rounds by the strides of the inputs' gradients
     return found
@@ -180,6 +194,18 @@ def schedule_of(order: str) -> Schedule:
         "jobs": [[*jobs, "O"]],
     }
     return parse_schedule(json.dumps(about))
+
+
+def pipeline_of(layers: Sequence[nn.Module], schedule: str = "ZBH1") -> zbpp.Pipeline:
+    """Two stages, two micro-batches, and no optimizer."""
+    return zbpp.Pipeline(
+        layers,
+        schedule,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=None,
+        n_stages=2,
+        n_microbatches=2,
+    )
 
 
 def random_order(seed: int, n: int) -> str:
@@ -318,3 +344,30 @@ def check_change(
         loss.backward()
         graph.backward_weight()
     assert not differences(ours.found(), plain.found())
+
+
+def check_operands(wrap: Wrap) -> None:
+    """W holds the operands of its products until it has run, and they may not change.
+
+    Args:
+        wrap: calls a layer in another way.
+    """
+    layer = nn.Linear(6, 8, bias=False)
+    call = wrap(layer)
+    x = torch.randn(4, 6)
+    for is_changed in (False, True):
+        graph = SplitGraph([y := call(x)])
+        graph.backward_input(torch.ones_like(y))
+        assert graph.held_bytes() == 4 * (x.numel() + y.numel())
+        if is_changed:
+            x.add_(1)
+            with pytest.raises(RuntimeError, match="changed in place after B"):
+                graph.backward_weight()
+        else:
+            graph.backward_weight()
+            assert graph.held_bytes() == 0
+            torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(8, 6))
+    operand = weakref.ref(x)
+    del x, y, graph
+    gc.collect()
+    assert operand() is None
