@@ -6,8 +6,8 @@ All but a few slow tests leave Inductor's kernels out.
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,19 +175,12 @@ def test_another_shape_compiles_once_more_and_no_third(
 
 @pytest.mark.slow
 def test_threads_compile_side_by_side(plain_kernels: list[Any]) -> None:
-    waits: dict[int, int] = {}
+    def n_waiting(x: Tensor) -> int:
+        graph = split_forward(compiled(CASES["mlp"].build()), x.requires_grad_())
+        return list(graph.report().values()).count("W")
 
-    def run(i: int) -> None:
-        x = torch.randn(3, 6, requires_grad=True)
-        graph = split_forward(compiled(CASES["mlp"].build()), x)
-        waits[i] = list(graph.report().values()).count("W")
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert waits == {0: 2, 1: 2}
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(n_waiting, torch.randn(2, 3, 6))] == [2, 2]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("zbpp")])

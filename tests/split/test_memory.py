@@ -35,10 +35,11 @@ def test_operands_stay_until_w_and_may_not_change() -> None:
 
 def test_all_is_freed_without_a_garbage_collection() -> None:
     module = mlp()
+    recomputed = Checkpointed(module[:3])
     tensors: list[weakref.ref[Tensor]] = []
 
     def forward(x: Tensor) -> Tensor:
-        hidden, other = module[:3](x), module[0](x)
+        hidden, other = recomputed(x), module[0](x)
         tensors.extend(map(weakref.ref, (x, hidden, other)))
         return module[3](hidden) + other[:, :6].sin()
 
@@ -51,25 +52,6 @@ def test_all_is_freed_without_a_garbage_collection() -> None:
         assert all(tensor() is None for tensor in tensors)
     finally:
         gc.enable()
-
-
-def test_nothing_is_left_after_many_steps() -> None:
-    module = nn.Sequential(Checkpointed(mlp()), mlp())
-
-    def n_tensors() -> int:
-        gc.collect()
-        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
-    def step() -> None:
-        graph = split_forward(module, torch.randn(4, 6, requires_grad=True))
-        graph.backward_input(torch.ones(4, 6))
-        graph.backward_weight()
-
-    step()
-    before = n_tensors()
-    for _ in range(5):
-        step()
-    assert n_tensors() <= before
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -8,7 +8,6 @@ check_change   something happens between B and W
 """
 
 import gc
-import json
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from zoo import Case, outputs_in
 
 import zbpp
-from zbpp.core import Schedule, parse_schedule
+from zbpp.core import Placement, Schedule, parse_job
 from zbpp.runtime import SplitGraph, SplitModule, split_forward
 
 IN_ORDER = "F0 F1 B0 F2 B1 W0 F3 B2 B3 W1 W2 W3"
@@ -183,17 +182,9 @@ def by_pipeline(module: Numbered, order: str, **numerics: Any) -> Found:
 
 def schedule_of(order: str) -> Schedule:
     """One stage with passes in this order."""
-    jobs = [f"0{job}" for job in order.split()]
-    about = {
-        "format": "zbpp-schedule",
-        "version": 1,
-        "mode": "by hand",
-        "n_stages": 1,
-        "n_microbatches": order.count("F"),
-        "placement": [0],
-        "jobs": [[*jobs, "O"]],
-    }
-    return parse_schedule(json.dumps(about))
+    jobs = [*(f"0{job}" for job in order.split()), "O"]
+    orders = (tuple(parse_job(job, stage=0) for job in jobs),)
+    return Schedule("by hand", Placement((0,)), order.count("F"), orders)
 
 
 def pipeline_of(layers: Sequence[nn.Module], schedule: str = "ZBH1") -> zbpp.Pipeline:
@@ -301,19 +292,11 @@ def add_hook_behind(module: Any, p: nn.Parameter) -> None:
     p.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
 
 
-def freeze(module: Any, p: nn.Parameter) -> None:
-    p.requires_grad_(False)
-
-
-def take_sum(module: Any, p: nn.Parameter) -> None:
-    p.grad = None
-
-
 CHANGES: dict[str, Change] = {
     "a hook": add_hook,
     "a hook behind the sum": add_hook_behind,
-    "frozen": freeze,
-    "the sum is taken": take_sum,
+    "frozen": lambda _, p: p.requires_grad_(False),
+    "the sum is taken": lambda _, p: setattr(p, "grad", None),
 }
 
 
