@@ -78,6 +78,13 @@ OTHERS: dict[str, Case] = {
     "one micro-batch, V": Case(mode="ZBV", n_stages=4, n_microbatches=1),
     "shuffled orders": Case(mode=shuffled(), n_microbatches=3),
     "complex weights": Case(mode="ZBV", model="complex", clip=0.3, recompute="all"),
+    "sparse gradients": Case(
+        mode="ZBV",
+        model="lm sparse",
+        optimizer="plain sgd",
+        clip=0.3,
+        post_validation=True,
+    ),
     "uneven split": Case(n_stages=3, split=(1, 5, 2), post_validation=False),
     "more steps": Case(mode="ZBV", model="norms", steps=14, clip=0.9),
     "late rollbacks": Case(model="lm tied", steps=14, clip=2.0, snapshots=True),

@@ -511,7 +511,9 @@ def _norm(model: nn.Sequential) -> float:
         gradients = [p.grad for p in layer.parameters() if p not in seen]
         seen |= set(layer.parameters())
         norms = [
-            (torch.view_as_real(g) if g.is_complex() else g).norm(dtype=torch.float64)
+            (torch.view_as_real(g) if g.is_complex() else g.to_dense()).norm(
+                dtype=torch.float64
+            )
             for g in gradients
             if g is not None
         ]

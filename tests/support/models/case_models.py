@@ -56,7 +56,7 @@ class Model:
         oracle: what has the same bits: a ``"plain"`` loop, or one ``"stage"`` alone:
             layers draw random numbers, or parameters are tied, whose gradients are
             added layer by layer. ``"close"``: a plain loop, but for rounding: tensors
-            that are handed over are strided, and sums of copies round otherwise.
+            are strided or sparse, and sums of copies or entries round otherwise.
     """
 
     layer: Callable[[int], nn.Module]
@@ -100,9 +100,9 @@ class Block(nn.Module):
         return x + self.dropout(self.down(f.gelu(self.up(self.norm(x)))))
 
 
-def _lm_layer(index: int, *, dropout: float = 0.0) -> nn.Module:
+def _lm_layer(index: int, *, dropout: float = 0.0, sparse: bool = False) -> nn.Module:
     if index == 0:
-        return nn.Embedding(TOKENS, 16)
+        return nn.Embedding(TOKENS, 16, sparse=sparse)
     if index == LAST:
         return nn.Linear(16, TOKENS)
     return Block(dropout=dropout)
@@ -561,6 +561,7 @@ MODELS: dict[str, Model] = {
         lambda index: _linear(), ties=((*_ENDS, (4, "weight")),), oracle="stage"
     ),
     "lm dropout": _lm(partial(_lm_layer, dropout=0.3), oracle="stage"),
+    "lm sparse": _lm(partial(_lm_layer, sparse=True), oracle="close"),
     "dicts": Model(_dict_layer, batch=_padded, loss_fn=_dict_loss),
     **{name: _in_container(name) for name in _CONTAINERS},
     "vectors": Model(lambda index: nn.Sequential(_linear(), nn.Tanh())),
