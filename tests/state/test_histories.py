@@ -222,6 +222,8 @@ class Histories(RuleBasedStateMachine):
         n_steps = self.theirs.pipeline.n_steps
         failed = f"step {n_steps} failed ({kind.__name__}: no), and the pipeline has"
         assert text.startswith(failed)
+        saved = f"last checkpoint, from {self.ours.folder})"
+        assert (saved if self.ours.has_saved else "no checkpoint was saved") in text
         assert "\n" not in text
         self.ours.do("restart", self.theirs.pipeline.state_dict())
 

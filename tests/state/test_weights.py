@@ -140,23 +140,3 @@ def plan_and_train() -> float:
 def test_measuring_a_model_releases_nothing(pool: Pool) -> None:
     loss = make(model=model_of("sequential")[0], optimizer=adamw).step(*batch(16)).loss
     assert pool.run(plan_and_train, 2) == [loss, loss]
-
-
-@pytest.mark.parametrize("name", ["sequential", "cut", "list"])
-def test_parameters_have_the_names_that_the_model_gives_them(name: str) -> None:
-    layers, model = model_of(name)
-    prefix = prefix_of(name)
-    seen: list[str] = []
-
-    def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> Any:
-        seen.extend(name for name, _ in named_parameters)
-        return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
-
-    pipeline = make("ZBV", 2, model=layers, optimizer=optimizer)
-    named, buffers = pipeline.named_parameters(), pipeline.named_buffers()
-    expected = {prefix + name: id(p) for name, p in model.named_parameters()}
-    assert {name: id(p) for name, p in named} == expected
-    assert set(seen) == expected.keys()
-    state = {prefix + name for name in model.state_dict()}
-    assert {name for name, _ in buffers} | set(seen) == state
-    assert pipeline.state_dict()["model"].keys() == state

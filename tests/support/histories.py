@@ -401,6 +401,7 @@ class Run:
         if by == "file":
             self._begin()
             assert self.pipeline.load(self.folder) == {"steps": old.n_steps}
+            self.has_saved = True
             self._thaw()
         else:
             self.restart(state)
@@ -528,7 +529,7 @@ class Run:
         return self.case.n_microbatches * self.case.n_calls
 
     def _begin(self) -> None:
-        case = self.case
+        case, self.has_saved = self.case, False
         outer = torch.get_rng_state()
         layers = build(case)
         torch.default_generator.manual_seed(7)  # decides dropout without a seed
