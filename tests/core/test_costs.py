@@ -6,16 +6,13 @@ from dataclasses import replace
 import pytest
 
 from zbpp.core import (
-    Check,
     Costs,
     LayerCosts,
-    Pass,
     PassKind,
     Placement,
     RequestError,
     Schedule,
     ScheduleError,
-    Step,
     held_during,
     parse_job,
     peaks,
@@ -56,12 +53,6 @@ ONE, TWO = Placement.single(1), Placement.single(2)
 )
 def test_a_column_is_spread_over_the_chunks(given, placement, column, spread):
     assert getattr(Costs(**given).on(placement), column) == spread
-
-
-def test_times_of_jobs_are_sums_of_their_columns():
-    times = Costs(f=4.0, b=6.0, w=2.0, optimizer=8.0).on(V)
-    assert [times.of(Pass(kind, 2, 0)) for kind in (F, B, W, BW)] == [2, 3, 1, 4]
-    assert [times.of(job) for job in (Step(0), Step(1), Check(0))] == [8, 8, 0]
 
 
 def test_a_backward_that_cannot_be_split_is_one_b_of_both_times():

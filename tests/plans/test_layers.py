@@ -13,7 +13,6 @@ from zbpp.core import (
     Placement,
     RequestError,
     peaks,
-    write_schedule,
 )
 from zbpp.planning import MODES, USUAL_MODES, Plan, PlanRequest, make_plan, plan
 from zbpp.schedules import balance
@@ -132,9 +131,6 @@ def test_large_models_are_balanced(placement, n_layers, most):
 
 # --- split and schedule ---------------------------------------------------------------
 
-TIMES = (0.5, *(1.0,) * 14, 3.0)
-LAYERS = LayerCosts(n_layers=16, f=TIMES, b=TIMES, w=TIMES)
-
 
 def llama(limit: float | None) -> LayerCosts:
     """32 layers of the same work; the last one has a head worth 2.4 more."""
@@ -169,18 +165,6 @@ def test_where_a_mode_holds_much_the_early_stages_get_few_layers():
     assert found.split[0] == 1 and found.even_step is None and found.gain is None
     memory = found.costs.on(found.schedule.placement)
     assert max(peaks(found.schedule.orders, memory)) <= 13.0
-
-
-def test_a_file_keeps_its_split_unless_another_is_asked_for(tmp_path):
-    asked = plan_layers("ZBH1", LAYERS, 4, 8, split=(1, 6, 6, 3))
-    assert asked.split == (1, 6, 6, 3) == asked.schedule.split
-    path = tmp_path / "plan.json"
-    write_schedule(asked.schedule, path)
-    assert plan_layers(str(path), LAYERS).split == (1, 6, 6, 3)
-    assert plan_layers(str(path), LAYERS, split="even").split == (4, 4, 4, 4)
-    assert plan_layers(str(path), LAYERS, split="balanced").step < asked.step
-    with pytest.raises(RequestError, match="is for 16 layers"):
-        plan_layers(str(path), LayerCosts(n_layers=20))
 
 
 # --- recompute ------------------------------------------------------------------------

@@ -27,13 +27,6 @@ def test_a_plan_for_the_links_and_the_sends_is_shorter_than_one_without():
         assert span(simulate(aware, costs)) < span(simulate(blind, costs))
 
 
-def test_the_last_stage_does_the_loss():
-    """Stage 0: down 3 + 1.7, then stage 3's 12 (1.3 + 1), up 3 + 1.7, and a W."""
-    costs = Costs(1.0, 1.0, 0.7, comm=(0.1, 1.5, 0.1), loss=0.3)
-    schedule = plan("ZB", n_stages=4, n_microbatches=12, costs=costs)
-    assert span(simulate(schedule, costs)) == pytest.approx(37.7)
-
-
 def test_one_micro_batch_needs_what_its_passes_need_one_after_the_other():
     """F leaves 1, B adds 3 to it and has 4 inside, W has .5 more."""
     costs = Costs(m_b=1, m_w=4, m_fixed=10, peak_f=2, peak_b=4, peak_w=0.5)

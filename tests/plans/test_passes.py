@@ -204,18 +204,6 @@ def torch_schedules():
     return pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
-def test_cells_are_those_of_torch():
-    """Chunk, letter, micro-batch; O and V are left to the caller."""
-    mixed = schedule_of(
-        "V 0F0 0BW0 0F1 0BW1 O", "V 1F0 1B0 1W0 1F1 1B1 1W1 O", stage_of=(0, 1), m=2
-    )
-    assert to_torch_csv(mixed) == "0F0,0B0,0F1,0B1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
-    assert to_torch_csv(plan("ZBH1", n_stages=2, n_microbatches=4)) == (
-        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n"
-        "1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3\n"
-    )
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_torch_knows_every_cell_and_the_placement(mode):
     torch = torch_schedules()

@@ -73,6 +73,9 @@ def test_a_plan_or_its_file_is_a_schedule_with_its_own_costs():
         make_plan(PlanRequest(schedule=plan, memory_limit=1.0))
     with pytest.raises(RequestError, match="n_stages is 3, but 4 is asked for"):
         make_plan(PlanRequest(schedule="plan.json", n_stages=4))
+    planned("ZBH1", costs=LAYERS).save("layers.json")
+    with pytest.raises(RequestError, match="is for 9 layers"):
+        make_plan(PlanRequest(schedule="layers.json", costs=LayerCosts(n_layers=20)))
     with open("schedule.json", "w") as file:
         file.write(schedule_text(plan.schedule))
     again = read_plan("schedule.json")
