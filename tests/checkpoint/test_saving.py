@@ -84,26 +84,6 @@ def test_the_one_just_saved_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
 
 
-def start(folder: str) -> tuple[Any, int]:
-    """One start of a job: it resumes if it can, takes a step and saves."""
-    pipeline = make("ZBH1", None)
-    extra = pipeline.load(folder, missing_ok=True)
-    pipeline.step(*batch(0))
-    pipeline.save(folder, extra={"place": pipeline.n_steps}, wait=True)
-    pipeline.close()
-    return extra, pipeline.n_steps
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("exists", [True, False])
-def test_the_first_start_of_a_job_finds_no_checkpoint(
-    pool: Pool, tmp_path: Path, exists: bool
-) -> None:
-    folder = str(tmp_path if exists else tmp_path / "new")
-    assert pool.run(start, 2, folder) == [({}, 1)] * 2
-    assert pool.run(start, 2, folder) == [({"place": 1}, 2)] * 2
-
-
 def test_nothing_to_load_is_refused(tmp_path: Path) -> None:
     pipeline = constant()
     with pytest.raises(CheckpointError, match="no checkpoint in"):

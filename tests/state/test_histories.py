@@ -272,31 +272,26 @@ def is_variant(name: str) -> bool:
     return name.endswith((" foreach", " fused")) and not name.startswith("AdamW ")
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(name, marks=pytest.mark.slow if is_variant(name) else ())
+ROWS = [
+    *(
+        pytest.param(
+            Case(optimizer=name, scheduler="steps", n_microbatches=1),
+            id=name,
+            marks=pytest.mark.slow if is_variant(name) else (),
+        )
         for name in OPTIMIZERS
-    ],
-)
-def test_every_optimizer_is_rolled_back(optimizer: str) -> None:
-    case = Case(optimizer=optimizer, scheduler="steps", n_microbatches=1)
+    ),
+    *(pytest.param(Case(change=name, dropout=0.3), id=name) for name in CHANGES),
+    pytest.param(Case(change="shrunk_weight", optimizer="hooked"), id="both"),
+]
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_every_optimizer_and_change_is_rolled_back(case: Case) -> None:
     *ours, rollbacks = play(case, WITH_ALL)
     *theirs, _ = play(case.reference, WITH_ALL)
     assert difference(ours, theirs) is None
     assert rollbacks == [0, 1, 1, 1, 0, 1, 1, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("change", "optimizer"),
-    [*((change, "adamw") for change in CHANGES), ("shrunk_weight", "hooked")],
-)
-def test_whatever_a_forward_changes_is_rolled_back(change: str, optimizer: str) -> None:
-    case = Case(change=change, optimizer=optimizer, dropout=0.3)
-    *ours, rollbacks = play(case, WITH_ALL)
-    *theirs, _ = play(case.reference, WITH_ALL)
-    assert difference(ours, theirs) is None
-    assert sum(rollbacks) == 6
 
 
 IN_PROCESSES: dict[str, tuple[int, Case, tuple[Action, ...]]] = {

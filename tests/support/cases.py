@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -138,12 +138,8 @@ NUMBERS = (
 """Settings that decide the numbers; all modes must agree for each of them."""
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, nesterov=True)
-
-
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+_sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True)
+_adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 
 
 def _several(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -155,10 +151,10 @@ def _several(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": _adamw,
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
     "sgd": _sgd,
-    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "plain sgd": partial(torch.optim.SGD, lr=0.1),
     "several": _several,
 }
 
