@@ -84,7 +84,8 @@ class GradientOrder:
         """B of a micro-batch; see `SplitGraph.backward_input`."""
         if microbatch == self._b.turn and self._each is None:
             found = graph.backward_input(gradients)
-            self._b.add(microbatch, self._end_addition)
+            self._end_addition()
+            self._b.end_turn()
             return found
         found, apart = self._run_apart(graph, gradients)
         if self._each is not None:
@@ -150,8 +151,9 @@ class GradientOrder:
             self.run_w(microbatch, graph)
             return found
         found = graph.backward(gradients)
-        self._b.add(microbatch, self._end_addition)
-        self._w.add(microbatch, lambda: None)
+        self._end_addition()
+        self._b.end_turn()
+        self._w.end_turn()
         return found
 
     def _end_b(self, apart: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -182,6 +184,12 @@ class _Turns:
         """
         self._early[microbatch] = action
         if now:
+            self.go_on()
+
+    def end_turn(self) -> None:
+        """Go on behind a micro-batch that has run in its turn."""
+        self.turn += 1
+        if self._early:
             self.go_on()
 
     def go_on(self) -> None:
