@@ -93,9 +93,6 @@ MORE = {
     "a broken graph": Case(lambda: Fn(breaking, a=lin(), b=lin()), "a.weight b.weight"),
     "rows of many sizes": Case(lin, "weight", lambda i: (normal(i, 3 + 2 * i, 6),)),
     "tied weights": Case(tied, ""),
-    "narrow numbers": Case(
-        lambda: Fn(lambda m, x: m.a(x).bfloat16(), a=lin()), "a.weight"
-    ),
 }
 
 
@@ -103,7 +100,7 @@ MORE = {
     "name",
     [
         "mlp",
-        *map(slow, ("a broken graph", "rows of many sizes", "narrow numbers")),
+        *map(slow, ("a broken graph", "rows of many sizes")),
         *map(slow, ("bf16 with sums in fp32", "tied weights", "lora", "two outputs")),
         *map(slow, ("conv2d, frozen weight", "a weight in three parts")),
         *map(slow, ("experts selected", "checkpoint in a checkpoint")),

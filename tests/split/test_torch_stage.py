@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zbpp.runtime import SplitModule
 from zbpp.schedules import to_torch_csv
 
 N_STAGES, N_MICROBATCHES, DIM = 2, 4, 6
+slow = partial(pytest.param, marks=pytest.mark.slow)
 EXACTLY = {"rtol": 0.0, "atol": 0.0}
 Gradients = dict[str, Tensor]
 
@@ -48,12 +50,14 @@ def run_in_torch(
     )
 
     rank = dist.get_rank()
-    chunks = {c: chunk_layers(c) for c, stage in enumerate(stage_of) if stage == rank}
+    chunks = nn.ModuleDict(
+        {str(c): chunk_layers(c) for c, stage in enumerate(stage_of) if stage == rank}
+    )
     stages = []
     for chunk, module in chunks.items():
         split: Any = SplitModule(module) if is_split else module
         how = {"dw_builder": split.dw_builder} if is_split else {}
-        place = chunk, len(stage_of), torch.device("cpu")
+        place = int(chunk), len(stage_of), torch.device("cpu")
         stages.append(PipelineStage(split, *place, **how))
     kind = _PipelineScheduleRuntime if csv else ScheduleZBVZeroBubble
     runtime: Any = kind(stages, N_MICROBATCHES, loss_fn=nn.functional.mse_loss)
@@ -63,9 +67,9 @@ def run_in_torch(
         runtime._load_csv(str(path))
     inputs, targets = batch()
     losses: list[Tensor] = []
-    has_last = len(stage_of) - 1 in chunks
+    has_last = str(len(stage_of) - 1) in chunks
     runtime.step(
-        *([inputs] if 0 in chunks else []),
+        *([inputs] if "0" in chunks else []),
         target=targets if has_last else None,
         losses=losses if has_last else None,
         return_outputs=False,
@@ -73,28 +77,18 @@ def run_in_torch(
     return gradients(chunks), [loss.item() for loss in losses]
 
 
-def gradients(chunks: dict[int, nn.Module]) -> Gradients:
-    return {
-        f"{chunk}.{name}": p.grad.clone()
-        for chunk, module in chunks.items()
-        for name, p in module.named_parameters()
-        if p.grad is not None
-    }
+def gradients(chunks: nn.Module) -> Gradients:
+    return {name: p.grad.clone() for name, p in chunks.named_parameters()}
 
 
 def run_serially(n_chunks: int, n: int) -> tuple[Gradients, list[float]]:
     """The first n micro-batches by autograd."""
-    chunks = {chunk: chunk_layers(chunk) for chunk in range(n_chunks)}
-    model = nn.Sequential(*chunks.values())
-    losses = []
-    pairs = zip(*(half.chunk(N_MICROBATCHES) for half in batch()), strict=True)
-    for inputs, targets in list(pairs)[:n]:
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        losses.append(loss.item())
-    for p in model.parameters():
-        p.grad.div_(N_MICROBATCHES)  # type: ignore[union-attr]  # torch does at the end
-    return gradients(chunks), losses
+    model = nn.Sequential(*map(chunk_layers, range(n_chunks)))
+    inputs, targets = (half.chunk(N_MICROBATCHES)[:n] for half in batch())
+    losses = list(map(nn.functional.mse_loss, map(model, inputs), targets))
+    for loss in losses:
+        (loss / N_MICROBATCHES).backward()
+    return gradients(model), [loss.item() for loss in losses]
 
 
 @pytest.mark.dist
@@ -103,15 +97,10 @@ def run_serially(n_chunks: int, n: int) -> tuple[Gradients, list[float]]:
     [
         ("of torch", True),
         ("ZBH1", False),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("ZBV", False),
-                ("ZBH1", True),
-                ("FThenB", False),
-                ("VPP", False),
-            )
-        ),
+        slow("ZBV", False),
+        slow("ZBH1", True),
+        slow("FThenB", False),
+        slow("VPP", False),
     ],
 )
 def test_torch_runs_our_split_and_our_schedules(
