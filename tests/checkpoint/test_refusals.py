@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import histories
 import pytest
 import torch
 from faulty_training import WIDTH, batch, make
@@ -139,11 +140,8 @@ def test_rates_may_be_numbers_or_tensors(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trained(1).save(tmp_path, wait=True)
-    other = zbpp.Pipeline(
-        nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)), "1F1B",
-        loss_fn=nn.functional.mse_loss, optimizer=torch.optim.SGD,
-        n_microbatches=2, n_stages=1,
-    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH))
+    other = histories.make("1F1B", 1, model=model)
     with pytest.raises(RequestError, match=r"0.weight is missing; .* and \d+ more"):
         other.load(tmp_path)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import histories
 import pytest
 import safetensors.torch
 import torch
@@ -36,10 +37,8 @@ class Constant(nn.Module):
 
 def constant(n_steps: int = 0, value: float = 0.0) -> zbpp.Pipeline:
     """A pipeline after some steps, with parameters of a value."""
-    pipeline = zbpp.Pipeline(
-        nn.Sequential(Constant()), "1F1B", loss_fn=nn.functional.mse_loss,
-        optimizer=torch.optim.SGD, n_stages=1, n_microbatches=1,
-    )  # fmt: skip
+    model = nn.Sequential(Constant())
+    pipeline = histories.make("1F1B", 1, model=model, n_microbatches=1)
     go_on(pipeline, n_steps, value)
     return pipeline
 
@@ -280,10 +279,7 @@ def count_calls(folder: str) -> list[int]:
     counts = []
     for n_steps in (2, 0):
         layers = [Counter(4, 4), Counter(4, 4)]
-        pipeline = zbpp.Pipeline(
-            layers, "1F1B", loss_fn=nn.functional.mse_loss,
-            optimizer=torch.optim.SGD, n_microbatches=2,
-        )  # fmt: skip
+        pipeline = histories.make("1F1B", None, model=layers, n_microbatches=2)
         for _ in range(n_steps):
             pipeline.step(torch.ones(2, 4), torch.ones(2, 4))
         if n_steps:
