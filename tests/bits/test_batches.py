@@ -3,7 +3,9 @@
 import math
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -99,6 +101,32 @@ class Encoding(UserDict[str, Any]):
     """A dict by its methods, as `transformers.BatchEncoding` is."""
 
 
+class Named(NamedTuple):
+    """A named tuple, with the names of the batch below."""
+
+    ids: Tensor
+    both: Any
+    rate: float
+    scale: Tensor
+
+
+@dataclass
+class Data:
+    """A dataclass, with the same."""
+
+    ids: Tensor
+    both: Any
+    rate: float
+    scale: Tensor
+
+
+class Ends(nn.Linear):
+    """The last layer, which puts out containers."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"y": super().forward(x), "rest": Data(x[:, 0], (x, None), 0.5, x)}
+
+
 class Reads(nn.Module):
     """Reads a nested batch, whose numbers and tensors without samples stay whole."""
 
@@ -107,13 +135,24 @@ class Reads(nn.Module):
         self.linear = nn.Linear(2, 2)
 
     def forward(self, batch: Any) -> Tensor:
-        both, (_, none) = batch["both"]
-        assert none is None and batch["rate"] == 0.5 and len(batch["ids"]) == len(both)
-        return self.linear(both * batch["rate"] * batch["scale"])
+        names = ("ids", "both", "rate", "scale")
+        read = getattr if isinstance(batch, Named | Data) else getitem
+        ids, (both, (_, none)), rate, scale = (read(batch, name) for name in names)
+        assert none is None and rate == 0.5 and len(ids) == len(both)
+        return self.linear(both * rate * scale)
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, Encoding])
-def test_containers_are_cut(kind: Callable[[Any], Any]) -> None:
+KINDS = [
+    dict,
+    OrderedDict,
+    Encoding,
+    lambda batch: Named(**batch),
+    lambda batch: Data(**batch),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_containers_are_cut_and_joined(kind: Callable[[Any], Any]) -> None:
     batch = {
         "ids": torch.arange(7),
         "both": (torch.randn(7, 2), [torch.zeros(7), None]),
@@ -121,14 +160,18 @@ def test_containers_are_cut(kind: Callable[[Any], Any]) -> None:
         "scale": torch.tensor(2.0),
     }
     torch.manual_seed(0)
-    model = [Reads(), nn.Linear(2, 2)]
+    model = [Reads(), Ends(2, 2)]
+    loss_fn = lambda outputs, targets: mse_loss(outputs["y"], targets)  # noqa: E731
     pipeline = zbpp.Pipeline(
-        model, "1F1B", n_stages=2, n_microbatches=3, loss_fn=mse_loss, optimizer=None
+        model, "1F1B", n_stages=2, n_microbatches=3, loss_fn=loss_fn, optimizer=None
     )
     expected = model[1](model[0](batch))
-    close(pipeline.predict(kind(batch)), expected)
+    found = pipeline.predict(kind(batch))
+    close(found["y"], expected["y"])
+    assert type(found["rest"]) is Data and found["rest"].both[1] is None
+    close(found["rest"].both[0], expected["rest"].both[0])
     result = pipeline.step(kind(batch), torch.zeros(7, 2))
-    close(result.loss, mse_loss(expected, torch.zeros(7, 2)).item())
+    close(result.loss, loss_fn(expected, torch.zeros(7, 2)).item())
 
 
 def test_a_model_may_cut_its_batch() -> None:

@@ -22,7 +22,7 @@ MODELS = (
     ["lm", "dicts"],
     ["lm tied", "tied thrice"],
     ["exchange, dropout", "buffers"],
-    ["nested", "named tuple", "tuples"],
+    "tuples",
     ["twice", "hooks", "auxiliary loss"],
 )
 FACTORS: dict[str, Any] = {

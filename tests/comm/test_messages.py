@@ -2,20 +2,56 @@
 
 import gc
 import weakref
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from pool import Pool
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 import zbpp
 from zbpp.runtime import PeerError, ShapeError
 
 WIDTH, M = 4, 3
 Make = Callable[[Tensor], Any]
+
+
+class Named(NamedTuple):
+    """A named tuple."""
+
+    one: Any
+    two: Any
+
+
+@dataclass
+class Data:
+    """A dataclass, which torch's pytree does not know."""
+
+    one: Any
+    two: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen one, with a field that is no tensor."""
+
+    one: Any
+    scale: float = 0.5
+
+
+class Registered(UserDict[str, Any]):
+    """A class that torch's pytree knows by its registration."""
+
+
+register_pytree_node(
+    Registered,
+    lambda x: ([*x.values()], [*x]),
+    lambda values, names: Registered(zip(names, values, strict=True)),
+)
 
 VALUES: dict[str, Make] = {
     "tensor": lambda x: x,
@@ -34,6 +70,12 @@ VALUES: dict[str, Make] = {
         "empty": ((), [], {}),
     },
     "nested": lambda x: [x, (torch.tensor(True), [x[:, 0], {"mask": x.detach() > 0}])],
+    "named tuple": lambda x: Named(x, 2 * x),
+    "dataclass": lambda x: Data(x, None),
+    "frozen dataclass": lambda x: Frozen([x, x.detach()]),
+    "registered class": lambda x: Registered(one=x, two=x[:, 0]),
+    "ordered dict": lambda x: OrderedDict(two=x, one=2 * x),
+    "containers": lambda x: Named(Data(x, 1), {1: x, (2, "x"): deque(["a", x[:1]])}),
     "strided": lambda x: (x.t(), x.expand(3, *x.shape), x.detach()[:, ::2]),
     "twice": lambda x: {"x": x, "again": x, "view": x.t()},
     "many": lambda x: {f"layer {i}": x[:, : i % WIDTH] + i for i in range(250)},
@@ -68,10 +110,20 @@ class Checks(nn.Module):
 
 def total(value: Any, targets: Any = None) -> Tensor:
     """Sum of all its numbers."""
-    leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
     return torch.stack(
-        [(x.abs() if x.is_complex() else x).float().sum() for x in leaves]
+        [(x.abs() if x.is_complex() else x).float().sum() for x in tensors_of(value)]
     ).sum()
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Those in dataclasses too, which pytree knows once zbpp has seen one."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf):
+            found += tensors_of(vars(leaf))
+    return found
 
 
 def looks(value: Any) -> str:

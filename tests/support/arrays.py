@@ -97,8 +97,6 @@ def cases_of(rows: Sequence[Row]) -> list[Any]:
     for row in rows:
         levels = {(name, str(level)) for name, level in row.items()}
         marks = [pytest.mark.slow] if levels <= seen else []
-        if row["model"] == "ModelOutput":
-            marks += [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
         seen |= levels
         label = " ".join(str(x) for x in row.values() if x not in (None, "", False))
         found.append(pytest.param(case_of(row), id=label, marks=marks))

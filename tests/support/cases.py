@@ -385,17 +385,8 @@ def _finish(case: Case, pipeline: zbpp.Pipeline, trace: Trace) -> Trace:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Tensors of a value, in dataclasses too."""
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, dict):
-        value = [getattr(value, name) for name in value.__dataclass_fields__]
-    leaves = _pytree.tree_leaves(value, is_leaf=lambda x: hasattr(x, "h"))
-    found: list[Tensor] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.append(torch.atleast_1d(_copy(leaf)))
-        elif hasattr(leaf, "h"):
-            found += _tensors([leaf.h, leaf.a])
-    return found
+    leaves = _pytree.tree_leaves(value)
+    return [torch.atleast_1d(_copy(x)) for x in leaves if isinstance(x, Tensor)]
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -2,16 +2,14 @@
 
 lm ..        an embedding, blocks and a head, with ties or dropout
 dicts        mask, positions and an extra loss travel in a dict; lengths change
-named tuple  and other containers: each layer checks the type that it is handed
 the rest     vectors of 8 numbers, and one kind of layer in the middle
 """
 
 import importlib
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -191,121 +189,6 @@ def _padded(step: int, samples: int) -> tuple[dict[str, Tensor], Tensor]:
 
 def _dict_loss(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return _cross_entropy(outputs["logits"], labels) + 0.01 * outputs["extra"]
-
-
-# ---- Containers of all kinds.
-
-
-class Named(NamedTuple):
-    """A named tuple."""
-
-    h: Any
-    a: Any
-
-
-@dataclass
-class Data:
-    """A dataclass, which torch's pytree does not know."""
-
-    h: Any
-    a: Any
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A frozen one, with a field that is no tensor."""
-
-    h: Any
-    a: Any
-    scale: float = 0.5
-
-
-class Registered:
-    """A class that torch's pytree knows by its registration."""
-
-    def __init__(self, h: Any, a: Any) -> None:
-        self.h, self.a = h, a
-
-
-_pytree.register_pytree_node(
-    Registered, lambda x: ([x.h, x.a], None), lambda children, _: Registered(*children)
-)
-
-
-class Heads(NamedTuple):
-    """Containers in containers, with keys that are no texts."""
-
-    data: Data
-    by_number: dict[Any, Any]
-    rest: deque[Any]
-
-
-def _model_output(h: Any, a: Any) -> Any:
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
-    return BaseModelOutputWithPast(last_hidden_state=h, past_key_values=a)
-
-
-@dataclass(frozen=True)
-class _Container:
-    make: Callable[[Any, Any], Any]
-    read: Callable[[Any], tuple[Any, Any]] = field(default=lambda x: (x.h, x.a))
-
-    def batch(self, step: int, samples: int) -> tuple[Any, Tensor]:
-        h, y = _vectors(step, samples)
-        return self.make(h, h.flip(0)), y
-
-    def split(self, inputs: Any, n: int) -> list[Any]:
-        return [self.make(*parts) for parts in _split(self.read(inputs), n)]
-
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        h, a = self.read(outputs)
-        return f.mse_loss(h + a, targets)
-
-
-class _InContainer(nn.Module):
-    """Reads and returns a container, and checks its type."""
-
-    def __init__(self, container: _Container) -> None:
-        super().__init__()
-        self.linear, self.container = nn.Linear(WIDTH, WIDTH), container
-
-    def forward(self, value: Any) -> Any:
-        h, a = self.container.read(value)
-        like = self.container.make(h, a)
-        assert type(value) is type(like), type(value)
-        assert not isinstance(value, dict) or [*value] == [*like]
-        return self.container.make(self.linear(h).tanh() + a, 0.5 * a)
-
-
-def _items(value: Any) -> tuple[Any, Any]:
-    return value["h"], value["a"]
-
-
-_CONTAINERS = {
-    "named tuple": _Container(Named),
-    "dataclass": _Container(Data),
-    "frozen dataclass": _Container(Frozen),
-    "registered class": _Container(Registered),
-    "OrderedDict": _Container(lambda h, a: OrderedDict(a=a, h=h), _items),
-    "ModelOutput": _Container(
-        _model_output, lambda x: (x.last_hidden_state, x["past_key_values"])
-    ),
-    "nested": _Container(
-        lambda h, a: Heads(Data(h, None), {1: a, (2, "x"): True}, deque(["a", a])),
-        lambda x: (x.data.h, x.by_number[1]),
-    ),
-}
-
-
-def _in_container(name: str) -> Model:
-    container = _CONTAINERS[name]
-    return Model(
-        lambda index: _InContainer(container),
-        batch=container.batch,
-        loss_fn=container.loss,
-        split=container.split,
-    )
 
 
 # ---- Vectors.
@@ -563,7 +446,6 @@ MODELS: dict[str, Model] = {
     "lm dropout": _lm(partial(_lm_layer, dropout=0.3), oracle="stage"),
     "lm sparse": _lm(partial(_lm_layer, sparse=True), oracle="close"),
     "dicts": Model(_dict_layer, batch=_padded, loss_fn=_dict_loss),
-    **{name: _in_container(name) for name in _CONTAINERS},
     "vectors": Model(lambda index: nn.Sequential(_linear(), nn.Tanh())),
     "twice": Model(_twice),
     "expanded": Model(_expanded, oracle="close"),
