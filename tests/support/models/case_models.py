@@ -223,7 +223,7 @@ def _used_in_turns(value: dict[str, Tensor]) -> Tensor:
 def _expanded(index: int) -> nn.Module:
     """Hands over an expanded tensor next to another one, or reads both."""
     if index % 2 == 0:
-        return _Function(after=lambda y: (y, (3.0 * y).expand(3, *y.shape)))
+        return _Function(after=lambda y: (y, (0.3 * y).expand(3, *y.shape)))
     return _Function(lambda x: x[0] + torch.sin(x[1]).sum(0) + torch.cos(x[1]).sum(0))
 
 
@@ -339,9 +339,11 @@ class Exchange(nn.Module):
 class _Checkpointed(nn.Module):
     """A layer whose forward runs again in the backward, by torch's checkpoint."""
 
-    def __init__(self, index: int, *, use_reentrant: bool) -> None:
+    def __init__(
+        self, index: int, *, use_reentrant: bool = False, dropout: float = 0.3
+    ) -> None:
         super().__init__()
-        self.inner = Exchange(index, dropout=0.3)
+        self.inner = Exchange(index, dropout=dropout)
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -463,6 +465,7 @@ MODELS: dict[str, Model] = {
     "written mask": Model(_written_mask, batch=_masked_batch),
     "exchange": Model(Exchange),
     "exchange, dropout": Model(partial(Exchange, dropout=0.3), oracle="stage"),
+    "checkpoint": Model(partial(_Checkpointed, dropout=0.0)),
     "checkpoints": Model(partial(_checkpointed, use_reentrant=False), oracle="stage"),
     "reentrant checkpoints": Model(
         partial(_checkpointed, use_reentrant=True), oracle="stage"
