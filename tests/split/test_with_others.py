@@ -1,7 +1,5 @@
 """The split backward with tensor parallelism, wrappers of replicas, transformers."""
 
-from typing import Any
-
 import pytest
 import torch
 from pool import Pool
@@ -52,46 +50,35 @@ def test_tensor_parallel_layers_are_split(pool: Pool) -> None:
         assert n_in_b > 0 and n_in_w == 0, "W needs no other process"
 
 
-def refusals() -> dict[str, list[str]]:
-    """What each wrapper of data parallelism is refused with: alone, in a pipeline."""
+def refuse_wrappers() -> None:
+    """By name: alone, in a pipeline, inside a module, and around a split one."""
     from torch.distributed._composable import replicate
     from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import DistributedDataParallel as Ddp
 
-    def words(call: Any) -> str:
-        with pytest.raises(RequestError) as refused:
-            call()
-        return str(refused.value)
-
-    x, found = torch.randn(4, 6), {}
-    for name, wrap in {
-        "DistributedDataParallel": DistributedDataParallel,
-        "replicate": replicate,
-        "fully_shard": fully_shard,
-        "fully_shard inside": lambda m: nn.Sequential(fully_shard(m)),
-    }.items():
-        wrapped = wrap(nn.Sequential(nn.Linear(6, 6)))
-        found[name] = [
-            words(lambda m=wrapped: split_forward(m, x)),
-            words(lambda m=wrapped: pipeline_of([m, lin()])),
-        ]
-    outside = DistributedDataParallel(SplitModule(nn.Linear(6, 6)))
-    found["DistributedDataParallel outside"] = [words(lambda: outside(x))]
-    return found
+    x = torch.randn(4, 6)
+    for module, wrapper in (
+        (Ddp(nn.Sequential(lin())), "DistributedDataParallel"),
+        (replicate(nn.Sequential(lin())), "replicate"),
+        (fully_shard(nn.Sequential(lin())), "fully_shard"),
+        (nn.Sequential(fully_shard(nn.Sequential(lin()))), "fully_shard"),
+    ):
+        words = "mesh" if wrapper == "fully_shard" else f"wrapped by {wrapper}"
+        with pytest.raises(RequestError, match=words):
+            pipeline_of([module, lin()])
+        with pytest.raises(RequestError, match=f"is wrapped by {wrapper}") as refused:
+            split_forward(module, x)
+    assert "the module.0 is" in str(refused.value)
+    around = Ddp(SplitModule(lin()))
+    with pytest.raises(RequestError, match="is wrapped by DistributedDataParallel"):
+        around(x)
+    split_forward(nn.Sequential(lin()), x)
 
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore")  # torch's own
 def test_wrappers_of_replicas_are_refused_by_name(pool: Pool) -> None:
-    for found in pool.run(refusals, 2):
-        for name, (alone, *in_pipeline) in found.items():
-            wrapper = name.split()[0]
-            named = f"is wrapped by {wrapper}"
-            assert named in alone
-            for text in in_pipeline:
-                assert ("mesh" if wrapper == "fully_shard" else named) in text
-        assert "the module.0 is" in found["fully_shard inside"][0]
-    split_forward(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
+    pool.run(refuse_wrappers, 2)
 
 
 @pytest.mark.slow
