@@ -56,7 +56,7 @@ test-pythons: $(PYTHONS:%=test-python%)
 test-python%:
 	PYENV_VERSION=$* python$* -m venv --clear build/python$*
 	build/python$*/bin/pip install --quiet -e . \
-	  hypothesis jsonschema networkx psutil pytest pytest-timeout pytest-xdist
+	  hypothesis jsonschema psutil pytest pytest-timeout pytest-xdist
 	build/python$*/bin/pytest -m "not slow" $(SPREAD) $(TORCHLESS) \
 	  $(WITH_TORCH:%=--ignore=tests/plans/test_%.py) $(ARGS)
 
