@@ -210,12 +210,17 @@ def leg(place: Place, optimizer: Any, folder: str, step: int) -> Numbers:
     return numbers
 
 
+def leg_of_rank(place: tuple[Any, ...], optimizer: str, *args: Any) -> Numbers:
+    """`leg` by what can be sent to a process, which has another module of this file."""
+    return leg(Place(*place), globals()[optimizer], *args)
+
+
 def relay(pool: Pool, places: Sequence[Place], optimizer: Any, folder: Path) -> None:
     """Compare each place with the plain loop: numbers, and what it has saved."""
     for step, place in enumerate(places):
-        args = place, optimizer, str(folder), step
+        args = tuple(place), optimizer.__name__, str(folder), step
         n = place.stages * place.replicas
-        found = pool.run(leg, n, *args) if place.apart else [leg(*args)]
+        found = pool.run(leg_of_rank, n, *args) if place.apart else [leg_of_rank(*args)]
         numbers, state = expected(optimizer)[step]
         for one in found:
             assert_close(one, numbers)
