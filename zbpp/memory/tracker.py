@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.memory.engine_sums import EngineSums
 from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.torch_internals import inner_tensors
 
 __all__ = ["Span", "StorageTracker", "storages_of"]
 
@@ -173,10 +174,8 @@ _PARTS = {
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     """The storages behind a tensor; of a sharded one, those of this process."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        held = (getattr(tensor, name) for name in names)  # a mesh may be among them
-        inner = [part for part in held if isinstance(part, Tensor)]
+    inner = inner_tensors(tensor)
+    if inner is not None:
         return [s for part in inner for s in storages_of(part)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]

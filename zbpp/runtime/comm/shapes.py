@@ -26,6 +26,7 @@ from torch import Tensor
 
 from zbpp.core import Message, Value, What
 from zbpp.runtime.support.errors import ShapeError
+from zbpp.runtime.support.torch_internals import inner_tensors
 from zbpp.runtime.values import Nested, Structure, Tensors, filled
 
 __all__ = [
@@ -147,7 +148,7 @@ def spec_of(value: Value, tensors: Tensors) -> Spec:
 def _refuse_others(value: Value, tensor: Tensor) -> None:
     """Refuse what holds its numbers elsewhere, as a DTensor or a sparse tensor does."""
     kind = type(tensor).__name__
-    if hasattr(tensor, "__tensor_flatten__"):
+    if inner_tensors(tensor) is not None:
         hint = "hand on a plain one (x.to_local()) and wrap it in the next layer"
         if kind != "DTensor":
             hint = "hand on the plain tensors in it and wrap them in the next layer"

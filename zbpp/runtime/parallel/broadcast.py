@@ -22,6 +22,7 @@ from zbpp.runtime.comm.place import (
     single_dims,
 )
 from zbpp.runtime.support.sharded import local_part, own_shard
+from zbpp.runtime.support.torch_internals import inner_tensors
 
 __all__ = ["broadcast_first"]
 
@@ -90,9 +91,9 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
     """The dense tensors that hold the bits of a tensor, of any library's class."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta or not tensor.numel():
         return
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _dense_parts(getattr(tensor, name))
+    inner = inner_tensors(tensor)
+    if inner is not None:
+        for part in inner:
+            yield from _dense_parts(part)
     elif tensor.layout is torch.strided and not tensor.is_quantized:
         yield tensor

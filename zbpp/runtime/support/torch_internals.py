@@ -23,6 +23,7 @@ __all__ = [
     "data_parallel",
     "has_plain_step",
     "has_step_hooks",
+    "inner_tensors",
     "is_fake",
     "is_in_ddp",
     "mark_called",
@@ -55,6 +56,15 @@ def arrived(tensor: Tensor) -> Tensor:
         return tensor
     apply: Any = _Arrived.apply  # typed from torch 2.14 on
     return cast(Tensor, apply(tensor))
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
+    """The tensors that one of a library's class is made of; None: it is none such."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, _ = tensor.__tensor_flatten__()
+    parts = (getattr(tensor, name) for name in names)  # a mesh may be among them
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def is_fake(tensor: Tensor) -> bool:
