@@ -95,6 +95,8 @@ class OpenPass:
             self._go.release()
         self._back.acquire()
         self.has_ended = self._is_over
+        if self._is_over:
+            self._thread.join()  # else the next pass may begin beside its last moments
         if self._error is not None:
             raise self._error
 
