@@ -256,10 +256,15 @@ class Executor:
     def _without_early(self, program: Program) -> Program:
         """Leave out the sends of what forwards in pairs put out: they do it."""
         pairs = [x for x in program if isinstance(x, Pair)]
-        early = {output_of(pair.forward, len(self.stage_of)) for pair in pairs}
-        sends = [x for x in program if isinstance(x, Send) and x.value in early]
-        self._early = dict(zip((send.value for send in sends), sends, strict=True))
-        return tuple(x for x in program if x not in sends)
+        early = {_ends(pair.forward, len(self.stage_of))[1] for pair in pairs}
+        rest: list[Any] = []
+        self._early = {}
+        for x in program:
+            if isinstance(x, Send) and x.value in early:
+                self._early[x.value] = x
+            else:
+                rest.append(x)
+        return tuple(rest)
 
     def _rewind(self) -> list[_Drop]:
         """The speculative step is invalid: go back to where this step began.

@@ -464,19 +464,19 @@ class SplitGraph:
             RequestError: the gradients do not fit the outputs; B may be called again.
         """
         ends, dys = self._fitting(gradients)
-        plan, inputs, queue = self._plan(), self._inputs, self._queue
+        plan, queue = self._plan(), self._queue
         self._is_done = True
-        found: tuple[Tensor | None, ...] = (None,) * len(inputs)
+        found: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         # A hook that the forward has set on an output would not see what is captured.
         sees_hooks = queue.n_hooks is None or queue.n_hooks != hooks_made()
         may_capture = plan.may_capture and not (sees_hooks or queue.lent)
         if not ends:
             pass
         elif may_capture and all(map(_only_adds, plan.leaves)):
-            found = self._capture(plan, ends, dys, inputs)
+            found = self._capture(plan, ends, dys)
         else:
             with queue:
-                found = self._run_around(plan, ends, dys, inputs)
+                found = self._run_around(plan, ends, dys)
         self._ends, self._inputs, self.outputs = [], [], None
         return found
 
@@ -581,14 +581,10 @@ class SplitGraph:
         return ends, dys
 
     def _capture(
-        self,
-        plan: Plan,
-        ends: list[Any],
-        dys: list[Tensor | None],
-        inputs: list[Tensor],
+        self, plan: Plan, ends: list[Any], dys: list[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """B whose gradients are all returned by autograd: nothing calls back."""
-        queue, leaves = self._queue, plan.leaves
+        queue, leaves, inputs = self._queue, plan.leaves, self._inputs
         values = [queue.read(site) for site in plan.sites]
         edges = [GradientEdge(site[0], 0) for site in plan.sites]
         found = run_backward(ends, dys, [*inputs, *leaves, *edges], accumulates=False)
@@ -602,13 +598,10 @@ class SplitGraph:
         return found[:first]
 
     def _run_around(
-        self,
-        plan: Plan,
-        ends: list[Any],
-        dys: list[Tensor | None],
-        inputs: list[Tensor],
+        self, plan: Plan, ends: list[Any], dys: list[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """B that keeps operands of a product when autograd comes to it."""
+        inputs = self._inputs
         if not plan.sites:
             return _run_whole(ends, dys, inputs)
         hooks = []

@@ -1,8 +1,7 @@
 """Messages between stages: `transport` says what there is.
 
     local      all stages in this process
-    mailbox    one process a stage: values, their shapes (`shapes`), and what their
-               receiver has had (`passthrough`)
+    mailbox    one process a stage: values, and their shapes (`shapes`)
     links      single tensors by gloo or NCCL, in process groups (`groups`)
     failures   who failed first
 

@@ -165,13 +165,18 @@ class PendingSum:
     Args:
         work: of the collective.
         copy: of what it sums, on the host.
-        read: waits for both.
+        wait: for the collective.
+        after: called once when it has come.
     """
 
     def __init__(
-        self, work: dist.Work, copy: HostCopy, read: Callable[[WaitContext], Tensor]
+        self,
+        work: dist.Work,
+        copy: HostCopy,
+        wait: Callable[[WaitContext], None],
+        after: Callable[[], None] | None = None,
     ) -> None:
-        self._work, self._copy, self._read = work, copy, read
+        self._work, self._copy, self._wait, self._after = work, copy, wait, after
         self._total: Tensor | None = None
 
     def ready(self) -> bool:
@@ -187,7 +192,10 @@ class PendingSum:
     def result(self, job: Job | None = None) -> Tensor:
         """Wait for it."""
         if self._total is None:
-            self._total = self._read((job or "a result", "for the sum over"))
+            self._wait((job or "a result", "for the sum over"))
+            if self._after is not None:
+                self._after()
+            self._total = self._copy.read()
         return self._total
 
 
@@ -307,19 +315,31 @@ class P2PLink:
         What a stage has sent before is let go when the sum has come: all begin it
         behind their passes, so what these read has been received.
         """
-        with _reaching_all(self.failures, "could not begin a sum with"):
-            work = self.groups.everyone.allreduce([vector])
-            copy = self._waits.copy_after(work, vector)
-        return PendingSum(work, copy, partial(self._read_sum, work, copy, self._n_sent))
+        release = partial(self._release, self._n_sent)
+        return self._begin_sum(self.groups.everyone, vector, self._waits, release)
 
-    def _read_sum(
-        self, work: dist.Work, copy: HostCopy, n_sent: int, context: WaitContext
-    ) -> Tensor:
-        self._waits.read(work, context)
+    def sum_over_replicas(self, numbers: Tensor) -> PendingSum | None:
+        """Start to sum numbers of the host over replicas; None: there is one."""
+        if self.groups.replicas is None:
+            return None
+        return self._begin_sum(self.groups.replicas, numbers, self._hosts)
+
+    def _begin_sum(
+        self,
+        group: Group,
+        vector: Tensor,
+        waits: HostWaits | StreamWaits,
+        after: Callable[[], None] | None = None,
+    ) -> PendingSum:
+        with _reaching_all(self.failures, "could not begin a sum with"):
+            work = group.allreduce([vector])
+            copy = waits.copy_after(work, vector)
+        return PendingSum(work, copy, partial(waits.read, work), after)
+
+    def _release(self, n_sent: int) -> None:
         for sent in self._take(n_sent):
             where = ("the end of the step to hand", sent.value, "to")
             self._waits.let_go(sent.work, where, sent.peer)
-        return copy.read()
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""
@@ -352,18 +372,6 @@ class P2PLink:
     def close(self) -> None:
         """End the groups."""
         self.groups.close()
-
-
-def sum_on_hosts(failures: Failures, group: Group, numbers: Tensor) -> PendingSum:
-    """Start to sum numbers of the host over a gloo group."""
-    with _reaching_all(failures, "could not begin a sum with"):
-        work = group.allreduce([numbers])
-
-    def read(context: WaitContext) -> Tensor:
-        HostWaits(failures).read(work, context)
-        return numbers
-
-    return PendingSum(work, HostCopy(numbers), read)
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from zbpp.runtime.comm.links import (
     P2PLink,
     PendingSum,
     StreamWaits,
-    sum_on_hosts,
 )
 from zbpp.runtime.comm.ping import Ping, ping
 from zbpp.runtime.comm.place import ALONE, Place
@@ -113,7 +112,7 @@ class Mailbox(Transport):
         timeout_s: float,
     ) -> None:
         self._link = link
-        self._groups, self._failures = link.groups, link.failures
+        self._failures = link.failures
         self.stage = self._failures.stage
         self.peers = peers
         self.on_device = link.on_device
@@ -161,9 +160,10 @@ class Mailbox(Transport):
             if self._is_step:
                 numbers += self._shapes.number(opening.inputs)
             numbers += [0] * (size - len(numbers))
+            message = torch.tensor(numbers)
             for peer in range(self._n_stages):
                 if peer != self.stage:
-                    self._link.send_numbers(_FIRST, torch.tensor(numbers), peer)
+                    self._link.send_numbers(_FIRST, message, peer)
         else:
             like = torch.empty(size, dtype=torch.int64)
             context = ("the start", "for the size of the batch from")
@@ -303,9 +303,7 @@ class Mailbox(Transport):
 
     def add_over_replicas(self, numbers: Tensor) -> PendingSum | None:
         """Start to sum numbers of the host over replicas; None: there is one."""
-        if self._groups.replicas is None:
-            return None
-        return sum_on_hosts(self._failures, self._groups.replicas, numbers)
+        return self._link.sum_over_replicas(numbers)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""

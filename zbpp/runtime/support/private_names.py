@@ -13,7 +13,6 @@ __all__ = ["PRIVATE_NAMES", "missing_names"]
 PRIVATE_NAMES = (
     "torch:_TorchCompileInductorWrapper",
     "torch._C:_current_autograd_node",
-    "torch._dynamo.exc:TorchDynamoException",
     "torch._functorch.config:enable_autograd_cache",
     "torch._functorch.config:force_non_lazy_backward_lowering",
     "torch._functorch.config:patch",
@@ -28,7 +27,6 @@ PRIVATE_NAMES = (
     "torch.distributed._composable.contract:_get_registry",
     "torch.distributed.device_mesh:DeviceMesh._concatenate",
     "torch.distributed.device_mesh:DeviceMesh._flatten",
-    "torch.distributed.tensor.placement_types:_StridedShard",
     "torch.nn.parallel:DistributedDataParallel._active_ddp_module",
     "torch.optim.optimizer:_global_optimizer_post_hooks",
     "torch.optim.optimizer:_global_optimizer_pre_hooks",

@@ -109,10 +109,6 @@ class SideStream:
             event.record()
         return event
 
-    def hand_over(self, tensor: Tensor) -> None:
-        """Tell the allocator that the current stream uses a tensor of this one."""
-        tensor.record_stream(torch.accelerator.current_stream(self._device))
-
 
 class NetworkStream(SideStream):
     """The stream of a stage's communications, beside which it computes.
