@@ -334,9 +334,10 @@ def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
 
 
 def struck() -> None:
-    """Rank 1 is killed in its second step."""
+    """Rank 1 is killed in its second step, at whose end rank 0 waits for it."""
     inject("kill:1:1:1F2")
-    watched(partial(from_host, case("1F1B"), timeout_s=2.0, first_timeout_s=30.0))
+    waits = case("1F1B", post_validation=False)  # else it may begin the next step first
+    watched(partial(from_host, waits, timeout_s=2.0, first_timeout_s=30.0))
 
 
 def test_a_lost_peer_is_named(pool: SimulatedPool) -> None:
