@@ -150,9 +150,9 @@ class DelayedTransport(Transport):
         """Give every process the things of its pipeline, by stage."""
         return self._inner.gather_pipeline(thing)
 
-    def add_over_replicas(self, numbers: Tensor) -> Reduction | None:
-        """Start to sum numbers of the host over replicas."""
-        return self._inner.add_over_replicas(numbers)
+    def sum_numbers(self, numbers: Tensor) -> Reduction:
+        """Start to sum numbers of the host over all that step together."""
+        return self._inner.sum_numbers(numbers)
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages, which take no less than the delay of their link."""

@@ -1,27 +1,27 @@
 """Find the stage that failed first: each writes down why it stops, before it stops.
 
-    stage 2   ValueError in 2F1    writes "in 2F1: ValueError", breaks its connections
-    stage 1   lost stage 2         writes "lost 2", reads, says that stage 2 was first
-    stage 0   lost stage 1         writes "lost 1", reads, says that stage 2 was first
+    stage 2   ValueError in 2F1   writes cause "in 2F1: ValueError", aborts its groups
+    stage 1   lost stage 2        writes that it waits, reads that stage 2 was first
+    stage 0   lost stage 1        writes that it waits, reads that stage 2 was first
 
-The notes lie in the store where the processes have met. It is read and written only
-after a failure, in a thread that is given up if the store does not answer.
+The notes are in the store where the processes met. Only the first cause is written.
+The store is used only after a failure, and in a thread, as it may not answer.
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-import torch
+import torch.distributed as dist
 
 from zbpp.runtime.comm.groups import Groups
+from zbpp.runtime.comm.place import Place
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = ["Failures", "Note", "root_cause"]
+__all__ = ["Failures", "Waiting", "who_is_missing"]
 
 _LOOK_S = 0.05  # a peer breaks its connections just after it has written
 _STORE_S = 2.0  # beyond that: for a store that may be gone
@@ -29,91 +29,65 @@ _POLL_S = 0.02
 _MAX_ERROR_CHARS = 300  # of another process's error
 _PATIENCE_S = 2.0  # for the notes of stages that see the connections break
 _NOTHING_COMES_S = 0.05  # once the connections are broken
+_CAUSE = "cause"
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Note:
-    """The reason why a process stops.
-
-    Args:
-        call: what it was called for, say ``step 3``.
-        cause: its own error; None: it has lost another process.
-        lost: ranks that it has waited for; all of them, unless it is known better.
-        order: a later note has a larger number.
-    """
+class Waiting(NamedTuple):
+    """The call in which a process has waited in vain, and the ranks it waited for."""
 
     call: str
-    cause: str | None = None
-    lost: Sequence[int] = ()
-    order: int = 0
+    ranks: Sequence[int] = ()
 
 
-def root_cause(notes: Mapping[int, Note], ranks: Sequence[int]) -> tuple[str, bool]:
-    """Say which rank failed first, and True if no later note can change that.
+def who_is_missing(
+    notes: Mapping[int, Waiting], ranks: Sequence[int]
+) -> tuple[str, bool]:
+    """Name the rank that stopped without a note, and if no later note can change it.
 
     Args:
-        notes: of the processes that have written.
+        notes: of the processes that wait.
         ranks: of all processes, as the launcher counts them.
 
-    >>> root_cause({0: Note("3", lost=[1]), 1: Note("3", "in 1F0: OSError")}, [0, 1])
-    ('rank 1 failed first, in 1F0: OSError', True)
-    >>> root_cause({0: Note("3", lost=[1]), 1: Note("3", lost=[2])}, [0, 1, 2])[0]
+    >>> who_is_missing({0: Waiting("3", [1]), 1: Waiting("3", [2])}, [0, 1, 2])[0]
     'rank 2 has left no word: it was killed, hangs, or has left the loop'
     """
-    causes = {rank: note for rank, note in notes.items() if note.cause}
-    if causes:
-        first = min(causes, key=lambda rank: causes[rank].order)
-        return f"rank {ranks[first]} failed first, {causes[first].cause}", True
     silent = [rank for rank in range(len(ranks)) if rank not in notes]
-    lost = {rank for note in notes.values() for rank in note.lost}
+    lost = {rank for note in notes.values() for rank in note.ranks}
     suspects = [rank for rank in silent if rank in lost] or silent
-    if suspects:
-        who = ", ".join(str(ranks[rank]) for rank in suspects)
-        word = "have left no word: they were killed, hang, or have left the loop"
-        if len(suspects) == 1:
-            word = "has left no word: it was killed, hangs, or has left the loop"
-        calls = {note.call for note in notes.values()}
-        hint = "" if "evaluate" not in calls else "; every rank must call evaluate()"
-        return f"rank{'s' * (len(suspects) > 1)} {who} {word}{hint}", len(silent) == 1
-    waiting = ", ".join(f"rank {ranks[i]}: {notes[i].call}" for i in sorted(notes))
-    return f"all ranks wait ({waiting}); all must make the same calls", True
+    if not suspects:
+        calls = ", ".join(f"rank {ranks[i]}: {notes[i].call}" for i in sorted(notes))
+        return f"all ranks wait ({calls}); all must make the same calls", True
+    who = ", ".join(str(ranks[rank]) for rank in suspects)
+    text = f"rank {who} has left no word: it was killed, hangs, or has left the loop"
+    if len(suspects) > 1:
+        text = f"ranks {who} have left no word: they were killed, hang, or have left "
+        text += "the loop"
+    if any(note.call == "evaluate" for note in notes.values()):
+        text += "; every rank must call evaluate()"
+    return text, len(silent) == 1
 
 
 class Failures:
-    """The waits of one stage for others: their limit, and what is said when one fails.
+    """The waits of one process for others: their limit, and the words of a failure.
 
     Args:
-        groups: are aborted at the first failure, so that all others fail at once; their
-            store has the notes.
-        rank: of this process, among all that step together.
-        ranks: of all of them, as the launcher counts them.
-        pipeline: ranks of this pipeline's processes among them, by stage.
-        device: of this process.
+        groups: aborted at the first failure, so that all others fail at once.
+        place: of this process.
         timeout_s: the longest time of a wait, at first.
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        rank: int,
-        ranks: Sequence[int],
-        *,
-        pipeline: Sequence[int],
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        self.stage = pipeline.index(rank)
+    def __init__(self, groups: Groups, place: Place, *, timeout_s: float) -> None:
+        assert place.everyone is not None
         self.current_call = "the start"
         self.has_failed = False
         self._groups = groups
         self._store = groups.store
-        self._rank = rank
-        self._ranks = tuple(ranks)
-        self.pipeline = pipeline
-        self.device = device
-        self._has_written = False
+        self._place = place
+        self.stage = place.pipeline.index(place.rank)
+        self._ranks = dist.get_process_group_ranks(place.everyone)
+        self._has_written_cause = False
         self.limit_waits(timeout_s)
 
     @property
@@ -128,23 +102,17 @@ class Failures:
     def peer_error(
         self, what: str, peer: int | None, *, is_late: bool = False
     ) -> PeerError:
-        """Return the error of a message or sum that does not come.
-
-        Args:
-            what: this stage waits for, or could not begin.
-            peer: the stage that was waited for; None: all.
-            is_late: the time-out has passed; False: the connection broke.
-        """
-        lost = [] if peer is None else [self.pipeline[peer]]
+        """Return the error of a message to or from a stage, or of a sum over all."""
+        lost = [] if peer is None else [self._place.pipeline[peer]]
         who = "the other stages" if peer is None else f"stage {peer}"
         why = "the connection broke"
         if is_late:
             why = f"no answer in {self.timeout_s:g} s"
         return self._make_peer_error(f"{what} {who}", lost, why, is_late=is_late)
 
-    def replica_error(self, job: str, ranks: Iterable[int]) -> PeerError:
+    def replica_error(self, job: str) -> PeerError:
         """Return the error of a layer's collective that has broken in a job."""
-        lost = [rank for rank in ranks if rank != self._rank]
+        lost = [rank for rank in self._place.peer_ranks if rank != self._place.rank]
         why = "they have not ended a collective"
         what = f"waits in {job} for its replicas"
         return self._make_peer_error(what, lost, why, is_late=True)
@@ -169,35 +137,41 @@ class Failures:
         if not self.has_failed:
             self.has_failed = True
             self._groups.abort()
-            self.timeout = timedelta(seconds=_NOTHING_COMES_S)
+            self.limit_waits(_NOTHING_COMES_S)
 
     def report(self, error: BaseException) -> str:
-        """Write down this process's own error; return which rank was the first."""
+        """Write down this process's error as the cause; return the first cause."""
         notes = [n for n in getattr(error, "__notes__", []) if n.startswith("in ")]
         where = notes[0] if notes else f"in {self.current_call}"
         text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
-        note = Note(self.current_call, f"{where}: {text[:_MAX_ERROR_CHARS]}")
-        return self._within(_STORE_S, lambda: self._write(note)) or ""
+        rank = self._ranks[self._place.rank]
+        cause = f"rank {rank} failed first, {where}: {text[:_MAX_ERROR_CHARS]}"
+
+        def write() -> str:
+            first = self._store.compare_set(_CAUSE, "", cause).decode()
+            self._has_written_cause = first == cause
+            return str(first)
+
+        return self._within(_STORE_S, write) or ""
 
     def withdraw(self) -> None:
-        """Take back what this process has written: it goes on."""
-        if self._has_written:
-            self._has_written = False
-            self._within(_STORE_S, lambda: self._store.delete_key(str(self._rank)))
+        """Take back the cause that this process has written: it goes on."""
+        if self._has_written_cause:
+            self._has_written_cause = False
+            self._within(_STORE_S, lambda: self._store.delete_key(_CAUSE))
 
     def _explain(self, lost: Sequence[int], patience_s: float) -> str:
-        """Write down that other processes are lost; say which was the first to fail.
+        """Write down the ranks that this process waits for; tell who failed first.
 
-        Args:
-            lost: ranks that this process has waited for.
-            patience_s: how long to wait for the notes of others that have lost it too.
+        The others that wait have ``patience_s`` to write the same.
         """
 
         def look() -> str:
-            self._write(Note(self.current_call, lost=lost))
+            note = Waiting(self.current_call, lost)
+            self._store.set(f"waiting/{self._place.rank}", json.dumps(note))
             start = time.monotonic()
             while True:
-                text, is_certain = root_cause(self._read(), self._ranks)
+                text, is_certain = self._read()
                 waited = time.monotonic() - start
                 if waited > patience_s or (is_certain and waited > _LOOK_S):
                     return text
@@ -205,24 +179,19 @@ class Failures:
 
         return self._within(patience_s + _STORE_S, look) or ""
 
-    def _write(self, note: Note) -> str:
-        """Write a note, unless there is an earlier one, and read them all."""
-        if not self._has_written:
-            self._has_written = True
-            order = self._store.add("order", 1)
-            fields = asdict(note) | {"order": order}
-            self._store.set(str(self._rank), json.dumps(fields))
-        return root_cause(self._read(), self._ranks)[0]
-
-    def _read(self) -> dict[int, Note]:
-        return {
-            rank: Note(**json.loads(self._store.get(str(rank))))
-            for rank in range(len(self._ranks))
-            if self._store.check([str(rank)])
+    def _read(self) -> tuple[str, bool]:
+        if self._store.check([_CAUSE]):
+            return self._store.get(_CAUSE).decode(), True
+        keys = {rank: f"waiting/{rank}" for rank in range(len(self._ranks))}
+        notes = {
+            rank: Waiting(*json.loads(self._store.get(key)))
+            for rank, key in keys.items()
+            if self._store.check([key])
         }
+        return who_is_missing(notes, self._ranks)
 
     def _within(self, seconds: float, action: Callable[[], _T]) -> _T | None:
-        """Do something with the store, or give up: nothing here may hide an error."""
+        """Use the store, or give up: nothing here may hide an error."""
         results: list[_T] = []
 
         def run() -> None:

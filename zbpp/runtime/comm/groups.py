@@ -1,56 +1,46 @@
 """Process groups of one pipeline alone, made by their members and by nobody else.
 
 `torch.distributed.new_group` waits for the whole world, or names the group by a hash of
-its ranks, under which the store may still hold the addresses of a group that is gone.
-Here every pipeline draws a name that no other ever had, so that pipelines may follow
-each other or stand beside each other.
+its ranks, under which the store may still have the addresses of a group that has ended.
+Here every pipeline draws a name that no other has, so that pipelines may follow each
+other or run at the same time. The groups of the user stay as they are.
 """
 
 import pickle
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from zbpp.core import RequestError
-from zbpp.runtime.support.collectives import backend_of, wire_of
+from zbpp.runtime.comm.place import Place
 
-__all__ = [
-    "Channel",
-    "Group",
-    "Groups",
-    "gather_objects",
-    "open_group",
-    "open_groups",
-]
+__all__ = ["Channel", "Group", "Groups", "gather_objects", "open_groups"]
 
 _NO_TAG = 2**31 - 1
 """Tag of no message."""
 
 _WATCHDOG = 2
-"""Times as long as this house waits: NCCL's watchdog, and its likes, would end the
-process without a word of which rank is missing."""
-
+"""Times as long as zbpp waits: the watchdog of NCCL would end the process without the
+name of the rank that is missing."""
 
 Group = Any
-"""One of torch's backends with their own methods, which its stubs do not know: send,
-recv, allreduce, allgather, and monitored_barrier (gloo) or abort (others)."""
+"""One of torch's backends. Its stubs lack their methods: send, recv, allreduce,
+allgather, and monitored_barrier (gloo) or abort (others)."""
 
 
-@dataclass(frozen=True)
-class Channel:
-    """A process group and the ranks in it of a channel's two ends."""
+class Channel(NamedTuple):
+    """A group that messages to or from a process go through, and its rank there."""
 
     group: Group
-    source: int
-    target: int
+    rank: int
 
 
 @dataclass
@@ -63,60 +53,48 @@ class Groups:
         device: where tensors must be to be moved.
         everyone: all processes that step together.
         hosts: the same processes, for numbers of the host (gloo).
-        pipeline: ranks in these of this pipeline's processes, by stage.
-        channels: of this stage, by (sending stage, receiving stage).
+        numbers: channels of this group, by the stage at the other end.
+        sends: channels for tensors, by the stage that receives.
+        receives: by the stage that sends.
         store: for these processes alone.
-        replicas: those with the same part of this stage on other replicas, for numbers
-            of the host (gloo); None: there are none.
     """
 
     on_device: bool
     device: torch.device
     everyone: Group
     hosts: Group
-    pipeline: Sequence[int]
-    channels: dict[tuple[int, int], Channel]
+    numbers: dict[int, Channel]
+    sends: dict[int, Channel]
+    receives: dict[int, Channel]
     store: Any
-    replicas: Group | None = None
 
-    def numbers(self, source: int, target: int) -> Channel:
-        """Return the channel for numbers of the host between two stages."""
-        return Channel(self.hosts, self.pipeline[source], self.pipeline[target])
-
-    def opened(self) -> list[Group]:
-        """The pipeline's own, in an order that is the same on all members."""
-        groups = [self.everyone, self.hosts]
-        groups += [channel.group for channel in self.channels.values()]
-        if self.replicas is not None:
-            groups.append(self.replicas)
+    def _all(self) -> list[Group]:
+        """All groups, in an order that is the same on all members."""
+        channels = [*self.sends.values(), *self.receives.values()]
+        groups = [self.everyone, self.hosts, *(channel.group for channel in channels)]
         return list(dict.fromkeys(groups))
 
     def abort(self) -> None:
-        """Let all other members fail at once, not when this process ends.
-
-        Groups of the user's own mesh stay as they are.
-        """
-        for group in self.opened():
-            if self.on_device and group not in (self.hosts, self.replicas):
-                group.abort()
-            else:
+        """Let all other members fail at once, not when this process ends."""
+        for group in self._all():
+            if group is self.hosts:
                 _break_connections(group)
+            else:
+                group.abort()
 
     def close(self) -> None:
         """End the groups; gloo's threads end with the last references to them.
 
-        A thread that still lets go of a tensor when Python ends aborts the process.
+        A thread that still frees a tensor when Python ends aborts the process.
         """
-        for group in self.opened():
+        for group in self._all():
             group.shutdown()
-        self.channels = {}
-        self.replicas = None
+        self.numbers, self.sends, self.receives = {}, {}, {}
         del self.everyone, self.hosts
 
 
 def _break_connections(group: Group) -> None:
-    """Break a gloo group: there is no call for it, but a receive that is late closes
-    what it waits on."""
+    """Break a gloo group: a receive that is late closes what it waits on."""
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
@@ -125,13 +103,11 @@ def _break_connections(group: Group) -> None:
 
 
 def open_groups(
-    world: dist.ProcessGroup,
-    pipeline: Sequence[int],
-    *,
+    place: Place,
     neighbours: Sequence[set[int]],
+    *,
     device: torch.device,
     timeout_s: float,
-    replicas: Sequence[int] = (),
 ) -> Groups:
     """Open the groups of a pipeline; all that step together must call, nobody else.
 
@@ -139,67 +115,71 @@ def open_groups(
     each other. With NCCL what shares a communicator does: a send and a receive between
     the same two stages must not, so every direction has its own.
 
-    A receive that is posted early runs on its communicator's own stream. This stream
-    waits for what was given to the stage's before, and the stage's waits for it only
-    where a job reads the value: no job in between. Tensors of a value are messages of
-    their own; to group them would move them to a communicator of collectives, where
+    A receive that is posted early runs on its communicator's stream. This stream waits
+    for what the stage's stream had to do before, and the stage's stream waits for it
+    only where a job reads the value: no job in between. Tensors of a value are messages
+    of their own; to group them would move them to a communicator of collectives, where
     they wait for each other (`docs/how_to/gpus.md` on CUDA_DEVICE_MAX_CONNECTIONS).
 
     Args:
-        world: the processes that step together: those of the pipeline, and of others
-            that train the same model on other samples.
-        pipeline: ranks in ``world`` of this pipeline's processes, by stage.
+        place: of this process.
         neighbours: the stages that each stage sends to.
         device: of this process.
         timeout_s: for joining, and for collectives.
-        replicas: ranks in ``world`` of `Groups.replicas`, with this process.
 
     Raises:
         RuntimeError: a process did not come.
     """
-    stage = pipeline.index(dist.get_rank(world))
-    backend = backend_of(world, device)
-    wire = wire_of(backend, device)
-    name = _draw_name(world, wire, timeout_s=timeout_s)
-    open_members = partial(open_group, world, backend=backend, timeout_s=timeout_s)
-    all_ranks = range(dist.get_world_size(world))
-    hosts = open_group(world, all_ranks, name, backend="gloo", timeout_s=timeout_s)
-    pairs = [  # in the same order on all stages: no circle of waits
-        (source, target)
-        for source, targets in enumerate(neighbours)
-        for target in sorted(targets)
-        if stage in (source, target)
-    ]
+    world, pipeline = place.everyone, place.pipeline
+    assert world is not None
+    name = f"zbpp_{place.gather(secrets.token_hex(8))[0]}"
+    backend = _backend_of(world, device)
+    open_members = partial(_open_group, place, timeout_s=timeout_s)
+    hosts = open_members(range(place.n_ranks), f"{name}/hosts", "gloo")
+    numbers = {stage: Channel(hosts, rank) for stage, rank in enumerate(pipeline)}
     if backend == "gloo":
-        everyone = hosts
-        channels = {(i, j): Channel(hosts, pipeline[i], pipeline[j]) for i, j in pairs}
+        wire, everyone, sends, receives = torch.device("cpu"), hosts, numbers, numbers
     else:
-        everyone = open_members(all_ranks, f"{name}/device")
-        channels = {}
-        for pair in pairs:
-            both = pipeline[pair[0]], pipeline[pair[1]]
-            group = open_members(both, f"{name}/{both[0]}_to_{both[1]}")
-            _connect(group, sends=stage == pair[0], device=wire)
-            channels[pair] = Channel(group, 0, 1)
-    of_replicas: Group | None = None
-    if len(replicas) > 1:
-        title = f"{name}/replicas_{replicas[0]}"
-        of_replicas = open_group(
-            world, replicas, title, backend="gloo", timeout_s=timeout_s
-        )
-    _await_members(world, wire, timeout_s=timeout_s)
-    store = world.get_group_store()
-    notes = dist.PrefixStore(f"{name}/notes", store)  # type: ignore[attr-defined]
+        wire, sends, receives = device, {}, {}
+        everyone = open_members(range(place.n_ranks), f"{name}/device", backend)
+        here = pipeline.index(place.rank)
+        for source, targets in enumerate(neighbours):
+            for target in sorted(targets):  # the same order everywhere: no deadlock
+                if here in (source, target):
+                    both = pipeline[source], pipeline[target]
+                    title = f"{name}/{both[0]}_to_{both[1]}"
+                    group = open_members(both, title, backend)
+                    _connect(group, sends=here == source, device=wire)
+                    if here == source:
+                        sends[target] = Channel(group, 1)
+                    else:
+                        receives[source] = Channel(group, 0)
+    # A member that is refused right after this drops its groups, and would break those
+    # of a member that is still connecting.
+    place.gather(None)
+    notes = _store(world, f"{name}/notes")
     return Groups(
-        backend != "gloo",
-        wire,
-        everyone,
-        hosts,
-        pipeline,
-        channels,
-        notes,
-        of_replicas,
+        backend != "gloo", wire, everyone, hosts, numbers, sends, receives, notes
     )
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of what moves a device's tensors; a group may have several backends.
+
+    NCCL, and what torch takes in its place for other accelerators, moves them on the
+    device's streams. All else is treated as gloo is, which waits on the host.
+
+    Raises:
+        RequestError: the group has no backend for the device.
+    """
+    try:
+        name = str(group._get_backend(device).name())
+    except RuntimeError as error:
+        raise RequestError(
+            f"the process group cannot move tensors of {device}: {error}; "
+            "torch.distributed.init_process_group() without a backend can"
+        ) from error
+    return name if name == dist.get_default_backend_for_device(device.type) else "gloo"
 
 
 def _connect(group: Group, *, sends: bool, device: torch.device) -> None:
@@ -211,116 +191,44 @@ def _connect(group: Group, *, sends: bool, device: torch.device) -> None:
     move([torch.zeros(1, device=device)], int(sends), 0).wait()
 
 
-def _draw_name(
-    group: dist.ProcessGroup, wire: torch.device, *, timeout_s: float
-) -> str:
-    """Give all members of a group the same new name; all must call.
-
-    Args:
-        group: the pipeline's processes.
-        wire: device of the tensors that the group sends.
-        timeout_s: how long to wait for the other members, with gloo.
-
-    Raises:
-        RuntimeError: a member did not come.
-    """
-    _await_members(group, wire, timeout_s=timeout_s)
-    number = torch.tensor([secrets.randbits(62)], device=wire)
-    dist.broadcast(number, group=group, group_src=0)
-    return f"zbpp_{int(number):x}"
+def _store(world: dist.ProcessGroup, name: str) -> Any:
+    return dist.PrefixStore(name, world.get_group_store())  # type: ignore[attr-defined]
 
 
-def _await_members(
-    group: dist.ProcessGroup, wire: torch.device, *, timeout_s: float
-) -> None:
-    """Wait until all members have come here.
-
-    A member that is refused right after it has its groups drops them, and would break
-    those of a member that is still connecting: nobody goes on before all have theirs.
-
-    Raises:
-        RuntimeError: a member did not come.
-    """
-    if backend_of(group, wire) == "gloo":
-        gloo: Group = group._get_backend(wire)
-        gloo.monitored_barrier(timedelta(seconds=timeout_s))
-    else:
-        dist.all_reduce(torch.zeros(1, device=wire), group=group)
-
-
-def open_group(
-    base: dist.ProcessGroup,
-    members: Sequence[int],
-    name: str,
-    *,
-    backend: str,
-    timeout_s: float,
+def _open_group(
+    place: Place, members: Sequence[int], name: str, backend: str, *, timeout_s: float
 ) -> Group:
-    """Make a group of some members of another; only these must call.
+    """Make a group of some ranks of `Place.everyone`; only these must call.
 
-    The group is unknown to `torch.distributed`, so it ends with its last reference.
-
-    Args:
-        base: has the store where the members meet.
-        members: ranks in ``base``; a member's rank in the group is its place here.
-        name: never used before; the same for all members.
-        backend: its name, as `backend_of` tells it.
-        timeout_s: for joining, and for its collectives.
+    By hand, as torch splits a new group off the communicator of the world, which all
+    of the world must do together. The group ends with its last reference.
     """
-    store = dist.PrefixStore(name, base.get_group_store())  # type: ignore[attr-defined]
-    rank = members.index(dist.get_rank(base))
-    make = _MAKERS.get(backend) or _registered(backend)
-    return make(store, rank, len(members), timedelta(seconds=timeout_s))
-
-
-_Make = Callable[[Any, int, int, timedelta], Group]
-"""From a store, this member's place, the number of members and a time-out."""
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def _on_streams(
-    kind: str, store: Any, rank: int, size: int, timeout: timedelta
-) -> Group:
-    """Make a group by hand, also because torch splits a new one off the world's
-    communicator, which all of the world must do together."""
-    make = getattr(dist, kind)
-    # Of high priority: a message need not wait until a large job has ended.
-    options = make.Options(is_high_priority_stream=True)
-    options._timeout = _WATCHDOG * timeout
-    return make(store, rank, size, options)
-
-
-def _registered(backend: str) -> _Make:
-    """A backend that another package has given to torch, as torch_npu does hccl.
-
-    Raises:
-        RequestError: torch knows none of this name.
-    """
-    plugin = dist.Backend._plugins.get(backend.upper())
-    if plugin is None:
-        raise RequestError(f"torch knows no backend {backend}; see `zbpp doctor`")
-
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
-        timeout *= _WATCHDOG
-        if not plugin.extended_api:
-            return plugin.creator_fn(store, rank, size, timeout)
-        options = _DistributedBackendOptions()
-        options.store, options.timeout = store, timeout
-        options.group_rank, options.group_size = rank, size
-        return plugin.creator_fn(options, None)
-
-    return make
-
-
-_MAKERS: Mapping[str, _Make] = {
-    "gloo": _gloo,
-    "nccl": partial(_on_streams, "ProcessGroupNCCL"),
-    "xccl": partial(_on_streams, "ProcessGroupXCCL"),
-}
-"""Makers of groups, by the name of the backend; see `_registered` for the rest."""
+    assert place.everyone is not None
+    store, rank, n = (
+        _store(place.everyone, name),
+        members.index(place.rank),
+        len(members),
+    )
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, n, timeout)
+    timeout *= _WATCHDOG
+    ranks = dist.get_process_group_ranks(place.everyone)
+    ranks = [ranks[member] for member in members]
+    kind = getattr(dist, f"ProcessGroup{backend.upper()}", None)
+    if kind is not None:
+        # Of high priority: a message need not wait until a large job has ended.
+        options = kind.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+        options.group_name, options.global_ranks_in_group = name, ranks  # in dumps
+        return kind(store, rank, n, options)
+    plugin = dist.Backend._plugins[backend.upper()]  # as torch_npu gives torch hccl
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, n, timeout)
+    about = _DistributedBackendOptions()
+    about.store, about.timeout, about.group_id = store, timeout, name
+    about.group_rank, about.group_size, about.global_ranks_in_group = rank, n, ranks
+    return plugin.creator_fn(about, None)
 
 
 def gather_objects(group: Group, thing: Any) -> list[Any]:

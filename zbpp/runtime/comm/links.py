@@ -243,7 +243,7 @@ class P2PLink:
 
     def send(self, value: Message, tensor: Tensor, peer: int) -> None:
         """Start to send a tensor of a value; it is kept until it has left."""
-        channel = self.groups.channels[self.failures.stage, peer]
+        channel = self.groups.sends[peer]
         self._sends.append(self._send(channel, self._tag, value, tensor, peer))
         self._n_sent += 1
         # gloo calls none completed before one waits for it
@@ -252,7 +252,7 @@ class P2PLink:
 
     def send_numbers(self, value: Message, numbers: Tensor, peer: int) -> None:
         """Start to send numbers of the host; a step sends few."""
-        channel = self.groups.numbers(self.failures.stage, peer)
+        channel = self.groups.numbers[peer]
         sent = self._send(channel, self._tag + _NUMBERS, value, numbers, peer)
         self._numbers.append(sent)
 
@@ -260,7 +260,7 @@ class P2PLink:
         self, channel: Channel, tag: int, value: Message, tensor: Tensor, peer: int
     ) -> _Sent:
         try:
-            work = channel.group.send([tensor], channel.target, tag)
+            work = channel.group.send([tensor], channel.rank, tag)
         except RuntimeError as error:
             what = f"could not send {value} to"
             raise self.failures.peer_error(what, peer) from error
@@ -282,14 +282,14 @@ class P2PLink:
 
     def receive(self, value: Message, buffer: Tensor, peer: int) -> dist.Work:
         """Start to receive a tensor of a value."""
-        channel = self.groups.channels[peer, self.failures.stage]
+        channel = self.groups.receives[peer]
         return self._receive(channel, self._tag, value, buffer, peer)
 
     def _receive(
         self, channel: Channel, tag: int, value: Message, buffer: Tensor, peer: int
     ) -> dist.Work:
         try:
-            work: dist.Work = channel.group.recv([buffer], channel.source, tag)
+            work: dist.Work = channel.group.recv([buffer], channel.rank, tag)
         except RuntimeError as error:
             what = f"could not receive {value} from"
             raise self.failures.peer_error(what, peer) from error
@@ -304,7 +304,7 @@ class P2PLink:
     ) -> Tensor:
         """Wait for numbers of another stage's host."""
         buffer = torch.empty_like(like)
-        channel = self.groups.numbers(peer, self.failures.stage)
+        channel = self.groups.numbers[peer]
         work = self._receive(channel, self._tag + _NUMBERS, value, buffer, peer)
         self._hosts.wait(work, context, peer)
         return buffer
@@ -318,11 +318,9 @@ class P2PLink:
         release = partial(self._release, self._n_sent)
         return self._begin_sum(self.groups.everyone, vector, self._waits, release)
 
-    def sum_over_replicas(self, numbers: Tensor) -> PendingSum | None:
-        """Start to sum numbers of the host over replicas; None: there is one."""
-        if self.groups.replicas is None:
-            return None
-        return self._begin_sum(self.groups.replicas, numbers, self._hosts)
+    def sum_numbers(self, numbers: Tensor) -> PendingSum:
+        """Start to sum numbers of the host over all processes."""
+        return self._begin_sum(self.groups.hosts, numbers, self._hosts)
 
     def _begin_sum(
         self,

@@ -31,7 +31,7 @@ from zbpp.runtime.comm.links import (
     StreamWaits,
 )
 from zbpp.runtime.comm.ping import Ping, ping
-from zbpp.runtime.comm.place import ALONE, Place
+from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
 from zbpp.runtime.comm.transport import Expected, Opening, Transport
 from zbpp.runtime.microbatches import check_filled, check_samples
@@ -94,7 +94,8 @@ class Mailbox(Transport):
     Args:
         link: moves single tensors.
         stages: which stages exchange what.
-        peers: processes of the same stage.
+        place: of this process.
+        device: where received tensors live.
         timeout_s: how long any wait may last after the first step.
 
     Raises:
@@ -108,13 +109,15 @@ class Mailbox(Transport):
         link: P2PLink,
         stages: StageLinks,
         *,
-        peers: Place = ALONE,
+        place: Place,
+        device: torch.device,
         timeout_s: float,
     ) -> None:
         self._link = link
         self._failures = link.failures
         self.stage = self._failures.stage
-        self.peers = peers
+        self.peers = place
+        self._device = device
         self.on_device = link.on_device
         self._reader, self._n_stages = stages.reader, len(stages.neighbours)
         self._steady_timeout_s = timeout_s
@@ -250,7 +253,7 @@ class Mailbox(Transport):
 
     def _value_of(self, posted: _PostedReceive, spec: Spec) -> Tensors:
         """Put a value together from what has come."""
-        tensors, device = posted.buffers, self._failures.device
+        tensors, device = posted.buffers, self._device
         if self._link.device != device:
             tensors = [buffer.to(device) for buffer in tensors]
         for tensor, needs in zip(tensors, spec.needs_grad, strict=True):
@@ -301,9 +304,9 @@ class Mailbox(Transport):
         self._sum = self._link.sum(table)
         return self._sum
 
-    def add_over_replicas(self, numbers: Tensor) -> PendingSum | None:
-        """Start to sum numbers of the host over replicas; None: there is one."""
-        return self._link.sum_over_replicas(numbers)
+    def sum_numbers(self, numbers: Tensor) -> PendingSum:
+        """Start to sum numbers of the host over all processes."""
+        return self._link.sum_numbers(numbers)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
@@ -312,12 +315,12 @@ class Mailbox(Transport):
     def gather_pipeline(self, thing: Any) -> list[Any]:
         """Give every process the things of its pipeline, by stage; all must call."""
         things = self.gather(thing)
-        return [things[rank] for rank in self._failures.pipeline]
+        return [things[rank] for rank in self.peers.pipeline]
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages between two steps; the stage with the lower number learns."""
         leads = self.stage < peer
-        device = self._failures.device
+        device = self._device
         return ping(self._link, peer, n_bytes, rounds, device=device, leads=leads)
 
     def message_bytes(self) -> dict[int, int]:
@@ -328,7 +331,7 @@ class Mailbox(Transport):
 
     def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
         """The error for a collective of this stage's peers that has broken in a job."""
-        return self._failures.replica_error(job, self.peers.peer_ranks)
+        return self._failures.replica_error(job)
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other stages why this one stops, or cannot begin a step.
@@ -375,54 +378,39 @@ class Mailbox(Transport):
 
 
 def connect(
-    world: dist.ProcessGroup,
-    pipeline: Sequence[int],
+    place: Place,
     stages: StageLinks,
     *,
     device: torch.device,
     timeout_s: float,
     first_timeout_s: float,
-    peers: Place = ALONE,
 ) -> Mailbox:
-    """Connect this process to the others of its pipeline; all that step must call.
+    """Connect this process to the others; all that step together must call.
 
     Args:
-        world: the processes that step together.
-        pipeline: ranks of this pipeline's among them, by stage.
+        place: of this process.
         stages: which stages exchange what.
         device: where received tensors live.
         timeout_s: how long any wait may last after the first step.
         first_timeout_s: the same for the first step (imports, compilation).
-        peers: processes of the same stage.
 
     Raises:
         PeerError: a process did not come.
     """
-    rank = dist.get_rank(world)
-    stage = pipeline.index(rank)
     try:
         groups = open_groups(
-            world,
-            pipeline,
-            neighbours=stages.neighbours,
-            device=device,
-            timeout_s=first_timeout_s,
-            replicas=peers.ranks_summed(),
+            place, stages.neighbours, device=device, timeout_s=first_timeout_s
         )
+    except PeerError:
+        raise
     except RuntimeError as error:
+        stage = place.pipeline.index(place.rank)
         raise PeerError(
             f"stage {stage} does not reach the others at the start: {error}"
         ) from error
-    failures = Failures(
-        groups,
-        rank,
-        dist.get_process_group_ranks(world),
-        pipeline=pipeline,
-        device=device,
-        timeout_s=first_timeout_s,
-    )
+    failures = Failures(groups, place, timeout_s=first_timeout_s)
     waits: HostWaits | StreamWaits = HostWaits(failures)
     if groups.on_device:
         waits = StreamWaits(failures, SideStream(device))
     link = P2PLink(groups, failures, waits)
-    return Mailbox(link, stages, peers=peers, timeout_s=timeout_s)
+    return Mailbox(link, stages, place=place, device=device, timeout_s=timeout_s)

@@ -104,9 +104,9 @@ class Transport:
         """Start to sum a vector over all that step: a flat table of a `Place`."""
         raise NotImplementedError
 
-    def add_over_replicas(self, numbers: Tensor) -> Reduction | None:
-        """Start to sum numbers of the host over replicas; None: there is one."""
-        return None
+    def sum_numbers(self, numbers: Tensor) -> Reduction:
+        """Start to sum numbers of the host over all that step together."""
+        raise NotImplementedError
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all that step together, by rank."""

@@ -181,19 +181,21 @@ class Batches:
         n_inputs, n_targets = self.samples(inputs, targets)
         if cut_targets is not None:
             n_filled = len(cut_targets)
-        if self._transport.peers.n_peers > 1:
+        peers = self._transport.peers
+        if peers.n_peers > 1:
             # Replicas run the same passes: layers may communicate within them.
             if cut_inputs is not None:
                 cut_inputs = repeat_first(cut_inputs, m, mapped)
             if cut_targets is not None:
                 cut_targets = repeat_first(cut_targets, m, map_tensors)
-        total = None
-        if training and weights is not None and not self._adds:
-            weight = torch.tensor([sum(weights)], dtype=torch.float64)
-            total = self._transport.add_over_replicas(weight)
-        whole = None if total is None else partial(_number, total)
+        whole = None
         if self._adds:
             whole = partial(float, 1.0)
+        elif training and peers.n_summands > 1:
+            counts = weights is not None and peers.counts_losses
+            weight = sum(weights or []) if counts else 0.0
+            numbers = torch.tensor([weight], dtype=torch.float64)
+            whole = partial(_number, self._transport.sum_numbers(numbers))
         elif part_total is not None:
             whole = partial(float, part_total)
         for stage, executor in self._executors.items():

@@ -96,13 +96,11 @@ def make_transports(
         reader=next(i for i, x in enumerate(programs) if Pass(PassKind.F, 0, 0) in x),
     )
     mailbox = connect(
-        place.everyone,
-        place.pipeline,
+        place,
         links,
         device=device,
         timeout_s=execution.timeout_s,
         first_timeout_s=execution.start_timeout_s,
-        peers=place,
     )
     return {mailbox.stage: mailbox}
 

@@ -1,4 +1,4 @@
-"""The backend that moves a device's tensors, and collectives that never end.
+"""Collectives that never end.
 
 A collective breaks where another process has died or hangs. Torch has no class for
 most of these errors, and their texts differ by place and version, so it counts where an
@@ -10,19 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbpp.core import RequestError
-
 __all__ = [
     "BrokenCollective",
-    "backend_of",
     "groups_kept",
     "is_broken",
     "noting_broken",
-    "wire_of",
 ]
 
 _RAISE_BROKEN = (
@@ -62,32 +57,6 @@ def is_broken(error: RuntimeError) -> bool:
     if module == "torch._ops":  # an operator: functional collectives wait in one
         return "c10d" in str(innermost.f_locals.get("self"))
     return module in _RAISE_BROKEN
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of what moves a device's tensors; a group may have several backends.
-
-    NCCL, and what torch takes in its place for other accelerators, moves them on the
-    device's streams. All else is treated as gloo is, which waits on the host.
-
-    Raises:
-        RequestError: the group has no backend for the device.
-    """
-    try:
-        backend = group._get_backend(device)
-    except RuntimeError as error:
-        raise RequestError(
-            f"the process group cannot move tensors of {device}: {error}; "
-            "torch.distributed.init_process_group() without a backend can"
-        ) from error
-    name = str(backend.name())
-    usual = dist.get_default_backend_for_device(device.type)
-    return name if name == usual else "gloo"
-
-
-def wire_of(backend: str, device: torch.device) -> torch.device:
-    """Where tensors must be that a backend is to move for a device."""
-    return torch.device("cpu") if backend == "gloo" else device
 
 
 def groups_kept(module: nn.Module) -> dict[int, Any]:
