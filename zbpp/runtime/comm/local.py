@@ -73,7 +73,7 @@ class _InHub(Expected):
         """True if the value is in the mailbox."""
         return self.value in self.mail
 
-    def receive(self, job: Job) -> Tensors:
+    def receive(self, job: Job | str) -> Tensors:
         """Take the tensors out of the mailbox."""
         copies = self.mail[self.value]
         tensors = copies.popleft()

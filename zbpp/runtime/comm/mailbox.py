@@ -30,7 +30,6 @@ from zbpp.runtime.comm.links import (
     PendingSum,
     StreamWaits,
 )
-from zbpp.runtime.comm.ping import Ping, ping
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
 from zbpp.runtime.comm.transport import Expected, Opening, Transport
@@ -83,7 +82,7 @@ class _PostedReceive(Expected):
     buffers: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
 
-    def receive(self, job: Job) -> Tensors:
+    def receive(self, job: Job | str) -> Tensors:
         """Wait for the value, and for the headers of those before it in the channel."""
         return self.mailbox.receive(self, job)
 
@@ -238,7 +237,7 @@ class Mailbox(Transport):
         self._start_known(peer)
         return posted
 
-    def receive(self, posted: _PostedReceive, job: Job) -> Tensors:
+    def receive(self, posted: _PostedReceive, job: Job | str) -> Tensors:
         """Wait for a value, and for the headers of those before it in the channel."""
         del self._posted[posted]
         context = (job, "for", posted.value, "from")
@@ -285,7 +284,7 @@ class Mailbox(Transport):
             posted.buffers.append(buffer)
             posted.works.append(work)
 
-    def _read_header(self, posted: _PostedReceive, job: Job) -> Spec:
+    def _read_header(self, posted: _PostedReceive, job: Job | str) -> Spec:
         """Wait for the shapes of a value."""
         value, peer = posted.value, posted.peer
         assert isinstance(value, Value)
@@ -316,12 +315,6 @@ class Mailbox(Transport):
         """Give every process the things of its pipeline, by stage; all must call."""
         things = self.gather(thing)
         return [things[rank] for rank in self.peers.pipeline]
-
-    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
-        """Time messages between two steps; the stage with the lower number learns."""
-        leads = self.stage < peer
-        device = self._device
-        return ping(self._link, peer, n_bytes, rounds, device=device, leads=leads)
 
     def message_bytes(self) -> dict[int, int]:
         """Sizes of the activations that steps send or receive here, by chunk."""

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zbpp.core import Job, Message
-from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.comm.place import ALONE, Place
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors
@@ -64,7 +63,7 @@ class Expected:
         """True if `receive` returns without waiting for a stage of this process."""
         return True
 
-    def receive(self, job: Job) -> Tensors:
+    def receive(self, job: Job | str) -> Tensors:
         """Wait for the value; ``job`` is named if it does not come."""
         raise NotImplementedError
 
@@ -115,10 +114,6 @@ class Transport:
     def gather_pipeline(self, thing: Any) -> list[Any]:
         """Give every process the things of its pipeline, by stage; all must call."""
         return self.gather(thing)
-
-    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
-        """Time messages between two steps; the stage with the lower number learns."""
-        return []
 
     def message_bytes(self) -> dict[int, int]:
         """Sizes of the activations that steps send or receive here, by chunk."""
