@@ -170,6 +170,22 @@ def test_a_sum_is_the_sum_over_the_batch(name: str, n: int) -> None:
     assert (result.loss, result.grad_norm) == loss_and_norm(*batch(n))
 
 
+def test_the_norm_of_a_gradient_that_is_read_in_pieces() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 300), torch.randn(2, 300)  # 90,000 numbers in a gradient
+    pipeline = zbpp.Pipeline(
+        [nn.Linear(300, 300)],
+        "1F1B",
+        n_stages=1,
+        n_microbatches=2,
+        loss_fn=mse_loss,
+        optimizer=None,
+    )
+    found = pipeline.step(x, y).grad_norm
+    gradients = [p.grad.double() for _, p in pipeline.named_parameters()]
+    assert found == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-12)
+
+
 def test_a_sum_over_several_calls() -> None:
     pipeline = pipeline_of(SUM)
     x, y = batch()

@@ -6,6 +6,7 @@ norm is always that of all numbers, the same on every process of the mesh.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
 __all__ = ["multiply_gradients", "squared_norms"]
+
+_PIECE = 2**16
+"""Numbers of a tensor on a CPU that one call reads."""
 
 
 def squared_norms(
@@ -112,9 +116,18 @@ def _squares(every: Sequence[Tensor]) -> Sequence[Tensor]:
         return ()
     if any(x.device.type != "cpu" for x in every):
         norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in every]
-    else:
-        norms = list(torch._foreach_norm(list(every), 2, dtype=torch.float64))
-    return torch.stack(norms).square().unbind()
+        return torch.stack(norms).square().unbind()
+    # the kernel copies what it reads to float64: pieces stay in the cache
+    pieces = [
+        torch.split(x.reshape(-1), _PIECE) if x.numel() > _PIECE else (x,)
+        for x in every
+    ]
+    squares = torch.stack(
+        torch._foreach_norm(list(chain(*pieces)), 2, dtype=torch.float64)
+    ).square()
+    if len(squares) == len(every):
+        return squares.unbind()
+    return [one.sum() for one in torch.split(squares, list(map(len, pieces)))]
 
 
 def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
