@@ -6,7 +6,6 @@ norm is always that of all numbers, the same on every process of the mesh.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 __all__ = ["multiply_gradients", "squared_norms"]
 
 _PIECE = 2**16
-"""Numbers of a tensor on a CPU that one call reads."""
+"""Numbers that are copied to float64 at a time: these stay in the cache."""
 
 
 def squared_norms(
@@ -115,19 +114,26 @@ def _squares(every: Sequence[Tensor]) -> Sequence[Tensor]:
     if not every:
         return ()
     if any(x.device.type != "cpu" for x in every):
-        norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in every]
-        return torch.stack(norms).square().unbind()
-    # the kernel copies what it reads to float64: pieces stay in the cache
-    pieces = [
-        torch.split(x.reshape(-1), _PIECE) if x.numel() > _PIECE else (x,)
-        for x in every
-    ]
-    squares = torch.stack(
-        torch._foreach_norm(list(chain(*pieces)), 2, dtype=torch.float64)
-    ).square()
-    if len(squares) == len(every):
-        return squares.unbind()
-    return [one.sum() for one in torch.split(squares, list(map(len, pieces)))]
+        norms = [_norm(x) for x in every]
+    elif all(x.numel() <= _PIECE for x in every):
+        norms = list(torch._foreach_norm(list(every), 2, dtype=torch.float64))
+    else:  # the kernel would copy all of a large tensor to float64
+        buffer = torch.empty(_PIECE, dtype=torch.float64)
+        norms = [_norm_in_pieces(x, buffer) for x in every]
+    return torch.stack(norms).square().unbind()
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm
+
+
+def _norm_in_pieces(x: Tensor, buffer: Tensor) -> Tensor:
+    if x.numel() <= len(buffer):
+        return _norm(x)
+    pieces = torch.split(x.reshape(-1), len(buffer))
+    norms = [_norm(buffer[: len(piece)].copy_(piece)) for piece in pieces]
+    return _norm(torch.stack(norms))
 
 
 def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
