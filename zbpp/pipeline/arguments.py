@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import RequestError, Schedule, a_kind
@@ -38,7 +37,7 @@ __all__ = [
     "weigh_of",
 ]
 
-Processes = DeviceMesh | DataParallel | dist.ProcessGroup
+Processes = DeviceMesh | DataParallel
 """The processes of a pipeline: a mesh, one with replicas that share, or a group of
 stages alone."""
 
@@ -179,15 +178,14 @@ def join(
         RequestError: a pipeline cannot run on this mesh.
     """
     initialise(device, timeout_s=timeout_s)
-    if isinstance(mesh, dist.ProcessGroup):
-        return find_place(None, mesh, n_stages=n_stages), DataParallel()
     replicas = mesh if isinstance(mesh, DataParallel) else DataParallel(mesh=mesh)
     if not isinstance(replicas.mesh, DeviceMesh | None):
         raise RequestError(
             f"mesh is {replicas.mesh!r:.60}; give zbpp.mesh(stages=..), another "
-            "DeviceMesh, zbpp.DataParallel(mesh=..), or a process group of the stages"
+            "DeviceMesh (one of a process group: DeviceMesh.from_group(group, "
+            "device_type, mesh_dim_names=('pp',))), or zbpp.DataParallel(mesh=..)"
         )
-    return find_place(replicas.mesh, None, n_stages=n_stages), replicas
+    return find_place(replicas.mesh, device, n_stages=n_stages), replicas
 
 
 def warn_of_plan(

@@ -48,9 +48,8 @@ def with_collectives(
     transport, adds_up = stages.transport, False
     if not overlaps:
         schedule = replace(schedule, parts=None)
-    has_sums = place.n_summands > 1 or (
-        place.mesh is not None
-        and any(transport.gather(stages.first.collectives.has_units))
+    has_sums = bool(place.sum_dims()) or any(
+        transport.gather(stages.first.collectives.has_units)
     )
     if has_sums:
         shards = any(transport.gather(stages.first.collectives.keeps))

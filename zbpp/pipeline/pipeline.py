@@ -107,8 +107,8 @@ class Pipeline:
         n_microbatches: micro-batches in a step; None: the schedule's.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
         mesh: the processes: a mesh of stages, data, context, expert and tensor
-            parallelism (see `zbpp.mesh`), a `zbpp.DataParallel`, which also says what
-            replicas share, or a process group of stages alone; None: all processes.
+            parallelism (see `zbpp.mesh`), or a `zbpp.DataParallel`, which also says
+            what replicas share; None: each process is a stage.
         device: where the layers live; ``"cuda"``: this process's GPU; None: that, or
             the CPU where there is none.
         numerics: what decides the bits.
@@ -435,7 +435,7 @@ class Pipeline:
         reason = None
         if self._options.optimizer is None:
             reason = "optimizer is None; clear the gradients, and call step()"
-        elif self.place.n_summands > 1 or self.stages.first.collectives.has_units:
+        elif self.place.sum_dims() or self.stages.first.collectives.has_units:
             reason = "replicas sum their gradients within the passes"
         if reason is not None:
             raise RequestError(

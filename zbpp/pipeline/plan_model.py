@@ -23,7 +23,7 @@ from zbpp.planning.pipelines import (
 from zbpp.planning.request import CostsLike, MemoryLimit
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
-from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
+from zbpp.runtime.policies import Execution, Numerics, StepPolicy
 from zbpp.runtime.stage import LossFn
 from zbpp.schedules import Recomputing, Split
 from zbpp.tuning.measure import measure_layers
@@ -110,7 +110,7 @@ def plan_model(
             loss_fn=loss_fn,
             n_stages=n_stages,
             n_microbatches=n_microbatches,
-            mesh=mesh if replicas.shard == "none" else DataParallel(mesh=replicas.mesh),
+            mesh=replicas.mesh,
             device=device,
             numerics=numerics,
             step=StepPolicy(post_validation=step.post_validation),

@@ -9,10 +9,7 @@ What all processes sum has a row for each of them, so that every entry has one s
 that is not zero: the sum is exact, and rows are added in their order afterwards.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import product
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any
 
@@ -33,7 +30,6 @@ __all__ = [
     "STAGE_DIM",
     "TENSOR_DIM",
     "Place",
-    "ranks_along",
     "row_of",
     "single_dims",
 ]
@@ -51,27 +47,40 @@ FLATTENED = "+"
 """Between the names of dimensions in that of the one that they were made."""
 
 
-@dataclass(frozen=True)
 class Place:
-    """The place of this process.
+    """The place of this process on a mesh.
 
     Args:
-        everyone: all processes that step together; None: this one is alone.
-        pipeline: ranks among them of the stages of this process's pipeline.
-        rank: of this process among everyone.
-        n_ranks: how many they are.
-        mesh: None: there are only stages.
-        coordinates: along each dimension of the mesh but that of the stages.
-        sizes: of these dimensions.
+        mesh: of the pipeline; None: this process is alone, without process groups.
     """
 
-    everyone: dist.ProcessGroup | None = None
-    pipeline: tuple[int, ...] = (0,)
-    rank: int = 0
-    n_ranks: int = 1
-    mesh: DeviceMesh | None = None
-    coordinates: Mapping[str, int] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.everyone: dist.ProcessGroup | None = None
+        """All processes that step together."""
+        self.rank, self.n_ranks = 0, 1
+        """Rank of this process among them, and their number."""
+        self.pipeline: tuple[int, ...] = (0,)
+        """Ranks of the stages of this process's pipeline."""
+        self.coordinates: dict[str, int] = {}
+        """Along each dimension of the mesh but that of the stages."""
+        self.sizes: dict[str, int] = {}
+        """Of these dimensions."""
+        if mesh is None:
+            return
+        is_part = mesh.size() < dist.get_world_size()
+        self.everyone = mesh.get_group() if is_part else dist.group.WORLD
+        self.rank, self.n_ranks = dist.get_rank(self.everyone), mesh.size()
+        self.pipeline = self.ranks_along((STAGE_DIM,))
+        for number, (dim, at) in enumerate(self._coordinates()):
+            if dim != STAGE_DIM:
+                self.coordinates[dim], self.sizes[dim] = at, mesh.size(number)
+
+    def _coordinates(self) -> list[tuple[str, int]]:
+        if self.mesh is None:
+            return []
+        names, coordinates = self.mesh.mesh_dim_names, self.mesh.get_coordinate()
+        return list(zip(names or (), coordinates or (), strict=True))
 
     @property
     def n_stages(self) -> int:
@@ -101,11 +110,6 @@ class Place:
         """Slices of every sequence, over ``cp``."""
         return self.sizes.get(CONTEXT_DIM, 1)
 
-    @property
-    def n_summands(self) -> int:
-        """Processes that gradients are summed over."""
-        return prod(self.sizes.get(dim, 1) for dim in DATA_DIMS)
-
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank.
 
@@ -123,71 +127,37 @@ class Place:
             ) from error
         return things
 
-    # Groups of this process along dimensions of the mesh.
+    # Dimensions of the mesh.
 
     @property
     def dims(self) -> list[str]:
         """Dimensions but that of the stages along which there are other processes."""
         return [dim for dim, size in self.sizes.items() if size > 1]
 
-    def group(self, dim: str) -> dist.ProcessGroup:
-        """Group of this process along a dimension of the mesh."""
-        assert self.mesh is not None
-        return self.mesh.get_group(dim)
-
-    def sum_dims(self, kept: Collection[str] = ()) -> list[str]:
-        """Dimensions of more than one process that gradients are summed over.
+    def sum_dims(self, without: Collection[str] = ()) -> list[str]:
+        """Those of them that gradients are summed over.
 
         Args:
-            kept: dimensions along which each process has a parameter of its own, or
+            without: dimensions along which each process has a parameter of its own, or
                 whose sums are others' business.
         """
         dims = self.dims
-        return [dim for dim in DATA_DIMS if dim in dims and dim not in kept]
+        return [dim for dim in DATA_DIMS if dim in dims and dim not in without]
 
-    def sum_groups(self, kept: Collection[str] = ()) -> list[dist.ProcessGroup]:
-        """Groups of `sum_dims`."""
-        return [self.group(dim) for dim in self.sum_dims(kept)]
+    def group(self, dim: str) -> dist.ProcessGroup:
+        """Group of this process along a dimension."""
+        assert self.mesh is not None
+        return self.mesh.get_group(dim)
 
-    def ranks_summed(self, kept: Collection[str] = ()) -> tuple[int, ...]:
-        """The processes that `sum_groups` are of, this one among them."""
-        if self.mesh is None:
+    def ranks_along(self, dims: Collection[str]) -> tuple[int, ...]:
+        """Ranks of the processes that differ from this one only along these."""
+        if self.mesh is None or self.everyone is None:
             return (self.rank,)
-        return ranks_along(self.mesh, self.sum_dims(kept))
-
-    # The processes of this stage, in rows.
-
-    @property
-    def n_peers(self) -> int:
-        """Processes of this stage."""
-        return prod(self.sizes.values())
-
-    @property
-    def peer_ranks(self) -> tuple[int, ...]:
-        """Ranks of these processes."""
-        if self.mesh is None:
-            return (self.rank,)
-        return ranks_along(self.mesh, self.dims)
-
-    @property
-    def row(self) -> int:
-        """Number of this process among them."""
-        return row_of([*self.coordinates.values()], [*self.sizes.values()])
-
-    @cached_property
-    def replica_numbers(self) -> list[int]:
-        """Rows of those that compute other parts of the loss, in the order of the
-        batch; of neighbours along ``tp`` the first."""
-        others = [i for i, dim in enumerate(self.sizes) if dim not in DATA_DIMS]
-        places = product(*map(range, self.sizes.values()))
-        return [
-            row for row, place in enumerate(places) if not any(place[i] for i in others)
-        ]
-
-    @property
-    def counts_losses(self) -> bool:
-        """True for one process of each replica."""
-        return self.row in self.replica_numbers
+        index = tuple(
+            slice(None) if dim in dims else at for dim, at in self._coordinates()
+        )
+        ranks = self.mesh.mesh[index].flatten().tolist()
+        return tuple(dist.get_group_rank(self.everyone, rank) for rank in ranks)
 
     def has_dims(self, dims: Collection[str]) -> bool:
         """True if these are dimensions of the mesh, or made of such."""
@@ -202,6 +172,28 @@ class Place:
         dims = single_dims(sharded)
         return not any(at for dim, at in self.coordinates.items() if dim not in dims)
 
+    # The processes of this stage, in rows.
+
+    @property
+    def n_peers(self) -> int:
+        """Processes of this stage."""
+        return prod(self.sizes.values())
+
+    @property
+    def peer_ranks(self) -> tuple[int, ...]:
+        """Ranks of these processes."""
+        return self.ranks_along(self.dims)
+
+    @property
+    def row(self) -> int:
+        """Number of this process among them."""
+        return row_of([*self.coordinates.values()], [*self.sizes.values()])
+
+    @property
+    def counts_losses(self) -> bool:
+        """True for one process of each replica."""
+        return self.owns(DATA_DIMS)
+
     def scatter_into_table(self, vector: Tensor) -> Tensor:
         """This process's row in a table of all, flat."""
         if self.n_peers == 1:
@@ -215,20 +207,13 @@ class Place:
         return flat.view(self.n_peers, -1)
 
     def replica_rows(self, rows: Tensor) -> Tensor:
-        """The rows of the replicas, in the order of the batch."""
-        return rows if self.n_peers == 1 else rows[self.replica_numbers]
+        """The rows of those that count losses, in the order of the batch."""
+        first = tuple(slice(None) if dim in DATA_DIMS else 0 for dim in self.sizes)
+        table = rows.view(*self.sizes.values(), -1, rows.shape[-1])
+        return table[first].flatten(0, -2)
 
 
 ALONE = Place()
-
-
-def ranks_along(mesh: DeviceMesh, dims: Collection[str]) -> tuple[int, ...]:
-    """Ranks of the processes that differ from this one along some dimensions alone."""
-    coordinates = mesh.get_coordinate()
-    assert coordinates is not None
-    at = dict(zip(mesh.mesh_dim_names or (), coordinates, strict=True))
-    index = tuple(slice(None) if dim in dims else at[dim] for dim in at)
-    return tuple(mesh.mesh[index].flatten().tolist())
 
 
 def single_dims(dims: Collection[str]) -> list[str]:

@@ -14,21 +14,7 @@ from zbpp.runtime.support.errors import PeerError
 
 _log = logging.getLogger("zbpp")
 
-__all__ = ["initialise", "place_in", "use_loopback"]
-
-
-def place_in(
-    group: dist.ProcessGroup | None,
-) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return a pipeline's processes, this one's rank and their number.
-
-    Args:
-        group: None: all processes, or this one alone.
-    """
-    if not dist.is_initialized():
-        return None, 0, 1
-    group = group or dist.group.WORLD
-    return group, dist.get_rank(group), dist.get_world_size(group)
+__all__ = ["initialise", "use_loopback"]
 
 
 def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> None:

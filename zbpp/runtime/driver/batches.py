@@ -191,7 +191,7 @@ class Batches:
         whole = None
         if self._adds:
             whole = partial(float, 1.0)
-        elif training and peers.n_summands > 1:
+        elif training and peers.sum_dims():
             counts = weights is not None and peers.counts_losses
             weight = sum(weights or []) if counts else 0.0
             numbers = torch.tensor([weight], dtype=torch.float64)

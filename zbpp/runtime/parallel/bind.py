@@ -10,7 +10,7 @@ from torch import nn
 from zbpp.core import RequestError
 from zbpp.core.sharding import reduces_every
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.place import EXPERT_DIM, Place
+from zbpp.runtime.comm.place import DATA_DIMS, EXPERT_DIM, Place
 from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buffers import alternate
 from zbpp.runtime.parallel.experts import experts_in, mesh_dims
@@ -69,14 +69,14 @@ def bind_parallel(
         for layer in chunk.layers
         for module in units_in(layer)
     ]
-    if place.mesh is None:
-        if wrapped:
-            raise RequestError(
-                f"a {type(wrapped[0]).__name__} is sharded or replicated; give the "
-                "mesh as well: zbpp.Pipeline(..., mesh=mesh)"
-            )
+    if wrapped and not any(dim in DATA_DIMS for dim in place.sizes):
+        raise RequestError(
+            f"a {type(wrapped[0]).__name__} is sharded or replicated; give the "
+            "mesh as well: zbpp.Pipeline(..., mesh=mesh)"
+        )
+    groups = [place.group(dim) for dim in place.sum_dims()]
+    if not wrapped and not groups:
         return list(chunks), Collectives({})
-    groups = place.sum_groups()
     roots = [
         module for module in wrapped if not any(_is_in(module, x) for x in wrapped)
     ]
@@ -112,7 +112,7 @@ def bind_parallel(
     often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
     return bound, Collectives(
         layers,
-        reduces=often if groups or wrapped else "none",
+        reduces=often,
         tied=Buckets(tied, groups) if groups and tied else None,
         now=now,
     )
@@ -168,11 +168,10 @@ def _check_managed(
     for module in units_in(layer):
         for p in managed(module):
             ranks = set(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
-            kept = {EXPERT_DIM} if p in experts else set[str]()
-            needed = set(place.ranks_summed(kept))
+            dims = place.sum_dims({EXPERT_DIM} if p in experts else ())
+            needed = set(place.ranks_along(dims))
             if needed <= ranks:
                 continue
-            dims = place.sum_dims(kept)
             raise RequestError(
                 f"a {type(module).__name__} of layer {index} is wrapped over the ranks "
                 f"{sorted(ranks)}, and gradients of a parameter of shape "

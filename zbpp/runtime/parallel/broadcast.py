@@ -45,8 +45,6 @@ def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
         RequestError: plain parameters differ along ``tp`` or ``ep``: broadcast, parts
             of a tensor would become copies of the first.
     """
-    if place.mesh is None:
-        return
     differ: dict[str, list[str]] = {}
     seen: set[Tensor] = set()
     for chunk in chunks:

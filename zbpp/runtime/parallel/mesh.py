@@ -32,9 +32,8 @@ from zbpp.runtime.comm.place import (
     STAGE_DIM,
     TENSOR_DIM,
     Place,
-    ranks_along,
 )
-from zbpp.runtime.comm.process_group import initialise, place_in
+from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.support.devices import own_device
 
 __all__ = ["find_place", "make_mesh", "shard_mesh"]
@@ -102,65 +101,41 @@ def make_mesh(
 
 
 def find_place(
-    mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, n_stages: int | None
+    mesh: DeviceMesh | None, device: torch.device, *, n_stages: int | None
 ) -> Place:
-    """Return the place of this process on a mesh, or in a group of stages alone.
-
-    Args:
-        mesh: None: there are only stages.
-        group: of them; None: all processes.
-        n_stages: that were asked for.
+    """Find the place of this process on a mesh; None: all processes are stages.
 
     Raises:
-        RequestError: the mesh is none that a pipeline can run on.
+        RequestError: a pipeline of so many stages cannot run on the mesh.
     """
-    if mesh is None:
-        group, rank, n = place_in(group)
-        return Place(group, tuple(range(n)), rank, n)
-    sizes = _sizes(mesh)
-    if group is not None:
-        raise RequestError("give mesh or group, not both: the mesh has the groups")
-    n_here = sizes.get(STAGE_DIM, 1)
+    if mesh is not None:
+        _check_mesh(mesh, n_stages)
+    elif dist.group.WORLD is not None:
+        mesh = DeviceMesh.from_group(
+            dist.group.WORLD, device.type, mesh_dim_names=(STAGE_DIM,)
+        )
+    return Place(mesh)
+
+
+def _check_mesh(mesh: DeviceMesh, n_stages: int | None) -> None:
+    names = mesh.mesh_dim_names or ()
+    known_names = (STAGE_DIM, *DATA_DIMS, TENSOR_DIM)
+    if not names or not set(names) <= set(known_names):
+        raise RequestError(
+            f"the mesh has the dimensions {names}; a pipeline knows {known_names}"
+        )
+    n_here = mesh.size(names.index(STAGE_DIM)) if STAGE_DIM in names else 1
     if n_stages not in (None, n_here):
         raise RequestError(
             f"the mesh has {n_here} stage(s), and {n_stages} were asked for: each "
             f"process of a mesh runs one; give it a dimension 'pp' of {n_stages}"
         )
     n = dist.get_world_size()
-    if mesh.size() != n:
+    if mesh.size() != n and names != (STAGE_DIM,):
         raise RequestError(
-            f"the mesh holds {mesh.size()} of {n} processes; a pipeline's holds all"
+            f"the mesh holds {mesh.size()} of {n} processes; a pipeline's holds all, "
+            "unless its only dimension is 'pp'"
         )
-    at = mesh.get_coordinate()
-    assert at is not None
-    coordinates = dict(zip(sizes, at, strict=True))
-    coordinates.pop(STAGE_DIM, None)
-    sizes.pop(STAGE_DIM, None)
-    return Place(
-        dist.group.WORLD,
-        ranks_along(mesh, (STAGE_DIM,)),
-        dist.get_rank(),
-        n,
-        mesh,
-        coordinates,
-        sizes,
-    )
-
-
-def _sizes(mesh: DeviceMesh) -> dict[str, int]:
-    """Sizes of the dimensions by name.
-
-    Raises:
-        RequestError: a name is unknown, or dp stands beside its parts.
-    """
-    names = mesh.mesh_dim_names or ()
-    known_names = (STAGE_DIM, *DATA_DIMS, TENSOR_DIM)
-    unknown = [name for name in names if name not in known_names]
-    if unknown or not names:
-        raise RequestError(
-            f"the mesh has the dimensions {names}; a pipeline knows {known_names}"
-        )
-    return dict(zip(names, mesh.shape, strict=True))
 
 
 def shard_mesh(mesh: DeviceMesh, kept: Collection[str] = ()) -> DeviceMesh | None:

@@ -36,7 +36,7 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
     if shard not in SHARDS:
         choices = ", ".join(map(repr, SHARDS))
         raise RequestError(f"shard is {shard!r}; choose one of {choices}")
-    if shard != "none" and place.n_summands == 1:
+    if shard != "none" and not place.sum_dims():
         raise RequestError(
             f"shard is {shard!r}, and there is one replica to hold it all; give a mesh "
             "whose dimension 'dp' is 2 or more"
@@ -48,7 +48,8 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
             f"alternating_buffers hold layers for the time of a pass, and shard is "
             f"{shard!r}, which keeps them whole for longer; give shard='parameters'"
         )
-    mesh = shard_mesh(place.mesh) if place.mesh is not None else None
+    assert place.mesh is not None
+    mesh = shard_mesh(place.mesh)
     assert mesh is not None
     if mesh.shape[-1] == 1:
         raise RequestError(
@@ -95,10 +96,11 @@ def wrap(
     Raises:
         RequestError: experts cannot be dealt out apart from others.
     """
-    if shard == "none" or place.mesh is None:
+    if shard == "none":
         return
     from torch.distributed.fsdp import fully_shard
 
+    assert place.mesh is not None
     mesh = shard_mesh(place.mesh)
     assert mesh is not None
     to_wrap = [
