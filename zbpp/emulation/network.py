@@ -210,6 +210,7 @@ class SleepingCollectives(Collectives):
         super().__init__({})
         self._times = times
         self._free = 0.0
+        self._starts: dict[int, float] = {}
         self._ends: dict[tuple[State, int], float] = {}
         for chunk in chunks:
             first = chunk.layers[0]
@@ -219,6 +220,10 @@ class SleepingCollectives(Collectives):
     def _set_at(self, state: State, chunk: int) -> float:
         return self._ends.get((state, chunk), 0.0)
 
+    def take_start(self, chunk: int) -> float:
+        """Return when the sum of a chunk has begun."""
+        return self._starts.pop(chunk)
+
     def run(self, job: Collective) -> None:
         """Start one as soon as the network is free, or wait for its end."""
         kind = kind_of(job)
@@ -227,6 +232,6 @@ class SleepingCollectives(Collectives):
             self._free = start + _MS * self._times.of(job)
             self._ends[kind.sets, job.chunk] = self._free
             if kind.sets is State.SUM:
-                self.began[job.chunk] = start
+                self._starts[job.chunk] = start
         for state in kind.awaits:
             sleep_until(self._set_at(state, job.chunk))

@@ -118,7 +118,6 @@ class Executor:
         self._is_part = False
         self.n_filled: int | None = None
         """Micro-batches that have samples in the batch that was last; None: all."""
-        self._progress = self.collectives.progress(stage.chunks.values())
         self._compute: dict[PassKind, Callable[..., Tensors | None]] = {}
         """What computes a pass of each kind in the program that runs."""
         self._values: dict[Value, Tensors] = {}
@@ -250,7 +249,7 @@ class Executor:
         if not stage.first and not kinds.isdisjoint((Pass, Segment)):
             stage.ties.begin()
         if Collective in kinds:
-            stage.watch_weights(self._progress)
+            stage.watch_weights(self.collectives.chunks)
         yield from rest
 
     def _without_early(self, program: Program) -> Program:
@@ -404,7 +403,7 @@ class Executor:
             self.collectives.run(job)
         if job.kind is CollectiveKind.REDUCE_WAIT:
             sums = Collective(CollectiveKind.REDUCE_GRAD, job.chunk)
-            start = self.collectives.began.pop(job.chunk, start)
+            start = self.collectives.take_start(job.chunk) or start
             times.marks.append((sums, start, times.now()))
         elif job.kind is CollectiveKind.UNSHARD:
             times.marks.append((job, start, times.now()))

@@ -11,7 +11,7 @@ in none.
 Gradients that are computed in 16 bits and summed in 32 (`fully_shard`'s policies) are
 widened after each addition: within a micro-batch they have 16 bits, over them 32.
 
-Replicas may sum each micro-batch by itself, layer by layer within its W (`EachSum`).
+Replicas may sum each micro-batch by itself, layer by layer within its W (`Summing`).
 Then B's gradients wait for that W, and no gradient is added to those of another one:
 
     passes run   B0   B1   W0               W1
@@ -27,13 +27,16 @@ from torch import Tensor
 from zbpp.runtime.backward.plan import PlanCache
 from zbpp.runtime.backward.split import Progress, SplitGraph
 
-__all__ = ["EachSum", "GradientOrder"]
+__all__ = ["GradientOrder", "Summing"]
 
 Gradients = Sequence[Tensor | None]
 
 
-class EachSum(Progress, ABC):
-    """Sums gradients of one micro-batch after another; those it has taken are gone."""
+class Summing(Progress, ABC):
+    """Sums gradients over replicas while W goes on."""
+
+    sums_each: bool
+    """Each micro-batch is summed by itself, and its gradients are gone then."""
 
     @abstractmethod
     def rest(self) -> None:
@@ -66,17 +69,17 @@ class GradientOrder:
         """Start a step."""
         self._b, self._w = _Turns(), _Turns()
         self._n_microbatches = 0
-        self._progress: Progress | None = None
-        self._each: EachSum | None = None
+        self._progress: Summing | None = None
+        self._each: Summing | None = None
         self._n_running_apart = 0
         """B's that run now with gradients set aside: nothing else may be added."""
         self._apart: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """Of each micro-batch, what its B has left to its W to add."""
 
-    def listen(self, n_microbatches: int, progress: Progress) -> None:
+    def listen(self, n_microbatches: int, progress: Summing) -> None:
         """Tell how far the step's last W is, or all, if each is summed by itself."""
         self._n_microbatches, self._progress = n_microbatches, progress
-        self._each = progress if isinstance(progress, EachSum) else None
+        self._each = progress if progress.sums_each else None
 
     def run_b(
         self, microbatch: int, graph: SplitGraph, gradients: Gradients

@@ -1,11 +1,10 @@
 """Find what of a stage is sharded or replicated, and what runs its collectives."""
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.core.sharding import reduces_every
@@ -14,7 +13,7 @@ from zbpp.runtime.comm.place import DATA_DIMS, EXPERT_DIM, Place
 from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buffers import alternate
 from zbpp.runtime.parallel.experts import experts_in, mesh_dims
-from zbpp.runtime.parallel.sums import Buckets, Collectives, LayerSum
+from zbpp.runtime.parallel.sums import Buckets, ChunkCollectives, Collectives
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.support.fsdp import Unit, managed, units_in, widening_of
@@ -26,49 +25,30 @@ def bind_parallel(
     chunks: Sequence[Chunk],
     place: Place,
     replicas: DataParallel,
-    tied: Sequence[nn.Parameter] = (),
     *,
-    aliases: Collection[nn.Parameter] = (),
-    now: Callable[[], Any] = time.perf_counter,
+    tied: Sequence[nn.Parameter],
+    aliases: Collection[nn.Parameter],
+    now: Callable[[], Any],
 ) -> tuple[list[Chunk], Collectives]:
-    """Find what of a stage's chunks is sharded or replicated; all its peers must call.
+    """Wrap a stage's layers, and find their collectives; all its peers must call.
 
-    Every wrapped module is gathered once, so that its forwards' parameters exist.
-
-    Args:
-        chunks: of the stage, on their device.
-        place: of this process.
-        replicas: how layers are wrapped that are not.
-        tied: parameters that other layers hold too, as this stage steps them.
-        aliases: other parameters on the memory of these.
-        now: see `Collectives`.
-
-    Returns:
-        The chunks, which know the parameter behind each leaf; and their collectives.
+    Every wrapped module is gathered once, so that its forwards' parameters exist. The
+    chunks that are returned know the parameter behind each leaf. ``tied`` are stepped
+    when other stages have added to their gradients; ``aliases`` share their memory.
 
     Raises:
-        RequestError: something is wrapped, and there is no mesh, or not on its groups.
+        RequestError: a layer is wrapped, and there is no mesh, or not over its groups.
     """
-    shard, alternating = replicas.shard, replicas.alternating_buffers
-    if alternating:
-        check_bare(chunks)
+    alternating, sums_each = replicas.alternating_buffers, reduces_every(replicas.shard)
     every_tied = {*tied, *aliases}
     experts = experts_in(chunks)
-    if alternating and experts:
-        raise RequestError(
-            "alternating_buffers hold whole layers, and experts are dealt out apart "
-            "from the rest of theirs; leave alternating_buffers out"
-        )
+    if alternating:
+        check_bare(chunks, experts)
     broadcast_first(chunks, place)
-    every_layer = (layer for chunk in chunks for layer in chunk.layers)
-    wrap(every_layer, place, shard, experts, every_tied)
+    layers = [layer for chunk in chunks for layer in chunk.layers]
+    wrap(layers, place, replicas.shard, experts, every_tied)
     experts = experts_in(chunks)
-    wrapped = [
-        module
-        for chunk in chunks
-        for layer in chunk.layers
-        for module in units_in(layer)
-    ]
+    wrapped = [module for layer in layers for module in units_in(layer)]
     if wrapped and not any(dim in DATA_DIMS for dim in place.sizes):
         raise RequestError(
             f"a {type(wrapped[0]).__name__} is sharded or replicated; give the "
@@ -77,81 +57,61 @@ def bind_parallel(
     groups = [place.group(dim) for dim in place.sum_dims()]
     if not wrapped and not groups:
         return list(chunks), Collectives({})
-    roots = [
-        module for module in wrapped if not any(_is_in(module, x) for x in wrapped)
-    ]
-    if roots:
+    if wrapped:
         from torch.distributed.fsdp import share_comm_ctx
 
-        share_comm_ctx(roots)  # type: ignore[arg-type]
+        inner = {part for x in wrapped for part in x.modules() if part is not x}
+        share_comm_ctx([x for x in wrapped if x not in inner])  # type: ignore[misc]
     for module in wrapped if alternating else ():  # torch reads it in the first gather
         module.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
-    bound, layers = [], {}
+    bound: list[Chunk] = []
+    collectives: dict[int, ChunkCollectives] = {}
     for chunk in chunks:
-        shards: dict[nn.Parameter, nn.Parameter] = {}
-        layer_sums = []
+        parts: dict[int, list[Unit | Buckets]] = {}
         for index, layer in chunk.numbered():
-            layer_sum, shards_of_layer = _bind_layer(
-                index,
-                layer,
-                place,
-                every_tied,
-                experts=experts,
-                sums_each=reduces_every(shard),
-            )
-            shards |= shards_of_layer
-            layer_sums.append(layer_sum)
-        layers[chunk.index] = layer_sums
-        widen = widening_of(unit for x in layer_sums for unit in x.units)
-        bound.append(replace(chunk, shards=shards, widen=widen))
-    if alternating:
-        alternate(
-            (chunk, [unit for layer in of_chunk for unit in layer.units])
-            for chunk, of_chunk in layers.items()
+            _check_managed(index, layer, place, experts)
+            parts[index] = _parts_of(layer, place, every_tied, sums_each=sums_each)
+        units = [x for of_layer in parts.values() for x in of_layer if type(x) is Unit]
+        shards = {leaf: shard for unit in units for leaf, shard in unit.leaves()}
+        bound.append(replace(chunk, shards=shards, widen=widening_of(units)))
+        collectives[chunk.index] = ChunkCollectives(
+            parts,
+            {leaf: index for index, _, leaf in bound[-1].all_leaves()},
+            sums_each=sums_each,
+            now=now,
         )
-    often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
-    return bound, Collectives(
-        layers,
-        reduces=often,
-        tied=Buckets(tied, groups) if groups and tied else None,
-        now=now,
-    )
+    if alternating:
+        alternate((index, chunk.units) for index, chunk in collectives.items())
+    of_tied = Buckets(tied, groups) if groups and tied else None
+    return bound, Collectives(collectives, of_tied)
 
 
-def _is_in(module: nn.Module, parent: nn.Module) -> bool:
-    return module is not parent and any(part is module for part in parent.modules())
-
-
-def _bind_layer(
-    index: int,
+def _parts_of(
     layer: nn.Module,
     place: Place,
     tied: Collection[nn.Parameter],
     *,
-    experts: Collection[nn.Parameter],
     sums_each: bool,
-) -> tuple[LayerSum, dict[nn.Parameter, nn.Parameter]]:
-    _check_managed(index, layer, place, experts)
-    modules = list(units_in(layer))
-    held = {p for module in modules for p in managed(module)}
-    others = [p for p in layer.parameters() if p not in held and p not in tied]
-    units = [Unit(module) for module in modules]
-    shards: dict[nn.Parameter, nn.Parameter] = {}
-    for unit in units:
+) -> list[Unit | Buckets]:
+    """The wrapped modules of a layer, and the flat sums of its other parameters."""
+    parts: list[Unit | Buckets] = []
+    apart: set[Tensor] = set(tied)
+    for module in units_in(layer):
+        unit = Unit(module)
         unit.begin(keeps=not unit.gathers_by_itself)
         unit.module.unshard()
-        shards |= dict(unit.leaves())
         unit.module.reshard()
+        parts.append(unit)
+        apart.update(managed(module))
     alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
-    for p in others:
-        dims = place.sum_dims(mesh_dims(p))
-        alike.setdefault(tuple(dims), []).append(p)
-    buckets = [
-        Buckets(parameters, [place.group(dim) for dim in dims], sums_each=sums_each)
-        for dims, parameters in sorted(alike.items())
-        if dims
-    ]
-    return LayerSum(index, units, buckets), shards
+    for p in layer.parameters():
+        if p not in apart:
+            alike.setdefault(tuple(place.sum_dims(mesh_dims(p))), []).append(p)
+    for dims, parameters in sorted(alike.items()):
+        if dims:
+            groups = [place.group(dim) for dim in dims]
+            parts.append(Buckets(parameters, groups, sums_each=sums_each))
+    return parts
 
 
 def _check_managed(

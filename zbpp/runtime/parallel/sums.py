@@ -22,26 +22,23 @@ that their sums meet all the same, layers are summed in one order, the last one 
 layer waits for those behind it.
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind
-from zbpp.runtime.backward.order import EachSum
-from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.backward.order import Summing
 from zbpp.runtime.support.collectives import noting_broken
 from zbpp.runtime.support.fsdp import Unit
 from zbpp.runtime.support.sharded import local_part, place_gradients
 
-__all__ = ["Buckets", "Collectives", "LayerProgress", "LayerSum", "LayerSums"]
+__all__ = ["Buckets", "ChunkCollectives", "Collectives"]
 
 
 @dataclass
@@ -130,38 +127,51 @@ class Buckets:
         self._totals = {}
 
 
-@dataclass(frozen=True)
-class LayerSum:
-    """The parts of one layer: what is wrapped, and what is not.
-
-    ``buckets`` are of parameters that are summed over the same dimensions.
-    """
-
-    index: int
-    units: Sequence[Unit]
-    buckets: Sequence[Buckets]
-
-
-class LayerProgress:
-    """Hears how far the last W of a chunk is.
+class ChunkCollectives(Summing):
+    """The collectives of one chunk.
 
     Args:
+        layers: by index, in order, what is wrapped of a layer, and what is not.
         layer_of: layer of every leaf of the chunk.
-        reduce: called with each layer whose gradients are all there.
+        sums_each: sum after every W, not after the last one.
+        now: reads the clock by which the stage's jobs are timed.
     """
 
     def __init__(
-        self, layer_of: Mapping[Tensor, int], reduce: Callable[[int], None]
+        self,
+        layers: Mapping[int, Sequence[Unit | Buckets]],
+        layer_of: Mapping[Tensor, int],
+        *,
+        sums_each: bool,
+        now: Callable[[], Any],
     ) -> None:
-        self._layer_of = layer_of
-        self._reduce = reduce
+        self._layers, self._layer_of = layers, layer_of
+        self.sums_each = sums_each
+        self._now = now
+        self.parts = list(chain.from_iterable(layers.values()))
+        self.units = [part for part in self.parts if isinstance(part, Unit)]
+        self.gathered = [unit for unit in self.units if not unit.gathers_by_itself]
+        """Gathered for longer than a pass."""
         self._left: Counter[int] = Counter()
-        self._order: list[int] = []
+        """Leaves of each layer whose gradients the W that runs has not added."""
+        self._order = list(layers)
+        """Layers whose sums have not begun."""
+        self.began: Any = None
+        """The start, by `now`, of the first sum that is under way."""
+
+    def unshard(self) -> None:
+        """Start to gather the parameters, first layers first."""
+        for unit in self.gathered:
+            unit.gather()
+
+    def reshard(self) -> None:
+        """Drop what was gathered."""
+        for unit in self.gathered:
+            unit.drop()
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
-        """Learn which leaves W will add to; B has done the rest."""
+        """A W begins that adds to these leaves; B has done the rest."""
         self._left = Counter(self._layer_of[leaf] for leaf in leaves)
-        self._order = sorted({*self._layer_of.values()})
         self._go_on()
 
     def done(self, leaf: Tensor) -> None:
@@ -171,159 +181,34 @@ class LayerProgress:
 
     def _go_on(self) -> None:
         while self._order and not self._left[self._order[-1]]:
-            self._reduce(self._order.pop())
-
-
-class LayerSums(LayerProgress, EachSum):
-    """Sums every micro-batch by itself.
-
-    Args:
-        layer_of: layer of every leaf of the chunk.
-        reduce: called with each layer; it takes the gradients that are there.
-        rest: called when all of a micro-batch are there.
-    """
-
-    def __init__(
-        self,
-        layer_of: Mapping[Tensor, int],
-        reduce: Callable[[int], None],
-        rest: Callable[[], None],
-    ) -> None:
-        super().__init__(layer_of, reduce)
-        self._rest = rest
+            self._reduce_layer()
 
     def rest(self) -> None:
-        """Reduce what is there."""
-        self._rest()
+        """Start to sum the layers that no W has."""
+        while self._order:
+            self._reduce_layer()
+        self._order = list(self._layers)
 
+    def _reduce_layer(self) -> None:
+        self.began = self._now() if self.began is None else self.began
+        for part in reversed(self._layers[self._order.pop()]):
+            part.reduce()
 
-class Collectives:
-    """Runs the collectives of a stage.
+    def reduce(self) -> None:
+        """Start to sum the gradients, unless each W has."""
+        if not self.sums_each:
+            self.rest()
 
-    Args:
-        layers: by chunk; empty: nothing is to be done.
-        reduces: after which W's of a chunk its gradients are reduced.
-        tied: parameters whose gradients other stages add to first.
-        now: reads the clock by which the stage's jobs are timed.
-    """
-
-    def __init__(
-        self,
-        layers: Mapping[int, Sequence[LayerSum]],
-        *,
-        reduces: Literal["none", "last", "every"] = "none",
-        tied: Buckets | None = None,
-        now: Callable[[], Any] = time.perf_counter,
-    ) -> None:
-        self._layers = layers
-        self._reduces = reduces
-        self._tied = tied
-        self._n_begun: dict[int, int] = {}
-        """Of each chunk that is being summed, the layers whose sums have begun."""
-        self.began: dict[int, Any] = {}
-        """The start, by `now`, of the first sum of each chunk that is under way."""
-        self._now = now
-
-    @property
-    def has_units(self) -> bool:
-        """True if `fully_shard` or `replicate` has wrapped anything here."""
-        return any(layer.units for layers in self._layers.values() for layer in layers)
-
-    @property
-    def keeps(self) -> bool:
-        """True if some parameters are gathered for longer than a pass."""
-        return any(map(self._kept, self._layers))
-
-    def run(self, job: Collective) -> None:
-        """Run one job."""
-        _RUN[job.kind](self, job.chunk)
-
-    def unshard(self, chunk: int) -> None:
-        """Start to gather the chunk, first layers first."""
-        for unit in self._kept(chunk):
-            unit.gather()
-
-    def reshard(self, chunk: int) -> None:
-        """Drop what was gathered of the chunk."""
-        for unit in self._kept(chunk):
-            unit.drop()
-
-    def reduce(self, chunk: int) -> None:
-        """Start to sum the chunk's gradients, unless each W has."""
-        if self._reduces == "last":
-            self.reduce_rest(chunk)
-
-    def reduce_rest(self, chunk: int) -> None:
-        """Start to sum the chunk's gradients, but those that `reduce_layer` has."""
-        layers = self._layers.get(chunk)
-        if layers:
-            self.reduce_layer(chunk, layers[0].index)
-            del self._n_begun[chunk]
-
-    def reduce_layer(self, chunk: int, index: int) -> None:
-        """Start to sum the gradients of a layer, and of those behind it.
-
-        They are all there. What has begun since the last `reduce` does not again.
-        """
-        layers = self._layers[chunk]
-        begun = self._n_begun.get(chunk, 0)
-        ready = layers[index - layers[0].index : len(layers) - begun]
-        self._n_begun[chunk] = begun + len(ready)
-        self.began.setdefault(chunk, self._now())
-        for layer in reversed(ready):
-            for unit in reversed(layer.units):
-                unit.reduce()
-            for buckets in layer.buckets:
-                buckets.reduce()
-
-    def end_sums(self) -> None:
-        """All sums of a step are there: leave every gradient where it belongs."""
-        for layer in chain.from_iterable(self._layers.values()):
-            for buckets in layer.buckets:
-                buckets.put_back()
-
-    def wait(self, chunk: int) -> None:
-        """Have the sums of the chunk."""
-        for layer in self._layers.get(chunk, ()):
-            for unit in layer.units:
-                unit.wait()
-            for buckets in layer.buckets:
-                buckets.wait()
-
-    def sum_tied(self) -> None:
-        """Sum gradients of tied parameters, to which all stages have added theirs."""
-        if self._tied is not None:
-            self._tied.reduce()
-            self._tied.wait()
-
-    def progress(self, chunks: Iterable[Chunk]) -> dict[int, LayerProgress]:
-        """Listeners that reduce layers within the last W of a chunk, or within all."""
-        listeners: dict[int, LayerProgress] = {}
-        for chunk in chunks:
-            number = chunk.index
-            if number not in self._layers:
-                continue
-            leaves = chunk.all_leaves()
-            layer_of: dict[Tensor, int] = {leaf: index for index, _, leaf in leaves}
-            if (listener := self._listener(number, layer_of)) is not None:
-                listeners[number] = listener
-        return listeners
-
-    def _listener(
-        self, chunk: int, layer_of: Mapping[Tensor, int]
-    ) -> LayerProgress | None:
-        reduce = partial(self.reduce_layer, chunk)
-        if self._reduces == "every":
-            return LayerSums(layer_of, reduce, partial(self.reduce_rest, chunk))
-        return LayerProgress(layer_of, reduce) if self._reduces == "last" else None
+    def wait(self) -> None:
+        """Have the sums."""
+        for part in self.parts:
+            part.wait()
 
     def rewind(self) -> None:
         """Drop all that was gathered before the step was rolled back."""
-        for chunk, layers in self._layers.items():
-            for unit in chain.from_iterable(layer.units for layer in layers):
-                if unit.gathers_by_itself and unit.pending:  # ahead, and in vain
-                    unit.drop()
-            self.reshard(chunk)
+        for unit in self.units:
+            if unit.pending or not unit.gathers_by_itself:  # ahead, and in vain
+                unit.drop()
 
     def end(self) -> None:
         """End a step or an evaluation.
@@ -332,25 +217,76 @@ class Collectives:
             RuntimeError: a gather or a sum is under way that nobody has waited for; the
                 next step would use what it brings.
         """
-        if self._n_begun:
-            raise RuntimeError(f"nobody waits for sums of {sorted(self._n_begun)}")
-        for chunk in self._layers:
-            if any(unit.pending for unit in self._kept(chunk)):
-                raise RuntimeError(f"chunk {chunk} is gathered at the end of a step")
+        if len(self._order) < len(self._layers):
+            raise RuntimeError("gradients of some layers are summed, and not of others")
+        if any(unit.pending for unit in self.gathered):
+            raise RuntimeError("a chunk is gathered at the end of a step")
         self.rewind()
 
-    def _kept(self, chunk: int) -> list[Unit]:
-        return [
-            unit
-            for layer in self._layers.get(chunk, ())
-            for unit in layer.units
-            if not unit.gathers_by_itself
-        ]
+
+class Collectives:
+    """Runs the collectives of a stage.
+
+    Args:
+        chunks: those that have any.
+        tied: parameters whose gradients other stages add to first.
+    """
+
+    def __init__(
+        self, chunks: Mapping[int, ChunkCollectives], tied: Buckets | None = None
+    ) -> None:
+        self.chunks = chunks
+        self._tied = tied
+
+    @property
+    def has_units(self) -> bool:
+        """True if `fully_shard` or `replicate` has wrapped anything here."""
+        return any(chunk.units for chunk in self.chunks.values())
+
+    @property
+    def keeps(self) -> bool:
+        """True if some parameters are gathered for longer than a pass."""
+        return any(chunk.gathered for chunk in self.chunks.values())
+
+    def run(self, job: Collective) -> None:
+        """Run one job."""
+        if job.chunk in self.chunks:
+            _RUN[job.kind](self.chunks[job.chunk])
+
+    def take_start(self, chunk: int) -> Any:
+        """Return when the first sum of a chunk has begun, and forget it."""
+        if chunk not in self.chunks:
+            return None
+        start, self.chunks[chunk].began = self.chunks[chunk].began, None
+        return start
+
+    def end_sums(self) -> None:
+        """All sums of a step are there: leave every gradient where it belongs."""
+        for chunk in self.chunks.values():
+            for part in chunk.parts:
+                if isinstance(part, Buckets):
+                    part.put_back()
+
+    def sum_tied(self) -> None:
+        """Sum gradients of tied parameters, to which all stages have added theirs."""
+        if self._tied is not None:
+            self._tied.reduce()
+            self._tied.wait()
+
+    def rewind(self) -> None:
+        """Drop all that was gathered before the step was rolled back."""
+        for chunk in self.chunks.values():
+            chunk.rewind()
+
+    def end(self) -> None:
+        """End a step or an evaluation."""
+        for chunk in self.chunks.values():
+            chunk.end()
 
 
-_RUN: dict[CollectiveKind, Callable[[Collectives, int], None]] = {
-    CollectiveKind.UNSHARD: Collectives.unshard,
-    CollectiveKind.RESHARD: Collectives.reshard,
-    CollectiveKind.REDUCE_GRAD: Collectives.reduce,
-    CollectiveKind.REDUCE_WAIT: Collectives.wait,
+_RUN: dict[CollectiveKind, Callable[[ChunkCollectives], None]] = {
+    CollectiveKind.UNSHARD: ChunkCollectives.unshard,
+    CollectiveKind.RESHARD: ChunkCollectives.reshard,
+    CollectiveKind.REDUCE_GRAD: ChunkCollectives.reduce,
+    CollectiveKind.REDUCE_WAIT: ChunkCollectives.wait,
 }

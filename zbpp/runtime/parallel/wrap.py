@@ -58,12 +58,17 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
         )
 
 
-def check_bare(chunks: Iterable[Chunk]) -> None:
+def check_bare(chunks: Iterable[Chunk], experts: Set[nn.Parameter]) -> None:
     """Check that layers can share buffers.
 
     Raises:
-        RequestError: one is wrapped already, with memory of its own.
+        RequestError: one is wrapped already, or has experts.
     """
+    if experts:
+        raise RequestError(
+            "alternating_buffers hold whole layers, and experts are dealt out apart "
+            "from the rest of theirs; leave alternating_buffers out"
+        )
     for chunk in chunks:
         for index, layer in chunk.numbered():
             if any(units_in(layer)):
