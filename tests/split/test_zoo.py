@@ -81,12 +81,16 @@ ADDED_BY_PRODUCTS = (
 )  # fmt: skip
 
 
+WHOLE_BACKWARDS = "F0 F1 BW0 F2 BW1 F3 BW2 BW3"
+
+
+@pytest.mark.parametrize("order", [IN_ORDER, WHOLE_BACKWARDS])
 @pytest.mark.parametrize("name", ADDED_BY_PRODUCTS)
-def test_gradients_added_within_products_agree_nearly(name: str) -> None:
+def test_gradients_added_within_products_agree_nearly(name: str, order: str) -> None:
     """Hooks see as many gradients."""
     case = CASES[name]
     wanted = plainly(Numbered(case), 4, scale=0.25)
-    found = by_pipeline(Numbered(case), IN_ORDER, exact_sums=False)
+    found = by_pipeline(Numbered(case), order, exact_sums=False)
     assert len(found.pop("seen")) == len(wanted["seen"])
     for parameter, gradient in found.items():
         torch.testing.assert_close(
@@ -94,13 +98,15 @@ def test_gradients_added_within_products_agree_nearly(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("order", [IN_ORDER, WHOLE_BACKWARDS])
 @pytest.mark.parametrize("exact_sums", [True, False])
 def test_the_kernel_of_a_product_adds_only_where_sums_need_not_be_exact(
     exact_sums: bool,
+    order: str,
 ) -> None:
     module = Numbered(CASES["linear, no bias"])
     with torch.profiler.profile() as profile:
-        by_pipeline(module, IN_ORDER, exact_sums=exact_sums)
+        by_pipeline(module, order, exact_sums=exact_sums)
     adds = [event for event in profile.events() if event.name == "aten::addmm_"]
     assert len(adds) == (0 if exact_sums else 2 * 3)
 

@@ -115,8 +115,7 @@ class Stage:
         self.defers = False
         """W of some chunk has had something to do."""
         self._orders = {
-            i: GradientOrder(c.leaves_once(), c.widen, is_exact=exact_sums)
-            for i, c in self.chunks.items()
+            i: GradientOrder(c.leaves_once(), c.widen) for i, c in self.chunks.items()
         }
         self.loss_scale = 1.0
         """Factor of the loss in the next backwards."""

@@ -49,18 +49,15 @@ class GradientOrder:
     Args:
         parameters: all of the chunk's.
         widen: called after every addition, before that of another micro-batch.
-        is_exact: False lets BW run as B and W, whose products add by themselves.
     """
 
     def __init__(
         self,
         parameters: Iterable[Tensor],
         widen: Callable[[], None] | None = None,
-        *,
-        is_exact: bool = True,
     ) -> None:
         self._parameters = list(parameters)
-        self._widen, self._is_exact = widen, is_exact
+        self._widen = widen
         self.plans = PlanCache()
         """Of the chunk's graphs."""
         self.begin()
@@ -149,7 +146,7 @@ class GradientOrder:
     ) -> tuple[Tensor | None, ...]:
         """BW of a micro-batch: one full backward where it is its turn in both."""
         is_turn = microbatch == self._b.turn == self._w.turn
-        if not is_turn or self._each is not None or not self._is_exact:
+        if not is_turn or self._each is not None:
             found = self.run_b(microbatch, graph, gradients)
             self.run_w(microbatch, graph)
             return found

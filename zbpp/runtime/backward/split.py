@@ -334,13 +334,12 @@ def _run_work(
         )
     if is_transposed is None or not _only_adds(leaves[0]):
         return list(zip(edges, rule.gradients(*tensors, *settings), strict=False))
+    if in_place and _add_in_place(product, tensors, settings):
+        return None
     leaf = leaves[0]
     total = leaf.grad
     if total is not None and total.layout is not torch.strided:
         total = None
-    if in_place and total is not None and rule.add and total.dtype == tensors[0].dtype:
-        rule.add(total.t() if is_transposed else total, *tensors, *settings)
-        return None
     if is_transposed and rule.transposed is not None:
         gradient = rule.transposed(*tensors, *settings)
     else:
@@ -354,6 +353,22 @@ def _run_work(
     else:
         return [(leaf, gradient)]
     return None
+
+
+def _add_in_place(
+    product: Product, tensors: Sequence[Any], settings: Sequence[Any]
+) -> bool:
+    """Add a gradient within the product's own kernel; False if that cannot be."""
+    is_transposed, add = product.adds_transposed, product.rule.add
+    if is_transposed is None or add is None or not _only_adds(product.leaves[0]):
+        return False
+    total = product.leaves[0].grad
+    if total is None or total.layout is not torch.strided:
+        return False
+    if total.dtype != tensors[0].dtype:
+        return False
+    add(total.t() if is_transposed else total, *tensors, *settings)
+    return True
 
 
 def _only_adds(leaf: Tensor) -> bool:
@@ -492,7 +507,10 @@ class SplitGraph:
         found: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
             with self._queue:
-                found = _run_whole(ends, dys, self._inputs)
+                if self._is_exact:
+                    found = _run_whole(ends, dys, self._inputs)
+                else:
+                    found = self._run_around(self._plan(), ends, dys, adds=True)
         self._ends, self._inputs, self.outputs = [], [], None
         if self._queue.work:
             self._has_deferred = True
@@ -598,9 +616,22 @@ class SplitGraph:
         return found[:first]
 
     def _run_around(
-        self, plan: Plan, ends: list[Any], dys: list[Tensor | None]
+        self,
+        plan: Plan,
+        ends: list[Any],
+        dys: list[Tensor | None],
+        *,
+        adds: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """B that keeps operands of a product when autograd comes to it."""
+        """B that keeps operands of a product when autograd comes to it.
+
+        Args:
+            plan: of this graph.
+            ends: where it starts.
+            dys: gradients of these.
+            adds: do the work of W at once where W adds in place: the operands are in
+                the cache then.
+        """
         inputs = self._inputs
         if not plan.sites:
             return _run_whole(ends, dys, inputs)
@@ -608,7 +639,7 @@ class SplitGraph:
         for site in plan.sites:
             node, product, _ = site
             if product.slot is None:
-                hook = partial(self._take, site)
+                hook = partial(self._take, site, adds)
                 hooks.append(add_hook(node.register_prehook, hook))
             else:
                 defer_piece(node, product.slot, partial(self._queue.put, site))
@@ -623,10 +654,12 @@ class SplitGraph:
                 if product.slot is not None:
                     defer_piece(node, product.slot, None)
 
-    def _take(self, site: Site, dys: Sequence[Tensor | None]) -> None:
+    def _take(self, site: Site, adds: bool, dys: Sequence[Tensor | None]) -> None:
         if dys[0] is not None:
             operands, settings = self._queue.read(site)
-            self._queue.put(site, [dys[0], *operands], settings)
+            tensors = [dys[0], *operands]
+            if not (adds and _add_in_place(site[1], tensors, settings)):
+                self._queue.put(site, tensors, settings)
 
 
 def _run_whole(
