@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from zbpp.runtime.parallel.experts import experts_in, mesh_dims
 from zbpp.runtime.parallel.sums import Buckets, ChunkCollectives, Collectives
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.policies import DataParallel
-from zbpp.runtime.support.fsdp import Unit, managed, units_in, widening_of
+from zbpp.runtime.support.fsdp import Unit, managed, units_in
 
 __all__ = ["bind_parallel"]
 
@@ -32,9 +33,8 @@ def bind_parallel(
 ) -> tuple[list[Chunk], Collectives]:
     """Wrap a stage's layers, and find their collectives; all its peers must call.
 
-    Every wrapped module is gathered once, so that its forwards' parameters exist. The
-    chunks that are returned know the parameter behind each leaf. ``tied`` are stepped
-    when other stages have added to their gradients; ``aliases`` share their memory.
+    The chunks that are returned know the parameter behind each leaf. Other stages add
+    to the gradients of ``tied``; ``aliases`` share their memory.
 
     Raises:
         RequestError: a layer is wrapped, and there is no mesh, or not over its groups.
@@ -72,8 +72,10 @@ def bind_parallel(
             _check_managed(index, layer, place, experts)
             parts[index] = _parts_of(layer, place, every_tied, sums_each=sums_each)
         units = [x for of_layer in parts.values() for x in of_layer if type(x) is Unit]
-        shards = {leaf: shard for unit in units for leaf, shard in unit.leaves()}
-        bound.append(replace(chunk, shards=shards, widen=widening_of(units)))
+        shards = {leaf: shard for unit in units for leaf, shard in unit.leaves.items()}
+        widened = [unit for unit in units if unit.widens]
+        widen = partial(_widen, widened) if widened else None
+        bound.append(replace(chunk, shards=shards, widen=widen))
         collectives[chunk.index] = ChunkCollectives(
             parts,
             {leaf: index for index, _, leaf in bound[-1].all_leaves()},
@@ -97,12 +99,8 @@ def _parts_of(
     parts: list[Unit | Buckets] = []
     apart: set[Tensor] = set(tied)
     for module in units_in(layer):
-        unit = Unit(module)
-        unit.begin(keeps=not unit.gathers_by_itself)
-        unit.module.unshard()
-        unit.module.reshard()
-        parts.append(unit)
-        apart.update(managed(module))
+        parts.append(Unit(module))
+        apart.update(p for p, _ in managed(module))
     alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for p in layer.parameters():
         if p not in apart:
@@ -112,6 +110,11 @@ def _parts_of(
             groups = [place.group(dim) for dim in dims]
             parts.append(Buckets(parameters, groups, sums_each=sums_each))
     return parts
+
+
+def _widen(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.widen()
 
 
 def _check_managed(
@@ -126,8 +129,8 @@ def _check_managed(
         RequestError: it sums over fewer.
     """
     for module in units_in(layer):
-        for p in managed(module):
-            ranks = set(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+        for p, mesh in managed(module):
+            ranks = set(mesh.mesh.flatten().tolist())
             dims = place.sum_dims({EXPERT_DIM} if p in experts else ())
             needed = set(place.ranks_along(dims))
             if needed <= ranks:

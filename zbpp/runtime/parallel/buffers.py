@@ -94,7 +94,7 @@ def alternate(
     chunks = [(chunk, units) for chunk, units in chunks if units]
     every = [unit for _, units in chunks for unit in units]
     gathers, sums = (
-        TwoBuffers(n_bytes, every[0].device)
+        TwoBuffers(n_bytes, next(every[0].module.parameters()).device)
         for n_bytes in map(max, zip(*(unit.whole_bytes for unit in every), strict=True))
     )
     for chunk, units in chunks:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import EXPERT_DIM, single_dims
-from zbpp.runtime.support.fsdp import managed_dims, units_in
+from zbpp.runtime.support.fsdp import managed, units_in
 from zbpp.runtime.support.sharded import is_sharded, local_part
 
 __all__ = ["deal", "experts_in", "mesh_dims"]
@@ -71,10 +71,10 @@ def experts_in(chunks: Iterable[Chunk]) -> frozenset[nn.Parameter]:
     found = set()
     for chunk in chunks:
         by_units = {
-            p: single_dims(dims)
+            p: single_dims(mesh.mesh_dim_names or ())
             for layer in chunk.layers
             for unit in units_in(layer)
-            for p, dims in managed_dims(unit)
+            for p, mesh in managed(unit)
         }
         for _, _, p in chunk.all_leaves():
             if EXPERT_DIM in _parts(p) and EXPERT_DIM not in by_units.get(p, ()):

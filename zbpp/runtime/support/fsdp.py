@@ -10,25 +10,16 @@ Gradients of 16 bits that are summed in 32 are widened after each micro-batch, b
 adds gradients in order: here a backward is B, whose turn it may not be, and W follows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import RequestError
 
-__all__ = [
-    "Unit",
-    "check_names",
-    "do_nothing",
-    "fill_unused",
-    "is_unit",
-    "managed",
-    "managed_dims",
-    "units_in",
-    "widening_of",
-]
+__all__ = ["Unit", "is_unit", "managed", "units_in"]
 
 _NAMES = {
     "state": ("_lazy_init", "_fsdp_param_groups", "_comm_ctx"),
@@ -49,8 +40,8 @@ _NAMES = {
         "reduce_dtype",
         "unsharded_accumulated_grad",
         "padded_sharded_param_size",
+        "_unsharded_param",
     ),
-    "gathered parameter": ("_unsharded_param",),
     "widened parameter": (
         "to_accumulated_grad_if_needed",
         "accumulate_unsharded_grad_if_needed",
@@ -77,10 +68,10 @@ class _NoOrder(list[Any]):
 
 
 class Unit:
-    """A module that `fully_shard` or `replicate` has wrapped.
+    """A module that `fully_shard` or `replicate` has wrapped; jobs run its collectives.
 
-    Args:
-        module: the wrapped one.
+    It is gathered once, so that its forwards' parameters exist; all its processes must
+    call.
 
     Raises:
         RequestError: this torch has other names than those of `_NAMES`.
@@ -88,42 +79,42 @@ class Unit:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = cast(Any, module)
-        self._state: Any = self.module._get_fsdp_state()
-        self._state._lazy_init()
-        check_names(self._state, _NAMES["state"])
-        self._groups: Sequence[Any] = self._state._fsdp_param_groups
-        self._context = self._state._comm_ctx
-        check_names(self._context, _NAMES["context"])
+        state: Any = self.module._get_fsdp_state()
+        _check_names("state", state)
+        state._lazy_init()
+        self._groups: Sequence[Any] = state._fsdp_param_groups
+        self._context = state._comm_ctx
+        _check_names("context", self._context)
         for group in self._groups:
-            check_names(group, _NAMES["group"])
+            _check_names("group", group)
+        self._context.post_forward_order = _NoOrder()
+        self.gathers_by_itself = any(x._reshard_after_forward for x in self._groups)
+        """Each pass gathers it, and drops it at its end."""
+        self.module.set_is_last_backward(False)
+        self.module.set_requires_gradient_sync(False, recurse=False)
+        # Sums, as the losses have shares in that of all replicas.
+        self.module.set_gradient_divide_factor(1.0)
+        self.module.set_force_sum_reduction_for_comms(True)
+        self.module.set_reshard_after_backward(self.gathers_by_itself, recurse=False)
+        self.module.unshard()
+        self.module.reshard()
+        self._parameters = [p for group in self._groups for p in group.fsdp_params]
         for parameter in self._parameters:
-            check_names(parameter, _NAMES["parameter"])
+            _check_names("parameter", parameter)
         self._widened = [x for x in self._parameters if x.reduce_dtype is not None]
         self._sums_apart = all(map(_has_sum, self._widened))
+        for parameter in self._widened if self._sums_apart else ():
+            parameter.accumulate_unsharded_grad_if_needed = _do_nothing
+            parameter.to_accumulated_grad_if_needed = _do_nothing
         for group in () if self._sums_apart else self._groups:
-            check_names(group, _NAMES["widened group"])
-
-    def begin(self, *, keeps: bool) -> None:
-        """Leave all collectives but the gathers of passes to jobs; once.
-
-        Args:
-            keeps: what a job has gathered stays until another ends it.
-        """
-        self._context.post_forward_order = _NoOrder()
-        module = self.module
-        module.set_is_last_backward(False)
-        module.set_requires_gradient_sync(False, recurse=False)
-        # Sums, as the losses have shares in that of all replicas.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_reshard_after_backward(not keeps, recurse=False)
-        self.take_over_widening()
+            _check_names("widened group", group)
+            group._set_unsharded_grad_dtypes = _do_nothing
+        self._leave_narrow()
 
     @property
-    def device(self) -> torch.device:
-        """The device that it is gathered on."""
-        device: torch.device = next(managed(self.module)).device
-        return device
+    def leaves(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Of each of the forwards' leaves the parameter with this process's part."""
+        return {x._unsharded_param: x.sharded_param for x in self._parameters}
 
     @property
     def trains(self) -> bool:
@@ -154,11 +145,6 @@ class Unit:
         n: int = group.mesh_info.shard_mesh_size
         return n * int(parameter.padded_sharded_param_size.numel())
 
-    @property
-    def gathers_by_itself(self) -> bool:
-        """True if each pass gathers it, and drops it at its end."""
-        return any(group._reshard_after_forward for group in self._groups)
-
     def gather(self) -> None:
         """Start to gather the parameters; the first pass waits for them."""
         self.module.unshard(async_op=True)
@@ -173,7 +159,7 @@ class Unit:
     def reduce(self) -> None:
         """Start to reduce the gradients; parameters that have none count with zeros."""
         self.widen()
-        fill_unused(self._parameters)
+        self._fill_unused()
         for parameter in () if self._sums_apart else self._widened:
             total, parameter.wide_sum = parameter.wide_sum, None
             leaf = parameter._unsharded_param
@@ -195,37 +181,10 @@ class Unit:
             if event is not None:
                 torch.accelerator.current_stream().wait_event(event)
 
-    def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """The forwards' leaves, and the parameter with this process's part of each.
-
-        Raises:
-            RequestError: the parameters were never gathered.
-        """
-        for parameter in self._parameters:
-            check_names(parameter, _NAMES["gathered parameter"])
-        self._leave_narrow()
-        for parameter in self._parameters:
-            yield parameter._unsharded_param, parameter.sharded_param
-
-    @property
-    def _parameters(self) -> Iterator[Any]:
-        for group in self._groups:
-            yield from group.fsdp_params
-
     @property
     def pending(self) -> bool:
         """A gather is under way that nobody has waited for."""
         return any(group._all_gather_result is not None for group in self._groups)
-
-    def take_over_widening(self) -> None:
-        """Let no backward widen gradients by itself."""
-        if not self._sums_apart:
-            for group in self._groups:
-                group._set_unsharded_grad_dtypes = do_nothing
-            return
-        for parameter in self._widened:
-            parameter.accumulate_unsharded_grad_if_needed = do_nothing
-            parameter.to_accumulated_grad_if_needed = do_nothing
 
     def _leave_narrow(self) -> None:
         """Let the leaves' gradients have as many bits as the leaves."""
@@ -252,6 +211,19 @@ class Unit:
         """Some gradients may have fewer bits than their sums."""
         return bool(self._widened)
 
+    def _fill_unused(self) -> None:
+        """Give zeros to parameters that learn and have no gradient."""
+        for parameter in self._parameters:
+            whole = parameter._unsharded_param
+            there = whole.grad is not None or _wide_sum(parameter) is not None
+            if there or not parameter.sharded_param.requires_grad:
+                continue
+            zeros = torch.zeros_like(whole, requires_grad=False)
+            if parameter.reduce_dtype is None:
+                whole.grad = zeros
+            else:  # all gradients of a sum have one dtype
+                _set_wide_sum(parameter, zeros.to(parameter.reduce_dtype))
+
 
 def is_unit(module: nn.Module) -> bool:
     """True for a wrapped module; what is inside or around does not count."""
@@ -263,69 +235,27 @@ def units_in(module: nn.Module) -> Iterator[nn.Module]:
     return filter(is_unit, module.modules())
 
 
-def managed(unit: nn.Module) -> Iterator[Tensor]:
-    """The parameters that a wrapped module shards or replicates, as they are kept."""
+def managed(unit: nn.Module) -> Iterator[tuple[Tensor, DeviceMesh]]:
+    """The parameters of a wrapped module, as they are kept, and the mesh of each."""
     groups: Any = unit
     for group in groups._get_fsdp_state()._fsdp_param_groups:
+        _check_names("group", group)
         for parameter in group.fsdp_params:
-            yield parameter.sharded_param
+            yield parameter.sharded_param, group.mesh_info.mesh
 
 
-def managed_dims(unit: nn.Module) -> Iterator[tuple[Tensor, Sequence[str]]]:
-    """The parameters of a unit, each with the dimensions that it is dealt out over."""
-    groups: Any = unit
-    for group in groups._get_fsdp_state()._fsdp_param_groups:
-        check_names(group, _NAMES["group"])
-        names = group.mesh_info.mesh.mesh_dim_names or ()
-        for parameter in group.fsdp_params:
-            yield parameter.sharded_param, names
+def _check_names(row: str, thing: object) -> None:
+    """Check that an object of torch's has the names of a row of `_NAMES`."""
+    for name in _NAMES[row]:
+        if not hasattr(thing, name):
+            raise RequestError(
+                f"torch {torch.__version__} has no {type(thing).__name__}.{name}, "
+                "which sharded stages need; use torch 2.13, 2.14 or 2.15, or layers "
+                "that are not wrapped"
+            )
 
 
-def widening_of(units: Iterable[Unit]) -> Callable[[], None] | None:
-    """Make a call that widens the gradients of several units; None: none needs it."""
-    widened = [unit for unit in units if unit.widens]
-
-    def widen() -> None:
-        for unit in widened:
-            unit.widen()
-
-    return widen if widened else None
-
-
-def fill_unused(parameters: Iterable[Any]) -> None:
-    """Give zeros to whole gradients that are not there.
-
-    Args:
-        parameters: torch's, of a layer; those that do not learn are left alone.
-    """
-    for parameter in parameters:
-        whole = parameter._unsharded_param
-        there = whole.grad is not None or _wide_sum(parameter) is not None
-        if there or not parameter.sharded_param.requires_grad:
-            continue
-        zeros = torch.zeros_like(whole, requires_grad=False)
-        if parameter.reduce_dtype is None:
-            whole.grad = zeros
-        else:  # all gradients of a sum have one dtype
-            _set_wide_sum(parameter, zeros.to(parameter.reduce_dtype))
-
-
-def check_names(held: object, names: Sequence[str]) -> None:
-    """Check that an object of torch's has what is used of it.
-
-    Raises:
-        RequestError: it has not.
-    """
-    missing = [name for name in names if not hasattr(held, name)]
-    if missing:
-        raise RequestError(
-            f"torch {torch.__version__} has no {type(held).__name__}.{missing[0]}, "
-            "which sharded stages need; use torch 2.13, 2.14 or 2.15, or layers that "
-            "are not wrapped"
-        )
-
-
-def do_nothing(**_: Any) -> None:
+def _do_nothing(**_: Any) -> None:
     """Take the place of what torch would do by itself."""
 
 
