@@ -67,8 +67,9 @@ def results(pipeline: zbpp.Pipeline) -> list[tuple[float, float]]:
 def test_the_weights_of_the_first_layer_count_at_the_start() -> None:
     """Copies of a builder differ before the first step, not after."""
     layers = untied()
-    pipeline = make(slices(layers, TIE))
-    assert torch.equal(layers[0].weight, layers[-1].weight)
+    in_lists = [[list(place) for place in tie] for tie in TIE]
+    pipeline = make(slices(layers, in_lists))
+    assert torch.equal(layers[0].weight, layers[-1].weight) and pipeline.ties == (*TIE,)
     assert results(pipeline) == results(make(tied()))
 
 

@@ -92,7 +92,8 @@ def layers_from(
             f"build is {a_kind(build)}; give a function that makes the layers of a "
             "range of indices"
         )
-    return Layered(n_layers, build, ties=tuple(ties))
+    places = tuple(tuple((layer, name) for layer, name in tie) for tie in ties)
+    return Layered(n_layers, build, ties=places)
 
 
 def model_to_build(model: Given, layered: Layered) -> Model:

@@ -41,6 +41,7 @@ from zbpp.core import (
     Segment,
     Send,
     Step,
+    TiedGradient,
     Value,
     at_check,
     input_of,
@@ -122,7 +123,7 @@ class Executor:
         """What computes a pass of each kind in the program that runs."""
         self._values: dict[Value, Tensors] = {}
         """Computed here, and not read yet."""
-        self._expected: dict[Value, Expected] = {}
+        self._expected: dict[Message, Expected] = {}
         """Announced by other stages, and not read yet."""
         self._early: dict[Message | None, Send] = {}
         """The sends of what forwards in pairs put out: at once."""
@@ -380,18 +381,18 @@ class Executor:
     # ---- Messages and collectives.
 
     def _send(self, send: Send) -> None:
-        if isinstance(send.value, Value):
-            tensors = self._values.pop(send.value)
-            self.transport.send(send.value, tensors, send.peer)
+        value = send.value
+        if isinstance(value, TiedGradient):
+            tensors = self.stage.ties.gradients(value)
         else:
-            self.stage.ties.send(send.value, self.transport, send.peer)
+            tensors = self._values.pop(value)
+        self.transport.send(value, tensors, send.peer)
 
     def _post(self, receive: Receive) -> None:
-        value, peer = receive.value, receive.peer
-        if isinstance(value, Value):
-            self._expected[value] = self.transport.post(value, peer)
-        else:
-            self.stage.ties.post(value, self.transport, peer)
+        value, like = receive.value, None
+        if isinstance(value, TiedGradient):
+            like = self.stage.ties.like(value)
+        self._expected[value] = self.transport.post(value, receive.peer, like)
 
     def _drop(self, drop: _Drop) -> None:
         drop.expected.receive(Check(0))
@@ -408,9 +409,13 @@ class Executor:
         elif job.kind is CollectiveKind.UNSHARD:
             times.marks.append((job, start, times.now()))
 
+    def _tied(self) -> list[TiedGradient]:
+        return [value for value in self._expected if isinstance(value, TiedGradient)]
+
     def _add_tied(self, instruction: AddTied) -> None:
         """Wait for other stages' gradients of tied parameters, and add them."""
-        received = self.stage.ties.receive(Step(instruction.stage))
+        step = Step(instruction.stage)
+        received = {x: self._expected.pop(x).receive(step) for x in self._tied()}
         self.times.begin_norms()
         self.stage.ties.add(received)
         self.collectives.sum_tied()
@@ -483,7 +488,9 @@ WAITS: dict[Any, Callable[[Executor, Any], bool]] = {
     **dict.fromkeys(PassKind, Executor._has_inputs),
     PairKind.FB: lambda executor, pair: all(map(executor._has_inputs, passes_in(pair))),
     Segment: lambda executor, x: not x.begins or executor._has_inputs(x.part.of),
-    AddTied: lambda executor, _: executor.stage.ties.ready(),
+    AddTied: lambda executor, _: all(
+        executor._expected[value].ready() for value in executor._tied()
+    ),
     StageKind.STEP: lambda executor, _: executor.optimizer.ready(),
     StageKind.CHECK: lambda executor, _: executor.optimizer.ready_to_validate(),
     _Drop: lambda executor, drop: drop.expected.ready(),

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import Job, RequestError, TiedGradient
-from zbpp.runtime.comm.transport import Expected, Transport
+from zbpp.core import RequestError, TiedGradient
 from zbpp.runtime.support.sharded import as_sharded, own_shard, place_gradients
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan, numbers_of
 from zbpp.runtime.values import Tensors
@@ -68,7 +67,6 @@ class StageTies:
     ) -> None:
         self.plan = plan
         self.parameters = parameters or {}
-        self._expected: dict[TiedGradient, Expected] = {}
         self.aliases: dict[nn.Parameter, nn.Parameter] = {
             alias: x.parameter for x in self.parameters.values() for alias in x.aliases
         }
@@ -110,29 +108,22 @@ class StageTies:
             for leaf in tied.leaves.values():
                 leaf.grad = None
 
-    def send(self, message: TiedGradient, transport: Transport, peer: int) -> None:
-        """Hand over the gradients of one chunk's layers.
+    def gradients(self, message: TiedGradient) -> Tensors:
+        """The gradients of one chunk's layers, in layer order; of DTensors the parts.
+
+        Neighbours along ``tp`` on other stages have the same parts.
 
         Raises:
             RequestError: one of them is sparse.
         """
-        transport.send(message, self._gradients(message), peer)
+        leaves = self.parameters[message.tie].leaves
+        layers = self._layers(message)
+        return tuple(self._gradient(message.tie, leaves[layer]) for layer in layers)
 
-    def post(self, message: TiedGradient, transport: Transport, peer: int) -> None:
-        """Announce gradients of another stage; they look like the parameter here."""
-        parameter = self.parameters[message.tie].parameter
-        n_tensors = len(self._layers(message)) if parameter.requires_grad else 0
-        like = (own_shard(parameter.detach()),) * n_tensors
-        self._expected[message] = transport.post(message, peer, like)
-
-    def ready(self) -> bool:
-        """True if `receive` returns without waiting for a stage of this process."""
-        return all(expected.ready() for expected in self._expected.values())
-
-    def receive(self, job: Job) -> dict[TiedGradient, Tensors]:
-        """Wait for all that is posted; ``job`` is named if it does not come."""
-        expected, self._expected = self._expected, {}
-        return {message: x.receive(job) for message, x in expected.items()}
+    def like(self, message: TiedGradient) -> Tensors:
+        """Tensors that look like the gradients of another stage."""
+        part = own_shard(self.parameters[message.tie].parameter.detach())
+        return (part,) * len(self._layers(message))
 
     @torch.no_grad()
     def add(self, received: Mapping[TiedGradient, Sequence[Tensor]]) -> None:
@@ -164,20 +155,12 @@ class StageTies:
     ) -> Iterator[Tensor]:
         for chunk in self.plan.chunks[number]:
             message = TiedGradient(number, chunk)
-            yield from received.get(message) or self._gradients(message)
-
-    def _gradients(self, message: TiedGradient) -> tuple[Tensor, ...]:
-        """The gradients of one chunk's layers, in layer order; of DTensors the parts.
-
-        Neighbours along ``tp`` on other stages have the same parts.
-        """
-        tied = self.parameters[message.tie]
-        if not tied.parameter.requires_grad:
-            return ()
-        leaves = (tied.leaves[layer] for layer in self._layers(message))
-        return tuple(self._gradient(message.tie, leaf) for leaf in leaves)
+            yield from received.get(message) or self.gradients(message)
 
     def _layers(self, message: TiedGradient) -> list[int]:
+        """Layers of a chunk that hold a tied parameter; none if it does not learn."""
+        if not self.parameters[message.tie].parameter.requires_grad:
+            return []
         layers = self.plan.ranges[message.chunk]
         return [layer for layer, _ in self.plan.ties[message.tie] if layer in layers]
 
