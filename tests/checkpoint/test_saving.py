@@ -384,14 +384,14 @@ def test_a_load_that_breaks_off_ends_the_pipeline(
     constant(1, 1.0).save(tmp_path, wait=True)
     pipeline, safe_open, n_opened = constant(), safetensors.safe_open, 0
 
-    def open_twice(*args: Any, **more: Any) -> Any:
+    def open_once(*args: Any, **more: Any) -> Any:
         nonlocal n_opened
         n_opened += 1
-        if n_opened > 2:  # what a file has was asked for twice
+        if n_opened > 1:  # what a file has is asked for once
             raise OSError("gone")
         return safe_open(*args, **more)
 
-    monkeypatch.setattr(safetensors, "safe_open", open_twice)
+    monkeypatch.setattr(safetensors, "safe_open", open_once)
     with pytest.raises(CheckpointError, match="cannot be read: OSError: gone"):
         pipeline.load(tmp_path)
     with pytest.raises(RuntimeError, match=r"load failed .*the pipeline has ended"):

@@ -4,9 +4,9 @@ To be read in this order:
 
 format      files: shards with hashes, and JSON; nothing is ever unpickled
 folder      of checkpoints: the newest whole one, how many stay, the lock
-model, optimizers   what a process has, by the model's own names
+local       the state of a process, by the model's own names; compared and loaded
 save        in the background, all or nothing
-state       all of it: what is saved, read, checked, loaded, and of a pipeline
+state       the state of a run, and of the stages of a pipeline
 plain       without a pipeline
 """
 

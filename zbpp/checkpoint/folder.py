@@ -3,8 +3,8 @@
     run/
         step-00000010/                a checkpoint: it has a manifest
         step-00000020/
-        .partial-step-00000030-3f.../ being written, or left by a process that died
-        .old-step-00000020-77.../     one that a new one of the same step replaces
+        .partial-step-00000030-3f.../ being written, or left by a process that died;
+                                      with a manifest it waits only for its name
         .gone-step-00000005-a0.../    being removed
 
 There is no file that names the latest one: it could be torn, or name what is gone.
@@ -41,7 +41,7 @@ __all__ = [
 Gather = Callable[[Any], list[Any]]
 """Gives every process of a pipeline the values of all, by rank."""
 
-_PARTIAL, _OLD, _GONE = ".partial-", ".old-", ".gone-"
+_PARTIAL, _GONE = ".partial-", ".gone-"
 
 
 def alone(value: Any) -> list[Any]:
@@ -105,19 +105,19 @@ def candidates(path: Path) -> list[Path]:
     folders = [
         (_step_of(child), child)
         for child in (path.iterdir() if path.is_dir() else ())
-        if child.is_dir()
-        and (child.name.startswith("step-") or _awaits_replacement(child))
+        if child.is_dir() and (child.name.startswith("step-") or _lacks_name(child))
     ]
     return [child for _, child in sorted(folders, reverse=True)]
 
 
-def _awaits_replacement(path: Path) -> bool:
-    """True for a replaced checkpoint if the new one has not got its name."""
-    return path.name.startswith(_OLD) and not _name_before(path).exists()
+def _lacks_name(path: Path) -> bool:
+    """True for a finished checkpoint whose process died before it got its name."""
+    is_finished = path.name.startswith(_PARTIAL) and (path / MANIFEST).exists()
+    return is_finished and not _final(path).exists()
 
 
-def _name_before(path: Path) -> Path:
-    return path.with_name(path.name.removeprefix(_OLD).rpartition("-")[0])
+def _final(partial: Path) -> Path:
+    return partial.with_name(partial.name.removeprefix(_PARTIAL).rpartition("-")[0])
 
 
 def _step_of(path: Path) -> tuple[int, bool]:
@@ -133,35 +133,37 @@ def make_partial(folder: Path, step: int) -> Path:
     """Make an empty folder to write a checkpoint into; clear what dead ones left."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(folder.iterdir()):
-        if _awaits_replacement(path):
-            path.rename(_name_before(path))
-        elif path.name.startswith((_PARTIAL, _OLD, _GONE)):
+        if _lacks_name(path):
+            path.rename(_final(path))
+        elif path.name.startswith((_PARTIAL, _GONE)):
             shutil.rmtree(path, ignore_errors=True)
     partial = folder / f"{_PARTIAL}step-{step:08}-{secrets.token_hex(4)}"
     partial.mkdir()
     return partial
 
 
-def publish(partial: Path, *, step: int, keep: int | None) -> None:
+def publish(partial: Path, *, keep: int | None) -> None:
     """Give a finished checkpoint its name, at once and for good; remove old ones.
 
     ``partial`` is complete and on the disk. ``keep`` checkpoints stay: this one and the
     newest others; None: all.
     """
-    folder = partial.parent
-    final = folder / f"step-{step:08}"
-    if final.exists():
-        final.rename(folder / f"{_OLD}{final.name}-{secrets.token_hex(4)}")
+    folder, final = partial.parent, _final(partial)
+    if final.exists():  # a run that began anew saves the same step
+        _put_aside(final)
     partial.rename(final)
     sync_folder(folder)
     if keep is not None:
         others = [path for path in candidates(folder) if path != final]
         whole = [path for path in others if _step_of(path)[1]]
         for path in whole[keep - 1 :]:
-            path.rename(folder / f"{_GONE}{path.name}-{secrets.token_hex(4)}")
-    for path in folder.iterdir():
-        if path.name.startswith((_OLD, _GONE)):
-            shutil.rmtree(path, ignore_errors=True)
+            _put_aside(path)
+    for path in folder.glob(f"{_GONE}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _put_aside(path: Path) -> None:
+    path.rename(path.with_name(f"{_GONE}{path.name}-{secrets.token_hex(4)}"))
 
 
 @contextmanager

@@ -313,6 +313,7 @@ def write_shards(
         with path.open("rb") as file:
             os.fsync(file.fileno())
     except safetensors.SafetensorError as error:
+        path.unlink(missing_ok=True)  # so that a full disk takes the reason
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     except KeyError as error:  # so the package says that its format has no such dtype
         raise CheckpointError(f"safetensors files hold no {error.args[0]}") from error
@@ -328,11 +329,17 @@ class SavedTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with self._reader() as reader:
-            about = reader.read_metadata().state_dict_metadata
+        with self._failures():
+            from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+            reader: Any = HuggingFaceStorageReader(str(folder))
+            metadata = reader.read_metadata()
+        # each `load` asks for it, and would open all files again
+        reader.read_metadata = lambda: metadata
+        self._reader = reader
         self.like: dict[str, Tensor] = {
             name: torch.empty(x.size, dtype=x.properties.dtype, device="meta")
-            for name, x in about.items()
+            for name, x in metadata.state_dict_metadata.items()
         }
         """Of the shape and dtype of each tensor, by its name, without numbers."""
         self._name_of = {like: name for name, like in self.like.items()}
@@ -350,19 +357,18 @@ class SavedTensors:
         while rest:  # several places may have one saved tensor
             targets: dict[str, Any] = dict(rest)
             rest = [(name, x) for name, x in rest if targets[name] is not x]
-            with self._reader() as reader:
-                load(targets, storage_reader=reader, no_dist=True)
+            with self._failures():
+                load(targets, storage_reader=self._reader, no_dist=True)
 
     @contextmanager
-    def _reader(self) -> Iterator[Any]:
+    def _failures(self) -> Iterator[None]:
         safetensors = _safetensors()
         from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it says that it reads alone
-                yield HuggingFaceStorageReader(str(self._folder))
+                yield
         except (CheckpointException, OSError, safetensors.SafetensorError) as error:
             cause = str(error).strip().splitlines()[-1]  # before it come tracebacks
             raise CheckpointError(f"{self._folder} cannot be read: {cause}") from error

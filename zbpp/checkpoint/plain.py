@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.checkpoint.folder import alone, open_newest
-from zbpp.checkpoint.model import LocalModel
-from zbpp.checkpoint.state import (
+from zbpp.checkpoint.local import (
+    LocalModel,
+    Pairs,
     State,
-    check_state,
-    load_state,
-    read_state,
-    refuse_misfits,
-    state_of,
+    allocate,
+    compare,
+    local_state,
 )
+from zbpp.checkpoint.state import read_state, refuse_misfits
 
 __all__ = ["load", "plain_state", "read_model"]
 
@@ -51,9 +51,9 @@ def load(
     model_only = not optimizers
     state, copy = read_state(folder, manifest, model_only=model_only)
     local = _local_model(model, optimizers, schedulers, own_name)
-    fit = check_state(local, state, model_only=model_only)
-    refuse_misfits(fit, state, alone)
-    load_state(local, fit, copy)
+    loading = compare(local, state, model_only=model_only)
+    refuse_misfits(loading, state, alone)
+    loading.run(copy)
     return {name: state[name] for name in ("step", "extra", "run") if name in state}
 
 
@@ -80,7 +80,7 @@ def plain_state(
         RequestError: an optimizer steps a parameter that is not in the model.
     """
     local = _local_model(model, optimizers, schedulers, own_name)
-    return {**state_of(local, step=step, run={}), "run": None}
+    return {**local_state(local), "step": step, "run": None}
 
 
 def _local_model(
@@ -108,13 +108,8 @@ def read_model(path: str | Path) -> dict[str, Tensor]:
     """
     folder, manifest, _ = open_newest(path)
     state, copy = read_state(folder, manifest, model_only=True)
-    model = state["model"]
-    pairs = {
-        name: (x, torch.empty_like(x, device="cpu"))
-        for name, x in model.items()
-        if isinstance(x, Tensor) and x.is_meta
-    }
-    copy([*pairs.values()])
-    model |= {name: x for name, (_, x) in pairs.items()}
-    tied = {alias: name for alias, name in manifest.aliases.items() if name in model}
-    return {**model, **{alias: model[name] for alias, name in tied.items()}}
+    pairs = Pairs()
+    model: dict[str, Any] = allocate(state["model"], pairs)
+    copy(pairs)
+    aliases = state["aliases"].items()
+    return model | {alias: model[name] for alias, name in aliases if name in model}

@@ -11,7 +11,7 @@ holds up nobody but itself, and until the rename there is no new checkpoint.
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zbpp.checkpoint.folder import Gather, make_partial, publish
 from zbpp.checkpoint.format import (
@@ -30,62 +31,16 @@ from zbpp.checkpoint.format import (
     write_durably,
     write_shards,
 )
-from zbpp.checkpoint.optimizers import merge_schedulers
+from zbpp.checkpoint.local import merge_schedulers
 from zbpp.core import RequestError
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = ["Put", "Saver"]
+__all__ = ["Saver"]
 
-Put = Callable[[str, Shard], None]
-"""Takes a shard by the name of its tensor, and has copied it on return."""
-
-Failure = tuple[float, str]
-"""When a process failed, and why."""
-
-_PART = "part-{}.json"
+_PART, _FAILED = "part-{}.json", "failed-{}"
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 1.0  # between two looks at the folder
 _PATIENCE_S = 600.0  # for the parts of the other processes
 _PATIENCE_AT_EXIT_S = 10.0  # the same when the script has ended
-
-
-class _HostCopies:
-    """Copies of shards in host memory, which is used again by the next save.
-
-    A save blocks its caller for these copies only. Memory that was used before is
-    written at several times the speed of fresh memory, whose pages are cleared one by
-    one.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, Shard] = {}
-        self._copies: dict[str, Shard] = {}
-        self._are_on_the_way = False
-
-    def begin(self) -> None:
-        """Start anew; the memory of the copies that were taken is used again."""
-        self._before, self._copies = self._copies, {}
-
-    def take(self, name: str, shard: Shard) -> None:
-        """Copy a shard on any device, which may go at once."""
-        tensor = shard.numbers
-        is_async = runs_ahead(tensor.device)
-        before = self._before.get(name)
-        copy = None if before is None else before.numbers
-        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            copy = torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_async
-            )
-        copy.copy_(tensor, non_blocking=is_async)
-        self._copies[name] = Shard(copy, shard.offsets)
-        self._are_on_the_way |= is_async
-
-    def finish(self) -> dict[str, Shard]:
-        """Wait for the copies, and give them by name; they are good until `begin`."""
-        self._before = {}
-        if self._are_on_the_way:
-            torch.accelerator.synchronize()
-        self._are_on_the_way = False
-        return self._copies
 
 
 class Saver:
@@ -93,8 +48,8 @@ class Saver:
 
     def __init__(self, rank: int, gather: Gather) -> None:
         self._rank, self._gather = rank, gather
-        self._copies = _HostCopies()
-        self._writing: Future[Failure | None] | None = None
+        self._copies: dict[str, Tensor] = {}  # by name, in host memory
+        self._writing: Future[str | None] | None = None
 
     @property
     def is_saving(self) -> bool:
@@ -102,14 +57,18 @@ class Saver:
         return self._writing is not None
 
     def begin(
-        self, folder: Path, take: Callable[[Put], Manifest], *, keep: int | None
+        self,
+        folder: Path,
+        take: Callable[[], tuple[Manifest, Mapping[str, Shard]]],
+        *,
+        keep: int | None,
     ) -> str | None:
         """Copy a state and start to write it; every process must call.
 
         Args:
             folder: of the checkpoints. It and ``keep``, see `publish`, are rank 0's.
-            take: gives the manifest of this process's part, without files, and every
-                shard to what it is called with.
+            take: gives the manifest of this process's part, without files, and its
+                shards on any device.
             keep: checkpoints that stay.
 
         Returns:
@@ -119,30 +78,50 @@ class Saver:
             CheckpointError: the state cannot be saved, or the folder cannot be written.
         """
         earlier = self._wait()
-        partial, problem, part = "", None, Manifest(0, {})
-        self._copies.begin()
+        partial, problem = "", None
         try:
-            part = take(self._copies.take)
+            part, shards = take()
+            shards = self._copy(shards)
             if self._rank == 0:
                 partial = str(make_partial(folder, part.step))
         except RequestError as error:
             problem = str(error)
         except OSError as error:
             problem = f"cannot write to {folder}: {error.strerror}"
-        shards = self._copies.finish()
-        schedulers = part.values.get("schedulers", {})
-        answers = self._gather((partial, problem, earlier, schedulers))
-        for _, text, _, _ in answers:
+        answers = self._gather((partial, problem, earlier))
+        for _, text, _ in answers:
             if text is not None:
                 raise CheckpointError(text)
-        merge_schedulers(states for *_, states in answers)
-        writer = _Writer(
-            Path(answers[0][0]), part, shards, self._rank, len(answers), keep
-        )
+        partial = answers[0][0]
+        failure: str | None = answers[0][2]
+        writer = _Writer(Path(partial), part, shards, self._rank, len(answers), keep)
         executor = ThreadPoolExecutor(1, thread_name_prefix="zbpp save")
         self._writing = executor.submit(writer.run)
         executor.shutdown(wait=False)  # the thread ends with its work
-        return _first_cause(failure for _, _, failure, _ in answers)
+        return failure
+
+    def _copy(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+        """Copy shards to host memory, that of the save before where it fits.
+
+        A save blocks its caller for these copies only. Memory that was used before is
+        written at several times the speed of fresh memory, whose pages are cleared one
+        by one.
+        """
+        copies: dict[str, Tensor] = {}
+        are_async = False
+        for name, (numbers, _) in shards.items():
+            copy, is_async = self._copies.get(name), runs_ahead(numbers.device)
+            kind = numbers.shape, numbers.dtype
+            if copy is None or (copy.shape, copy.dtype) != kind:
+                copy = torch.empty(
+                    numbers.shape, dtype=numbers.dtype, pin_memory=is_async
+                )
+            copies[name] = copy.copy_(numbers, non_blocking=is_async)
+            are_async |= is_async
+        if are_async:
+            torch.accelerator.synchronize()
+        self._copies = copies
+        return {name: Shard(copies[name], shards[name].offsets) for name in copies}
 
     def finish(self) -> str | None:
         """Wait for the last save; every process must call.
@@ -150,20 +129,12 @@ class Saver:
         Returns:
             Why it has failed, None if it is there, or there was none.
         """
-        return _first_cause(self._gather(self._wait()))
+        failure: str | None = self._gather(self._wait())[0]
+        return failure
 
-    def _wait(self) -> Failure | None:
+    def _wait(self) -> str | None:
         writing, self._writing = self._writing, None
         return writing.result() if writing is not None else None
-
-
-def _first_cause(failures: Iterable[Failure | None]) -> str | None:
-    """The first failure of all ranks; later ones may follow from it."""
-    by_time = [(failed, rank) for rank, failed in enumerate(failures) if failed]
-    if not by_time:
-        return None
-    (_, text), rank = min(by_time)
-    return f"rank {rank}: {text}"
 
 
 @dataclass
@@ -177,54 +148,57 @@ class _Writer:
     n_ranks: int
     keep: int | None
 
-    def run(self) -> Failure | None:
-        """Write; rank 0 then waits for the others and publishes."""
+    def run(self) -> str | None:
+        """Write; rank 0 then waits for the others and publishes.
+
+        Returns:
+            The first failure and its rank. What rank 0 returns holds for all.
+        """
         try:
             file = write_shards(self.partial, self.rank, self.shards)
             part = replace(self.part, files=[file])
             write_durably(self.partial / _PART.format(self.rank), part.text())
-            if self.rank == 0:
-                self._publish(self._wait_for_parts())
+            failure = self._wait_for_parts() if self.rank == 0 else None
+            if self.rank == 0 and failure is None:
+                self._publish()
         except Exception as error:
             is_expected = isinstance(error, OSError | ValueError)
             text = str(error) if is_expected else f"{type(error).__name__}: {error}"
-            failure = time.time(), text
-            marker = self.partial / f"failed-{self.rank}"
-            with suppress(OSError):
-                try:
-                    write_durably(marker, text)
-                except OSError:  # a full disk still takes a name
-                    marker.touch()
-            if self.rank == 0:
-                shutil.rmtree(self.partial, ignore_errors=True)
-            return failure
-        return None
+            failure = f"rank {self.rank}: {text}"
+        if failure is not None and self.rank == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        elif failure is not None:
+            with suppress(OSError):  # a full disk still takes a name
+                (self.partial / _FAILED.format(self.rank)).write_text(failure)
+        return failure
 
-    def _wait_for_parts(self) -> list[Manifest]:
-        """Wait for the manifests that all processes have written, by rank."""
+    def _wait_for_parts(self) -> str | None:
+        """Wait until all processes have written; return why one of them has not."""
         deadline, wait_s = time.monotonic() + _PATIENCE_S, _FIRST_WAIT_S
-        part_of = {_PART.format(rank): rank for rank in range(self.n_ranks)}
         while True:
             names = {path.name for path in self.partial.iterdir()}
-            missing = [rank for name, rank in part_of.items() if name not in names]
+            missing = [r for r in range(self.n_ranks) if _PART.format(r) not in names]
             if not missing:
-                return [read_manifest(self.partial, name) for name in part_of]
+                return None
             for rank in missing:
-                if (marker := f"failed-{rank}") in names:
+                if (marker := _FAILED.format(rank)) in names:
                     text = (self.partial / marker).read_text()
-                    raise CheckpointError(f"rank {rank} failed: {text}")
+                    return text or f"rank {rank}: cannot write to {self.partial}"
             if not threading.main_thread().is_alive():
                 deadline = min(deadline, time.monotonic() + _PATIENCE_AT_EXIT_S)
             if time.monotonic() > deadline:
-                raise CheckpointError(
+                return (
                     f"rank(s) {missing} have not written to {self.partial} within "
                     f"{_PATIENCE_S:g} s; is it one folder for all processes?"
                 )
             time.sleep(wait_s)
             wait_s = min(1.5 * wait_s, _LONGEST_WAIT_S)
 
-    def _publish(self, parts: list[Manifest]) -> None:
+    def _publish(self) -> None:
         """Join the parts: tables of all stages, and what rank 0 alone has."""
+        paths = [self.partial / _PART.format(rank) for rank in range(self.n_ranks)]
+        parts = [read_manifest(self.partial, path.name) for path in paths]
+        merge_schedulers(part.values.get("schedulers", {}) for part in parts)
         values: dict[str, Any] = {}
         aliases: dict[str, str] = {}
         for part in parts:
@@ -234,6 +208,6 @@ class _Writer:
         files = [file for part in parts for file in part.files]
         manifest = replace(self.part, files=files, aliases=aliases, values=values)
         write_durably(self.partial / MANIFEST, manifest.text())
-        for path in self.partial.glob(_PART.format("*")):
+        for path in paths:
             path.unlink()
-        publish(self.partial, step=self.part.step, keep=self.keep)
+        publish(self.partial, keep=self.keep)

@@ -5,10 +5,9 @@
 
 Names are the model's own, so a state fits any schedule and any number of stages.
 
-Loading has three parts, so that a state that does not fit changes nothing, on whatever
-process: `check_state` everywhere, `refuse_misfits` with what all have found, and only
-then `load_state`. Of a checkpoint this part alone reads parameters, buffers and
-moments, straight to where they belong; until then they are on the meta device.
+Every process compares the state with what it has, all refuse it if it fits one of them
+not, and only then is anything changed. Parameters, buffers and moments of a checkpoint
+are on the meta device until they are read straight to where they belong.
 """
 
 import logging
@@ -26,48 +25,30 @@ from zbpp.checkpoint.format import (
     CheckpointError,
     Manifest,
     SavedTensors,
+    Shard,
     decode,
     encode,
     shard_of,
 )
-from zbpp.checkpoint.model import (
-    Fit,
+from zbpp.checkpoint.local import (
+    Copy,
+    Loading,
     LocalModel,
     Pairs,
     Place,
+    Slot,
     State,
-    check_model,
-    load_model,
-    room_for,
+    allocate,
+    compare,
+    local_state,
 )
-from zbpp.checkpoint.optimizers import (
-    check_optimizers,
-    check_schedulers,
-    load_optimizers,
-    load_schedulers,
-    merge_schedulers,
-    optimizer_state,
-    scheduler_states,
-)
-from zbpp.checkpoint.save import Put, Saver
+from zbpp.checkpoint.save import Saver
 from zbpp.core import RequestError
 from zbpp.runtime.comm.place import Place as Peers
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.support.sharded import is_sharded, layout_of, local_part, whole
 
-__all__ = [
-    "Checkpoints",
-    "Copy",
-    "State",
-    "check_state",
-    "load_state",
-    "read_state",
-    "refuse_misfits",
-    "state_of",
-]
-
-Copy = Callable[[Pairs], None]
-"""Gives tensors the numbers of those in a state."""
+__all__ = ["Checkpoints", "State", "read_state", "refuse_misfits"]
 
 _BY_NAME = ("model", "optimizer", "schedulers")
 """The parts of a state that every stage has for its own names."""
@@ -76,46 +57,17 @@ _MAX_SHOWN = 8  # misfits in an error
 _log = logging.getLogger("zbpp")
 
 
-def state_of(
-    local: LocalModel,
-    *,
-    step: int,
-    run: Mapping[str, Any],
-    saved: bool = False,
-    trainable_only: bool = False,
-) -> State:
-    """The state of one process; its tensors are those of the model, not copies.
-
-    Args:
-        local: whose state it is.
-        step: steps done.
-        run: what the runtime needs to go on.
-        saved: leave out what another stage saves.
-        trainable_only: leave out frozen parameters and all buffers.
-    """
-    return {
-        "step": step,
-        "model": {
-            slot.name: x.detach() if isinstance(x := slot.value, Tensor) else x
-            for slot in local.slots
-            if (slot.saves or not saved) and (slot.is_trainable or not trainable_only)
-        },
-        "optimizer": optimizer_state(local, saved=saved, trainable_only=trainable_only),
-        "schedulers": merge_schedulers(scheduler_states(local)),
-        "run": dict(run),
-        "aliases": local.aliases(),
-        "trainable_only": trainable_only,
-    }
-
-
-def _take_snapshot(state: State, put: Put, *, peers: Peers, rank: int) -> Manifest:
-    """Encode a state, and put what this process saves: one of equal shards.
+def _snapshot(
+    state: State, *, peers: Peers, rank: int
+) -> tuple[Manifest, dict[str, Shard]]:
+    """Encode a state, without files, and find the shards that this process saves.
 
     Raises:
         RequestError: a part of the state is nothing that a checkpoint can hold.
     """
+    shards: dict[str, Shard] = {}
 
-    def take(name: str, tensor: Tensor) -> None:
+    def put(name: str, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")
             raise RequestError(
@@ -126,21 +78,21 @@ def _take_snapshot(state: State, put: Put, *, peers: Peers, rank: int) -> Manife
         if _saves(peers, tensor, name):
             shard = shard_of(tensor)
             if shard.numbers.numel() or not tensor.numel():
-                put(name, shard)
+                shards[name] = shard
 
     values: dict[str, Any] = {
         part: {
-            name: encode(x, f"{part}/{name}", take) for name, x in state[part].items()
+            name: encode(x, f"{part}/{name}", put) for name, x in state[part].items()
         }
         for part in _BY_NAME
     }
     is_first = peers.owns(())
     values = values if is_first else {}
     if rank == 0:
-        values |= {part: encode(state[part], part, take) for part in ("run", "extra")}
-    about = {**state["about"], "trainable_only": state["trainable_only"]}
+        values |= {part: encode(state[part], part, put) for part in ("run", "extra")}
     aliases = state["aliases"] if is_first else {}
-    return Manifest(state["step"], about, aliases=aliases, values=values)
+    manifest = Manifest(state["step"], state["about"], aliases=aliases, values=values)
+    return manifest, shards
 
 
 def _saves(peers: Peers, tensor: Tensor, name: str) -> bool:
@@ -176,9 +128,8 @@ def read_state(
 
     def get(name: str) -> Tensor:
         like = tensors.like[name]
-        return (
-            like if name.startswith(("model/", "optimizer/")) else room_for(like, pairs)
-        )
+        is_read_later = name.startswith(("model/", "optimizer/"))
+        return like if is_read_later else allocate(like, pairs)
 
     state: State = {"step": manifest.step, "aliases": manifest.aliases}
     values = manifest.values
@@ -194,42 +145,24 @@ def read_state(
     return state, tensors.read
 
 
-def check_state(local: LocalModel, state: State, *, model_only: bool = False) -> Fit:
-    """Compare a state with what one process has; nothing is changed."""
-    fit = Fit()
-    if not isinstance(state.get("model"), Mapping):
-        fit.wrong.append(
-            "this is no state of a pipeline: it has no 'model'; give what "
-            "pipeline.state_dict() returns"
-        )
-        return fit
-    check_model(local, state, fit)
-    if not model_only:
-        check_optimizers(local, state, fit)
-        check_schedulers(local, state, fit)
-        if type(state.get("step")) is not int:
-            fit.wrong.append("the number of steps (step) is missing")
-    return fit
-
-
 def refuse_misfits(
-    fit: Fit, state: State, gather: Gather, *, counts: bool = True
+    loading: Loading, state: State, gather: Gather, *, counts: bool = True
 ) -> None:
     """Refuse a state that does not fit on any process; all must call.
 
     Args:
-        fit: the finding of this process.
-        state: of any layers. Names in a part that is not loaded do not count.
+        loading: of this process. Names in a part that is not loaded do not count.
+        state: of any layers.
         gather: gives every process the values of all.
         counts: this process sends the names that it needs; replicas need the same.
 
     Raises:
         RequestError: names what is missing, unknown or different, on all alike.
     """
-    answers = gather((fit.wrong, fit.used if counts else {}))
+    answers = gather((loading.misfits, loading.used if counts else {}))
     aliases = state.get("aliases", {})
     unknown: list[str] = []
-    for part in fit.used:
+    for part in loading.used:
         used = chain.from_iterable(table.get(part, ()) for _, table in answers)
         known = {aliases.get(name, name) for name in used}
         what = "" if part == "model" else "the optimizer's state of "
@@ -238,8 +171,8 @@ def refuse_misfits(
             for name in sorted(state.get(part, ()))
             if aliases.get(name, name) not in known
         ]
-    wrong = chain.from_iterable(texts for texts, _ in answers)
-    texts = [*dict.fromkeys([*wrong, *chain.from_iterable(gather(unknown))])]
+    misfits = chain.from_iterable(texts for texts, _ in answers)
+    texts = [*dict.fromkeys([*misfits, *chain.from_iterable(gather(unknown))])]
     if texts:
         n_more = len(texts) - _MAX_SHOWN
         more = f"; and {n_more} more" if n_more > 0 else ""
@@ -247,17 +180,6 @@ def refuse_misfits(
             "the state does not fit, and nothing was changed: "
             f"{'; '.join(texts[:_MAX_SHOWN])}{more}"
         )
-
-
-def load_state(local: LocalModel, fit: Fit, copy: Copy) -> None:
-    """Load a state that was found to fit."""
-    pairs = Pairs()
-    set_extra_states = load_model(fit, pairs)
-    load_optimizers(local, fit, pairs)
-    copy(pairs)
-    for set_extra_state in set_extra_states:
-        set_extra_state()
-    load_schedulers(fit)
 
 
 @torch.no_grad()
@@ -277,7 +199,7 @@ class Checkpoints:
     `zbpp.Pipeline` explains the arguments of the methods, and what they raise.
 
     Args:
-        stages: whose state it is.
+        stages: of this process.
         own_name: the model's own name of what a layer has under a name.
         ties: places of parameters, and of buffers, that are one in the model.
         rank: of this process.
@@ -298,7 +220,7 @@ class Checkpoints:
         self._has_warned = False
 
     def attach(self, schedulers: tuple[Any, ...]) -> None:
-        """Take over LR schedulers, whose state is saved and loaded."""
+        """Save and load the state of LR schedulers, too."""
         optimizers = {id(optimizer) for optimizer in self._stages.optimizers}
         for scheduler in schedulers:
             if id(getattr(scheduler, "optimizer", None)) not in optimizers:
@@ -322,8 +244,12 @@ class Checkpoints:
     def state_dict(self, n_steps: int) -> State:
         """The state after some steps."""
         self._stages.synchronize()
+        return self._state(n_steps, lambda slot: True)
+
+    def _state(self, n_steps: int, is_saved: Callable[[Slot], bool]) -> State:
         run = self._stages.history.state_dict()
-        return state_of(self._local_model(), step=n_steps, run=run)
+        state = local_state(self._local_model(), is_saved)
+        return {**state, "step": n_steps, "run": run}
 
     def save(
         self,
@@ -340,17 +266,16 @@ class Checkpoints:
             raise RequestError(f"keep is {keep}; it must be at least 1, or None")
         self._stages.synchronize()
 
-        def take(put: Put) -> Manifest:
-            state = state_of(
-                self._local_model(),
-                step=n_steps,
-                run=self._stages.history.state_dict(),
-                saved=True,
-                trainable_only=trainable_only,
-            )
-            state |= {"about": about, "extra": dict(extra)}
+        def is_saved(slot: Slot) -> bool:
+            return slot.saves and (slot.is_trainable or not trainable_only)
+
+        def take() -> tuple[Manifest, dict[str, Shard]]:
+            state = self._state(n_steps, is_saved) | {
+                "about": {**about, "trainable_only": trainable_only},
+                "extra": dict(extra),
+            }
             peers = self._stages.transport.peers
-            return _take_snapshot(state, put, peers=peers, rank=self._rank)
+            return _snapshot(state, peers=peers, rank=self._rank)
 
         with self._stages.failures_told("save", of_requests=False):
             self._warn_of_schedulers()
@@ -376,11 +301,12 @@ class Checkpoints:
 
     def finish_saving(self) -> None:
         """Wait until the last save is on the disk."""
-        if self._saver.is_saving:
-            with self._stages.failures_told("finish saving", of_requests=False):
-                failure = self._saver.finish()
-            if failure is not None:
-                raise CheckpointError(f"the checkpoint was not saved: {failure}")
+        if not self._saver.is_saving:
+            return
+        with self._stages.failures_told("finish saving", of_requests=False):
+            failure = self._saver.finish()
+        if failure is not None:
+            raise CheckpointError(f"the checkpoint was not saved: {failure}")
 
     def end(self) -> None:
         """Wait for the last save at the end of the run; a failure is logged."""
@@ -419,23 +345,26 @@ class Checkpoints:
         self, read: Callable[[], tuple[State, Copy]], *, model_only: bool
     ) -> State:
         """Load on all ranks, or on none; all must call."""
-        local, state, fit = self._local_model(), State(), Fit()
+        local, state, loading = self._local_model(), State(), Loading()
         copy: Copy = _copy_tensors
         try:
             state, copy = read()
-            fit = check_state(local, state, model_only=model_only)
+            loading = compare(local, state, model_only=model_only)
         except RequestError as error:
-            fit.wrong.append(str(error))
-        run, history = state.get("run"), self._stages.history
-        if not model_only and run is not None:
-            fit.wrong += history.check_state(run)
-        elif not model_only and "run" not in state and not fit.wrong:
-            fit.wrong.append("the state of the run (run) is missing")
+            loading.misfits.append(str(error))
+        run = None if model_only else state.get("run")
+        if not model_only and not loading.misfits:
+            if type(state.get("step")) is not int:
+                loading.misfits.append("the number of steps (step) is missing")
+            if "run" not in state:
+                loading.misfits.append("the state of the run (run) is missing")
+        if run is not None:
+            loading.misfits += self._stages.history.check_state(run)
         counts = self._stages.transport.peers.owns(())
-        refuse_misfits(fit, state, self._gather, counts=counts)
+        refuse_misfits(loading, state, self._gather, counts=counts)
         with self._stages.running():  # half loaded, it ends
-            load_state(local, fit, copy)
-            if not model_only and run is not None:
+            loading.run(copy)
+            if run is not None:
                 for executor in self._stages.executors.values():
                     executor.optimizer.history.load_state_dict(run)
         return state
