@@ -452,7 +452,7 @@ TABLE = (
      "for f in firsts if len(f) > 1", "for f in firsts if len(f) > 2"),
     # ---- checkpoint
     ("checkpoint", "one more is kept", "zbpp/checkpoint/folder.py",
-     "whole[keep - 1 :]", "whole[keep:]"),
+     "[keep - 1 :]", "[keep:]"),
     ("checkpoint", "hashes are not compared", "zbpp/checkpoint/format.py",
      "elif _sha256_of(path) != file.sha256", "elif not file.sha256"),
     ("checkpoint", "strays are read", "zbpp/checkpoint/format.py",

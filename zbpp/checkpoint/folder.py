@@ -11,6 +11,7 @@ There is no file that names the latest one: it could be torn, or name what is go
 """
 
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -63,7 +64,8 @@ def open_newest(
     Raises:
         CheckpointError: there is none, or names all that is damaged.
     """
-    folders: list[Path] = gather(candidates(Path(path)))[0]
+    answers = gather(candidates(Path(path)))
+    folders: list[Path] = answers[0]
     if not folders:
         raise CheckpointError(
             f"there is no checkpoint in {path}; give the folder that `save` was given, "
@@ -74,15 +76,14 @@ def open_newest(
         manifest, problems = None, list[str]()
         try:
             manifest = read_manifest(folder)
+            share = range(rank, len(manifest.files), len(answers))
+            problems = damaged(folder, manifest, share)
         except CheckpointError as error:
             problems = [str(error)]
-        answers = gather(problems)
-        if manifest is not None and not any(answers):
-            share = range(rank, len(manifest.files), len(answers))
-            answers = gather(damaged(folder, manifest, share))
-            if not any(answers):
-                return folder, manifest, passed_over
-        passed_over += sorted({text for answer in answers for text in answer})
+        texts = sorted({text for texts in gather(problems) for text in texts})
+        if manifest is not None and not texts:
+            return folder, manifest, passed_over
+        passed_over += texts
     raise CheckpointError(f"no checkpoint can be loaded: {'; '.join(passed_over)}")
 
 
@@ -102,12 +103,12 @@ def candidates(path: Path) -> list[Path]:
     is_checkpoint = (path / MANIFEST).exists() or path.name.startswith("step-")
     if path.is_dir() and is_checkpoint:
         return [path]
-    folders = [
-        (_step_of(child), child)
+    steps = [
+        (int(_final(child).name.removeprefix("step-")), child)
         for child in (path.iterdir() if path.is_dir() else ())
-        if child.is_dir() and (child.name.startswith("step-") or _lacks_name(child))
+        if re.fullmatch(r"step-\d+", child.name) or _lacks_name(child)
     ]
-    return [child for _, child in sorted(folders, reverse=True)]
+    return [child for _, child in sorted(steps, reverse=True)]
 
 
 def _lacks_name(path: Path) -> bool:
@@ -116,17 +117,10 @@ def _lacks_name(path: Path) -> bool:
     return is_finished and not _final(path).exists()
 
 
-def _final(partial: Path) -> Path:
-    return partial.with_name(partial.name.removeprefix(_PARTIAL).rpartition("-")[0])
-
-
-def _step_of(path: Path) -> tuple[int, bool]:
-    """Step, and whether the manifest tells it; a damaged one leaves the name for it."""
-    try:
-        return read_manifest(path).step, True
-    except CheckpointError:
-        digits = path.name.rpartition("step-")[2]
-        return (int(digits) if digits.isdecimal() else -1), False
+def _final(path: Path) -> Path:
+    """Where a checkpoint is to be that may not be finished."""
+    match = re.fullmatch(rf"\{_PARTIAL}(step-\d+)-\w+", path.name)
+    return path if match is None else path.with_name(match[1])
 
 
 def make_partial(folder: Path, step: int) -> Path:
@@ -155,8 +149,7 @@ def publish(partial: Path, *, keep: int | None) -> None:
     sync_folder(folder)
     if keep is not None:
         others = [path for path in candidates(folder) if path != final]
-        whole = [path for path in others if _step_of(path)[1]]
-        for path in whole[keep - 1 :]:
+        for path in [x for x in others if (x / MANIFEST).exists()][keep - 1 :]:
             _put_aside(path)
     for path in folder.glob(f"{_GONE}*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = [
     "MANIFEST",
-    "NOT_AS_WRITTEN",
     "CheckpointError",
     "FileHash",
     "Manifest",
@@ -54,8 +52,8 @@ _FORMAT, _VERSION = "zbpp-checkpoint", 3
 _MAX_BYTES = 2**29
 """Of a manifest: a million tensors take half of it."""
 
-NOT_AS_WRITTEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""The errors of reading values that are not what they are taken for."""
+_NOT_AS_WRITTEN = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""The errors of reading a damaged manifest."""
 
 
 class CheckpointError(RequestError):
@@ -101,36 +99,26 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
     """
     path = folder / name
     try:
-        status = path.stat()
-        # a pipe would be waited for, and a sparse file of any size can be made
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
-            raise ValueError(f"it is no file of at most {_MAX_BYTES:,} bytes")
+        # a pipe has 0 bytes and would be waited for; a sparse file has any size
+        if not 0 < (n_bytes := path.stat().st_size) <= _MAX_BYTES:
+            raise ValueError(f"it has {n_bytes:,} bytes")
         body = json.loads(path.read_bytes())
         sha256 = body.pop("sha256")
         kind, version = body["format"], body["version"]
         if (kind, version) != (_FORMAT, _VERSION):
-            raise CheckpointError(
-                f"{path} is a {kind} of version {version}; this zbpp reads {_FORMAT} "
+            raise ValueError(
+                f"it is a {kind} of version {version}, and this zbpp reads {_FORMAT} "
                 f"of version {_VERSION}"
             )
         if sha256 != _digest(body):
-            raise ValueError("its text does not have the hash that it states")
-        del body["format"], body["version"]
-        body["files"] = [file and FileHash(*file) for file in body["files"]]
-        manifest = Manifest(**body)
-        if type(manifest.step) is not int or manifest.step < 0:
-            raise ValueError(f"its step is {manifest.step!r:.40}")
-    except CheckpointError:
-        raise
+            raise ValueError("it does not have the hash that it states")
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is missing: {folder} is no checkpoint"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (*NOT_AS_WRITTEN, RecursionError) as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, *_NOT_AS_WRITTEN) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    return manifest
+    del body["format"], body["version"]
+    body["files"] = [file and FileHash(*file) for file in body["files"]]
+    return Manifest(**body)
 
 
 def damaged(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> list[str]:
@@ -139,18 +127,13 @@ def damaged(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> list[str]
     strays = {path.name for path in folder.glob("*.safetensors")} - expected
     problems = [f"{folder / name} is not in the manifest" for name in sorted(strays)]
     for rank in ranks:
-        file = manifest.files[rank]
+        path, file = folder / _SHARDS.format(rank), manifest.files[rank]
         if file is None:
             continue
-        path = folder / _SHARDS.format(rank)
         try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                problems.append(f"{path} is no file")
-            elif status.st_size != file.n_bytes:
-                problems.append(
-                    f"{path} has {status.st_size:,} bytes, not {file.n_bytes!r:.40}"
-                )
+            # a pipe has 0 bytes and would be waited for
+            if (n_bytes := path.stat().st_size) != file.n_bytes:
+                problems.append(f"{path} has {n_bytes:,} bytes, not {file.n_bytes:,}")
             elif _sha256_of(path) != file.sha256:
                 problems.append(f"{path} does not have the hash in the manifest")
         except OSError as error:
@@ -201,11 +184,8 @@ def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
 
     ``put`` takes each tensor, with a name that begins with ``where``.
 
-    Raises:
-        RequestError: a part is something else.
-
-    >>> encode({"lr": 0.1, "betas": (0.9, float("inf"))}, "group", print)
-    {'dict': [['lr', 0.1], ['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
+    >>> encode({"lr": 0.1, "betas": (0.9, 0.99)}, "group", print)
+    {'dict': [['lr', 0.1], ['betas', {'tuple': [0.9, 0.99]}]]}
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -230,30 +210,22 @@ def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
     )
 
 
-def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
-    """Turn what `encode` has made back; ``get`` gives the tensor of a name.
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "dict": dict,
+    "counter": lambda rows: Counter(dict(rows)),
+    "float": float,
+}
 
-    Raises:
-        RequestError: there is a kind that `encode` does not make.
-    """
+
+def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
+    """Turn what `encode` has made back; ``get`` gives the tensor of a name."""
     if isinstance(value, list):
         return [decode(item, get) for item in value]
     if not isinstance(value, dict):
         return value
-    if len(value) == 1:
-        ((kind, content),) = value.items()
-        match kind:
-            case "tensor":
-                return get(content)
-            case "float":
-                return float(content)
-            case "tuple":
-                return tuple(decode(item, get) for item in content)
-            case "dict":
-                return {decode(key, get): decode(item, get) for key, item in content}
-            case "counter":
-                return Counter({decode(k, get): decode(n, get) for k, n in content})
-    raise RequestError(f"a checkpoint has no values of the kind {sorted(value)}")
+    ((kind, content),) = value.items()
+    return get(content) if kind == "tensor" else _KINDS[kind](decode(content, get))
 
 
 # ---- Tensors.
@@ -287,17 +259,10 @@ def shard_of(tensor: Tensor) -> Shard:
 def write_shards(
     folder: Path, rank: int, shards: Mapping[str, Shard]
 ) -> FileHash | None:
-    """Write the shards of a process, and wait until the disk has them.
-
-    They are on the CPU, contiguous, and none is in the memory of another. Without any
-    there is no file.
-
-    Raises:
-        CheckpointError: it cannot be written: the disk is full, for instance.
-    """
+    """Write the shards of a process, in memory of their own; wait for the disk."""
     if not shards:
         return None
-    safetensors = _safetensors()
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = folder / _SHARDS.format(rank)
@@ -312,7 +277,7 @@ def write_shards(
         path.chmod(folder.stat().st_mode & 0o666)
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    except safetensors.SafetensorError as error:
+    except SafetensorError as error:
         path.unlink(missing_ok=True)  # so that a full disk takes the reason
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     except KeyError as error:  # so the package says that its format has no such dtype
@@ -321,11 +286,7 @@ def write_shards(
 
 
 class SavedTensors:
-    """The tensors in the verified folder of a checkpoint.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """The tensors in the verified folder of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -346,11 +307,7 @@ class SavedTensors:
 
     @torch.no_grad()
     def read(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Fill tensors, plain or DTensors on any mesh; each comes after its `like`.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
+        """Fill tensors, plain or DTensors on any mesh; each comes after its `like`."""
         from torch.distributed.checkpoint.state_dict_loader import load
 
         rest = [(self._name_of[like], target) for like, target in pairs]
@@ -362,23 +319,13 @@ class SavedTensors:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        safetensors = _safetensors()
+        from safetensors import SafetensorError
         from torch.distributed.checkpoint.api import CheckpointException
 
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it says that it reads alone
                 yield
-        except (CheckpointException, OSError, safetensors.SafetensorError) as error:
+        except (CheckpointException, OSError, SafetensorError) as error:
             cause = str(error).strip().splitlines()[-1]  # before it come tracebacks
             raise CheckpointError(f"{self._folder} cannot be read: {cause}") from error
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        raise RequestError(
-            "checkpoints need the package safetensors: pip install 'zbpp[train]'"
-        ) from error
-    return safetensors

@@ -83,12 +83,8 @@ class Slot:
 class LocalModel:
     """The layers, optimizers and schedulers of one process, or of a plain model.
 
-    Args:
-        layers: by global index.
-        own_name: the model's own name of what a layer has under a name.
-        ties: places of parameters and buffers that are one in the model.
-        optimizers: of the parameters, by stage.
-        schedulers: of the optimizers.
+    ``layers`` come with their global index, ``optimizers`` are by stage. ``own_name``
+    gives the model's own name of what a layer has under a name.
     """
 
     def __init__(
@@ -127,11 +123,7 @@ class LocalModel:
                     self._slot_of.setdefault(id(value), slot)
 
     def slot_of(self, parameter: Tensor) -> Slot:
-        """The first slot of a parameter.
-
-        Raises:
-            RequestError: it is in no layer.
-        """
+        """The first slot of a parameter."""
         slot = self._slot_of.get(id(parameter))
         if slot is None:
             raise RequestError(
@@ -193,11 +185,7 @@ def local_state(
 
 
 def merge_schedulers(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the one state of each scheduler, which all stages share, by name.
-
-    Raises:
-        RequestError: the stages do not have the same.
-    """
+    """Return the one state of each scheduler, which all stages share, by name."""
     merged: dict[str, Any] = {}
     for of_stage in states:
         for name, state in of_stage.items():
@@ -214,12 +202,8 @@ def merge_schedulers(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 class Loading:
     """What does not fit of a state, in words, and the steps that load the rest.
 
-    Args:
-        misfits: reasons to load nothing.
-        used: names in the state that this process needs, by part of the state.
-        pairs: what is to be copied.
-        before: called before that; may add pairs.
-        after: called after that.
+    ``used`` are names in the state that this process needs, by part of the state.
+    ``before`` allocates memory and adds pairs, ``after`` needs the copied numbers.
     """
 
     misfits: list[str] = field(default_factory=list)

@@ -65,17 +65,11 @@ class Saver:
     ) -> str | None:
         """Copy a state and start to write it; every process must call.
 
-        Args:
-            folder: of the checkpoints. It and ``keep``, see `publish`, are rank 0's.
-            take: gives the manifest of this process's part, without files, and its
-                shards on any device.
-            keep: checkpoints that stay.
+        ``take`` gives the manifest of this process's part, without files, and its
+        shards on any device. ``folder`` and ``keep`` are rank 0's.
 
         Returns:
             Why the save before has failed, None if it has not.
-
-        Raises:
-            CheckpointError: the state cannot be saved, or the folder cannot be written.
         """
         earlier = self._wait()
         partial, problem = "", None
@@ -124,11 +118,7 @@ class Saver:
         return {name: Shard(copies[name], shards[name].offsets) for name in copies}
 
     def finish(self) -> str | None:
-        """Wait for the last save; every process must call.
-
-        Returns:
-            Why it has failed, None if it is there, or there was none.
-        """
+        """Wait for the last save; return why it has failed. Every process must call."""
         failure: str | None = self._gather(self._wait())[0]
         return failure
 
@@ -149,11 +139,7 @@ class _Writer:
     keep: int | None
 
     def run(self) -> str | None:
-        """Write; rank 0 then waits for the others and publishes.
-
-        Returns:
-            The first failure and its rank. What rank 0 returns holds for all.
-        """
+        """Write, and publish on rank 0, whose failure counts for all."""
         try:
             file = write_shards(self.partial, self.rank, self.shards)
             part = replace(self.part, files=[file])

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zbpp.checkpoint.folder import Gather, candidates, open_newest
 from zbpp.checkpoint.format import (
-    NOT_AS_WRITTEN,
     CheckpointError,
     Manifest,
     SavedTensors,
@@ -60,11 +59,7 @@ _log = logging.getLogger("zbpp")
 def _snapshot(
     state: State, *, peers: Peers, rank: int
 ) -> tuple[Manifest, dict[str, Shard]]:
-    """Encode a state, without files, and find the shards that this process saves.
-
-    Raises:
-        RequestError: a part of the state is nothing that a checkpoint can hold.
-    """
+    """Encode a state, and find the shards that this process saves."""
     shards: dict[str, Shard] = {}
 
     def put(name: str, tensor: Tensor) -> None:
@@ -96,11 +91,7 @@ def _snapshot(
 
 
 def _saves(peers: Peers, tensor: Tensor, name: str) -> bool:
-    """True on one of the processes that have the same shard of a tensor.
-
-    Raises:
-        RequestError: no process of the pipeline has the other shards.
-    """
+    """True on one of the processes that have the same shard of a tensor."""
     part = local_part(tensor)
     dims = zip(part.names, part.dims, strict=True)
     dim_names = [dim_name for dim_name, dim in dims if part.mesh.size(dim) > 1]
@@ -118,11 +109,7 @@ def read_state(
 ) -> tuple[State, Copy]:
     """Read a checkpoint, but for its parameters, buffers and moments.
 
-    Returns:
-        The state, in which they are on the meta device, and what reads them.
-
-    Raises:
-        CheckpointError: it is no state, or a file cannot be read.
+    They are on the meta device in the state; the function returned fills them.
     """
     tensors, pairs = SavedTensors(folder), Pairs()
 
@@ -131,16 +118,16 @@ def read_state(
         is_read_later = name.startswith(("model/", "optimizer/"))
         return like if is_read_later else allocate(like, pairs)
 
-    state: State = {"step": manifest.step, "aliases": manifest.aliases}
     values = manifest.values
-    try:
-        state["trainable_only"] = manifest.run["trainable_only"]
-        for part in ("model",) if model_only else _BY_NAME:
-            state[part] = {name: decode(x, get) for name, x in values[part].items()}
-        for part in ("extra",) if model_only else ("extra", "run"):
-            state[part] = decode(values[part], get)
-    except NOT_AS_WRITTEN as error:
-        raise CheckpointError(f"{folder} is no state: {error!r}") from error
+    state: State = {
+        "step": manifest.step,
+        "aliases": manifest.aliases,
+        "trainable_only": manifest.run["trainable_only"],
+    }
+    for part in ("model",) if model_only else _BY_NAME:
+        state[part] = {name: decode(x, get) for name, x in values[part].items()}
+    for part in ("extra",) if model_only else ("extra", "run"):
+        state[part] = decode(values[part], get)
     tensors.read(pairs)
     return state, tensors.read
 
@@ -150,14 +137,7 @@ def refuse_misfits(
 ) -> None:
     """Refuse a state that does not fit on any process; all must call.
 
-    Args:
-        loading: of this process. Names in a part that is not loaded do not count.
-        state: of any layers.
-        gather: gives every process the values of all.
-        counts: this process sends the names that it needs; replicas need the same.
-
-    Raises:
-        RequestError: names what is missing, unknown or different, on all alike.
+    Replicas need the same names, so only those of the first count.
     """
     answers = gather((loading.misfits, loading.used if counts else {}))
     aliases = state.get("aliases", {})
@@ -197,12 +177,6 @@ class Checkpoints:
     """Takes, loads and saves the state of the stages of this process.
 
     `zbpp.Pipeline` explains the arguments of the methods, and what they raise.
-
-    Args:
-        stages: of this process.
-        own_name: the model's own name of what a layer has under a name.
-        ties: places of parameters, and of buffers, that are one in the model.
-        rank: of this process.
     """
 
     def __init__(
