@@ -70,7 +70,7 @@ def _snapshot(
                 "hold; give a dense one (sparse gradients make a momentum of SGD "
                 "sparse: leave the momentum out there)"
             )
-        if _saves(peers, tensor, name):
+        if peers.owns(local_part(tensor).names):
             shard = shard_of(tensor)
             if shard.numbers.numel() or not tensor.numel():
                 shards[name] = shard
@@ -88,20 +88,6 @@ def _snapshot(
     aliases = state["aliases"] if is_first else {}
     manifest = Manifest(state["step"], state["about"], aliases=aliases, values=values)
     return manifest, shards
-
-
-def _saves(peers: Peers, tensor: Tensor, name: str) -> bool:
-    """True on one of the processes that have the same shard of a tensor."""
-    part = local_part(tensor)
-    dims = zip(part.names, part.dims, strict=True)
-    dim_names = [dim_name for dim_name, dim in dims if part.mesh.size(dim) > 1]
-    if not peers.has_dims(dim_names):
-        raise RequestError(
-            f"{name} is sharded along {dim_names} of a mesh that is not the "
-            "pipeline's, so its other parts are in no process of it; give that mesh, "
-            "with a dimension of stages, as mesh="
-        )
-    return peers.owns(dim_names)
 
 
 def read_state(

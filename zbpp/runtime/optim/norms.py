@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zbpp.runtime.comm.place import ALONE, Place
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
+from zbpp.runtime.support.sharded import Part, local_part
 
 __all__ = ["multiply_gradients", "squared_norms"]
 
@@ -47,44 +47,17 @@ def squared_norms(
         squares = _squares(numbers)
     else:
         parts = [_part(gradient) for gradient in numbers]
-        squares = _squares([part.numbers for part in parts])
-        squares = _counted_once(parts, squares, peers)
+        squares = [
+            square if peers.owns(part.names) else torch.zeros_like(square)
+            for square, part in zip(
+                _squares([part.numbers for part in parts]), parts, strict=True
+            )
+        ]
     by_layer: dict[int, list[Tensor]] = {}
     for (index, _), square in zip(gradients, squares, strict=True):
         by_layer.setdefault(index, []).append(square)
     for index, of_layer in by_layer.items():
         yield index, torch.stack(of_layer).sum()
-
-
-def _counted_once(
-    parts: Sequence[Part],
-    squares: Sequence[Tensor],
-    peers: Place,
-) -> list[Tensor]:
-    """Of each part what this process is to count.
-
-    Along dimensions of the pipeline's own mesh the processes are summed later, with all
-    others; along those of another mesh here.
-
-    Args:
-        parts: of gradients, with the dimensions that DTensors know.
-        squares: of their numbers.
-        peers: processes of the stage.
-    """
-    on_mesh = [peers.n_peers > 1 and peers.has_dims(part.names) for part in parts]
-    sums = sum_over_meshes(
-        [
-            Part(part.numbers) if is_on_mesh else part
-            for part, is_on_mesh in zip(parts, on_mesh, strict=True)
-        ],
-        squares,
-    )
-    return [
-        square
-        if peers.owns(part.names if is_on_mesh else ())
-        else torch.zeros_like(square)
-        for square, part, is_on_mesh in zip(sums, parts, on_mesh, strict=True)
-    ]
 
 
 def _is_real(x: Tensor) -> bool:

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.core.sharding import reduces_every
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.place import DATA_DIMS, EXPERT_DIM, Place
+from zbpp.runtime.comm.place import DATA_DIMS, Place, single_dims
 from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buffers import alternate
-from zbpp.runtime.parallel.experts import experts_in, mesh_dims
+from zbpp.runtime.parallel.experts import mesh_dims
 from zbpp.runtime.parallel.sums import Buckets, ChunkCollectives, Collectives
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.support.fsdp import Unit, managed, units_in
+from zbpp.runtime.support.sharded import local_part
 
 __all__ = ["bind_parallel"]
 
@@ -41,13 +42,11 @@ def bind_parallel(
     """
     alternating, sums_each = replicas.alternating_buffers, reduces_every(replicas.shard)
     every_tied = {*tied, *aliases}
-    experts = experts_in(chunks)
     if alternating:
-        check_bare(chunks, experts)
+        check_bare(chunks)
     broadcast_first(chunks, place)
     layers = [layer for chunk in chunks for layer in chunk.layers]
-    wrap(layers, place, replicas.shard, experts, every_tied)
-    experts = experts_in(chunks)
+    wrap(layers, place, replicas.shard, every_tied)
     wrapped = [module for layer in layers for module in units_in(layer)]
     if wrapped and not any(dim in DATA_DIMS for dim in place.sizes):
         raise RequestError(
@@ -69,7 +68,7 @@ def bind_parallel(
     for chunk in chunks:
         parts: dict[int, list[Unit | Buckets]] = {}
         for index, layer in chunk.numbered():
-            _check_managed(index, layer, place, experts)
+            _check_managed(index, layer, place)
             parts[index] = _parts_of(layer, place, every_tied, sums_each=sums_each)
         units = [x for of_layer in parts.values() for x in of_layer if type(x) is Unit]
         shards = {leaf: shard for unit in units for leaf, shard in unit.leaves.items()}
@@ -117,12 +116,7 @@ def _widen(units: Sequence[Unit]) -> None:
         unit.widen()
 
 
-def _check_managed(
-    index: int,
-    layer: nn.Module,
-    place: Place,
-    experts: Collection[nn.Parameter],
-) -> None:
+def _check_managed(index: int, layer: nn.Module, place: Place) -> None:
     """Check that what wraps a layer sums gradients over all that must be.
 
     Raises:
@@ -131,7 +125,8 @@ def _check_managed(
     for module in units_in(layer):
         for p, mesh in managed(module):
             ranks = set(mesh.mesh.flatten().tolist())
-            dims = place.sum_dims({EXPERT_DIM} if p in experts else ())
+            by_unit = single_dims(mesh.mesh_dim_names or ())
+            dims = place.sum_dims({*single_dims(local_part(p).names)} - {*by_unit})
             needed = set(place.ranks_along(dims))
             if needed <= ranks:
                 continue

@@ -50,7 +50,14 @@ def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
     for chunk in chunks:
         for _, name, p in chunk.all_leaves():
             names = local_part(p).names
-            if p in seen or not place.has_dims(names):
+            if not place.has_dims(names):
+                raise RequestError(
+                    f"{name} is sharded along {names}, and the pipeline's mesh has the "
+                    f"dimensions {(*place.sizes,)}; give a mesh that has them all: "
+                    "zbpp.Pipeline(..., mesh=mesh), and name a dimension that is made "
+                    "of others like 'dp+cp'"
+                )
+            if p in seen:
                 continue
             seen.add(p)
             for dim in place.dims:

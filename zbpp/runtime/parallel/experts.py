@@ -7,15 +7,13 @@
 What moves tokens to their experts is the layers' own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.place import EXPERT_DIM, single_dims
-from zbpp.runtime.support.fsdp import managed, units_in
+from zbpp.runtime.comm.place import EXPERT_DIM
 from zbpp.runtime.support.sharded import is_sharded, local_part
 
 __all__ = ["deal", "experts_in", "mesh_dims"]
@@ -66,24 +64,9 @@ class _LocalParts:
             vars(module).pop(name, None)
 
 
-def experts_in(chunks: Iterable[Chunk]) -> frozenset[nn.Parameter]:
-    """The DTensors that are dealt out on ``ep``, but by `fully_shard` alone."""
-    found = set()
-    for chunk in chunks:
-        by_units = {
-            p: single_dims(mesh.mesh_dim_names or ())
-            for layer in chunk.layers
-            for unit in units_in(layer)
-            for p, mesh in managed(unit)
-        }
-        for _, _, p in chunk.all_leaves():
-            if EXPERT_DIM in _parts(p) and EXPERT_DIM not in by_units.get(p, ()):
-                found.add(p)
-    return frozenset(found)
-
-
-def _parts(p: Tensor) -> tuple[str, ...]:
-    return local_part(p).names if is_sharded(p) else ()
+def experts_in(layer: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a bare layer that are dealt out along ``ep``."""
+    return {p for p in layer.parameters() if EXPERT_DIM in local_part(p).names}
 
 
 def mesh_dims(p: Tensor) -> Sequence[str]:

@@ -16,6 +16,7 @@ from zbpp.core import RequestError
 from zbpp.core.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import DATA_DIMS, EXPERT_DIM, Place
+from zbpp.runtime.parallel.experts import experts_in
 from zbpp.runtime.parallel.mesh import shard_mesh
 from zbpp.runtime.support.fsdp import units_in
 
@@ -58,17 +59,12 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
         )
 
 
-def check_bare(chunks: Iterable[Chunk], experts: Set[nn.Parameter]) -> None:
+def check_bare(chunks: Iterable[Chunk]) -> None:
     """Check that layers can share buffers.
 
     Raises:
         RequestError: one is wrapped already, or has experts.
     """
-    if experts:
-        raise RequestError(
-            "alternating_buffers hold whole layers, and experts are dealt out apart "
-            "from the rest of theirs; leave alternating_buffers out"
-        )
     for chunk in chunks:
         for index, layer in chunk.numbered():
             if any(units_in(layer)):
@@ -77,26 +73,20 @@ def check_bare(chunks: Iterable[Chunk], experts: Set[nn.Parameter]) -> None:
                     "alternating_buffers are for layers that shard='parameters' "
                     "wraps; hand over the bare layer"
                 )
+            if experts_in(layer):
+                raise RequestError(
+                    "alternating_buffers hold whole layers, and experts are dealt out "
+                    "apart from the rest of theirs; leave alternating_buffers out"
+                )
 
 
 def wrap(
-    layers: Iterable[nn.Module],
-    place: Place,
-    shard: str,
-    experts: Set[nn.Parameter] = frozenset(),
-    tied: Set[nn.Parameter] = frozenset(),
+    layers: Iterable[nn.Module], place: Place, shard: str, tied: Set[nn.Parameter]
 ) -> None:
-    """Shard the layers that have parameters and are not wrapped yet.
+    """Shard the layers that have parameters and are not wrapped yet, as ``shard`` asks.
 
     Experts are dealt out over the processes that hold the same ones, module by module;
-    where there are no others they stay whole.
-
-    Args:
-        layers: on their device.
-        place: of this process.
-        shard: see above.
-        experts: parameters of which each process along ``ep`` has its own.
-        tied: parameters of several layers, which stay whole.
+    where there are no others they stay whole, as ``tied`` parameters do.
 
     Raises:
         RequestError: experts cannot be dealt out apart from others.
@@ -108,23 +98,20 @@ def wrap(
     assert place.mesh is not None
     mesh = shard_mesh(place.mesh)
     assert mesh is not None
-    to_wrap = [
-        layer
-        for layer in dict.fromkeys(layers)
-        if any(True for _ in layer.parameters()) and not any(units_in(layer))
-    ]
     resharded = shard == "parameters"
     expert_mesh = shard_mesh(place.mesh, kept=(EXPERT_DIM,))
     is_apart = expert_mesh is not None and expert_mesh.size() > 1
-    if is_apart and experts:
-        _check_order(place.mesh)
-    for layer in to_wrap:
-        held = set(layer.parameters())
-        kept, whole_here = held & experts, held & tied
-        for module in _modules_of(layer, kept) if is_apart else ():
-            fully_shard(module, mesh=expert_mesh, reshard_after_forward=resharded)
-        if held > kept | whole_here:
-            ignored = whole_here if is_apart else kept | whole_here
+    for layer in dict.fromkeys(layers):
+        parameters = set(layer.parameters())
+        if not parameters or any(units_in(layer)):
+            continue
+        experts, whole = experts_in(layer), parameters & tied
+        if is_apart and experts:
+            _check_order(place.mesh)
+            for module in _modules_of(layer, experts):
+                fully_shard(module, mesh=expert_mesh, reshard_after_forward=resharded)
+        if parameters > experts | whole:
+            ignored = whole if is_apart else experts | whole
             fully_shard(
                 layer,
                 mesh=mesh,

@@ -1,11 +1,10 @@
 """Tensors that are sharded over a device mesh (DTensor, tensor parallelism)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = [
@@ -16,28 +15,19 @@ __all__ = [
     "local_part",
     "own_shard",
     "place_gradients",
-    "sum_over_meshes",
     "whole",
 ]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The numbers that this process holds of a tensor.
+    """The numbers that this process has of a tensor.
 
-    ``mesh`` is None for a plain tensor; along ``dims`` of it the processes hold
-    different numbers.
+    Processes have different numbers along these dimensions of its mesh.
     """
 
     numbers: Tensor
-    mesh: Any = None
-    dims: tuple[int, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of those dimensions; "" for one without."""
-        dim_names = self.mesh.mesh_dim_names if self.dims else None
-        return tuple(dim_names[dim] if dim_names else "" for dim in self.dims)
+    names: tuple[str, ...] = ()
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -125,25 +115,10 @@ def local_part(tensor: Tensor) -> Part:
         held = held.redistribute(
             placements=[Replicate() if p.is_partial() else p for p in held.placements]
         )
-    dims = (i for i, p in enumerate(held.placements) if not p.is_replicate())
-    return Part(held.to_local(), held.device_mesh, tuple(dims))
-
-
-def sum_over_meshes(parts: Sequence[Part], values: Sequence[Tensor]) -> list[Tensor]:
-    """Add up one number of each part over the processes that hold different ones.
-
-    Every process of a mesh must call with the same parts in the same order; there is
-    one collective for all that are sharded alike.
-    """
-    summed = list(values)
-    alike: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
-    for place, part in enumerate(parts):
-        if part.dims:
-            alike.setdefault((part.mesh, part.dims), []).append(place)
-    for (mesh, dims), places in alike.items():
-        total = torch.stack([values[place] for place in places])
-        for dim in dims:
-            dist.all_reduce(total, group=mesh.get_group(dim))
-        for place, value in zip(places, total.unbind(), strict=True):
-            summed[place] = value
-    return summed
+    mesh, names = held.device_mesh, held.device_mesh.mesh_dim_names
+    dims = [
+        names[i] if names else "without a name"
+        for i, placement in enumerate(held.placements)
+        if not placement.is_replicate() and mesh.size(i) > 1
+    ]
+    return Part(held.to_local(), tuple(dims))
