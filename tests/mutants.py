@@ -225,7 +225,7 @@ TABLE = (
      "turn = next(self._turns)", "turn = 0"),
     ("parallel", "a layer that is gathered in vain is there",
      "zbpp/runtime/parallel/buffers.py",
-     "if owner is not None and owner.pending:", "if False:"),
+     "if before is not None and before.pending:", "if False:"),
     ("parallel", "W reads a buffer that others have had",
      "zbpp/runtime/backward/split.py",
      "tensors = [self._own(x) for x in tensors]", "pass"),

@@ -8,7 +8,7 @@ hooks. FSDP2 orders the rest: a gather waits for the copies out of the buffer's 
 layer, and the gradients of a layer for the sum before last.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -18,97 +18,72 @@ from torch import Tensor
 
 from zbpp.runtime.support.fsdp import Unit
 
-__all__ = ["TwoBuffers", "alternate"]
+__all__ = ["alternate"]
 
 
-class TwoBuffers:
-    """Buffers that the layers of a stage have in turn.
+class _TwoBuffers:
+    """Buffers that the layers of a stage have in turn, as large as their largest."""
 
-    Args:
-        n_bytes: of each.
-        device: of them.
-    """
-
-    def __init__(self, n_bytes: int, device: torch.device) -> None:
-        self.buffers = [
-            torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)
-        ]
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._owners: list[Unit | None] = [None, None]
         self._turns = cycle(range(2))
 
-    def take(self, unit: Unit, numel: int, dtype: torch.dtype) -> Tensor:
+    def take(self, size: Sequence[int], owner: Unit | None = None, **of: Any) -> Tensor:
         """Return the buffer whose turn it is, for numbers of a layer."""
         turn = next(self._turns)
-        owner, self._owners[turn] = self._owners[turn], unit
-        if owner is not None and owner.pending:  # gathered ahead in vain
-            owner.drop()
-        return self.buffers[turn][: numel * dtype.itemsize].view(dtype)
+        before, self._owners[turn] = self._owners[turn], owner
+        if before is not None and before.pending:  # gathered ahead in vain
+            before.drop()
+        n_bytes = size[0] * of["dtype"].itemsize
+        if self._buffers[turn].numel() < n_bytes:
+            self._buffers[turn] = torch.empty(n_bytes, **of | {"dtype": torch.uint8})
+        return self._buffers[turn][:n_bytes].view(of["dtype"])
 
 
-class _Memory:
-    """The memory of one layer's collectives, and the collective.
+class _Gather:
+    """The all-gather of one layer, into a buffer."""
 
-    Args:
-        unit: the layer.
-        buffers: of all layers.
-        is_buffered: tells of a number of elements whether they belong into a buffer.
-        move: the collective.
-    """
-
-    def __init__(
-        self,
-        unit: Unit,
-        buffers: TwoBuffers,
-        is_buffered: Callable[[int], bool],
-        move: Callable[..., dist.Work | None],
-    ) -> None:
+    def __init__(self, unit: Unit, buffers: _TwoBuffers) -> None:
         self._unit, self._buffers = unit, buffers
-        self._is_buffered, self._move = is_buffered, move
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return a buffer, or new memory for this process's part of a sum."""
-        if self._is_buffered(size[0]):
-            return self._buffers.take(self._unit, size[0], dtype)
-        return torch.empty(*size, dtype=dtype, device=device)
+    def allocate(self, size: Sequence[int], **of: Any) -> Tensor:
+        return self._buffers.take(size, self._unit, **of)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return dist.all_gather_into_tensor(*args, **options)
+
+
+class _Sum:
+    """The reduce-scatter of all layers, from a buffer to new memory."""
+
+    def __init__(self) -> None:
+        self._buffers, self._is_input = _TwoBuffers(), cycle((True, False))
+
+    def allocate(self, size: Sequence[int], **of: Any) -> Tensor:
+        if next(self._is_input):
+            return self._buffers.take(size, **of)
+        return torch.empty(*size, **of)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any
-    ) -> dist.Work | None:
-        """Run the collective."""
-        return self._move(output_tensor, input_tensor, *args, **options)
+    ) -> Any:
+        return dist.reduce_scatter_single(output_tensor, input_tensor, *args, **options)
 
 
-def alternate(
-    chunks: Iterable[tuple[int, Sequence[Unit]]],
-) -> tuple[TwoBuffers, TwoBuffers]:
+def alternate(chunks: Iterable[tuple[int, Sequence[Unit]]]) -> None:
     """Let the layers of a stage share buffers, and each pass gather the next layer.
 
-    Args:
-        chunks: numbers, and their layers in the order of F, each wrapped as a whole.
-
-    Returns:
-        The buffers for gathers, and those for sums.
+    A chunk has its number, and its layers in the order of F, each wrapped as a whole.
     """
-    chunks = [(chunk, units) for chunk, units in chunks if units]
-    every = [unit for _, units in chunks for unit in units]
-    gathers, sums = (
-        TwoBuffers(n_bytes, next(every[0].module.parameters()).device)
-        for n_bytes in map(max, zip(*(unit.whole_bytes for unit in every), strict=True))
-    )
+    buffers, sums = _TwoBuffers(), _Sum()
     for chunk, units in chunks:
         has_gradient = chunk > 0
         for i, unit in enumerate(units):
             module = unit.module
-            module.set_custom_all_gather(
-                _Memory(unit, gathers, lambda _: True, dist.all_gather_into_tensor)
-            )
-            module.set_custom_reduce_scatter(
-                _Memory(unit, sums, unit.is_whole_gradient, dist.reduce_scatter_single)
-            )
+            module.set_custom_all_gather(_Gather(unit, buffers))
+            module.set_custom_reduce_scatter(sums)
             if i + 1 < len(units):
                 module.set_modules_to_forward_prefetch([units[i + 1].module])
             if i and (has_gradient := has_gradient or units[i - 1].trains):
                 module.set_modules_to_backward_prefetch([units[i - 1].module])
-    return gathers, sums

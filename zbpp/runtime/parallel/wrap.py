@@ -24,15 +24,10 @@ __all__ = ["check_bare", "check_shard", "wrap"]
 
 
 def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
-    """Check what was asked for.
-
-    Args:
-        shard: one of the above.
-        place: of this process.
-        alternating: gather and reduce in alternating buffers.
+    """Check how replicas are to share.
 
     Raises:
-        RequestError: it is unknown, there are no replicas, or nothing alternates.
+        RequestError: they cannot.
     """
     if shard not in SHARDS:
         choices = ", ".join(map(repr, SHARDS))
@@ -42,20 +37,10 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
             f"shard is {shard!r}, and there is one replica to hold it all; give a mesh "
             "whose dimension 'dp' is 2 or more"
         )
-    if not alternating:
-        return
-    if shard != "parameters":
+    if alternating and shard != "parameters":
         raise RequestError(
             f"alternating_buffers hold layers for the time of a pass, and shard is "
             f"{shard!r}, which keeps them whole for longer; give shard='parameters'"
-        )
-    assert place.mesh is not None
-    mesh = shard_mesh(place.mesh)
-    assert mesh is not None
-    if mesh.shape[-1] == 1:
-        raise RequestError(
-            "alternating_buffers hold what is gathered, and dimension 'dp_shard' of "
-            "the mesh is 1, so nothing is; make it 2 or more"
         )
 
 

@@ -39,7 +39,6 @@ _NAMES = {
         "sharded_param",
         "reduce_dtype",
         "unsharded_accumulated_grad",
-        "padded_sharded_param_size",
         "_unsharded_param",
     ),
     "widened parameter": (
@@ -120,30 +119,6 @@ class Unit:
     def trains(self) -> bool:
         """True if a parameter is not frozen."""
         return any(x.sharded_param.requires_grad for x in self._parameters)
-
-    @property
-    def whole_bytes(self) -> tuple[int, int]:
-        """Bytes of its parameters as they are gathered, and of their gradients."""
-        gathered = summed = 0
-        for parameter in self._parameters:
-            n_bytes = parameter.sharded_param.dtype.itemsize
-            gathered += self._padded_numel(parameter) * n_bytes
-            n_bytes = (parameter.reduce_dtype or parameter.sharded_param.dtype).itemsize
-            summed += self._padded_numel(parameter) * n_bytes
-        return gathered, summed
-
-    def is_whole_gradient(self, numel: int) -> bool:
-        """True if all gradients of this module have so many elements as they are sent.
-
-        A process's part of their sum has fewer.
-        """
-        learning = (x for x in self._parameters if x.sharded_param.requires_grad)
-        return numel == sum(map(self._padded_numel, learning))
-
-    def _padded_numel(self, parameter: Any) -> int:
-        (group,) = self._groups
-        n: int = group.mesh_info.shard_mesh_size
-        return n * int(parameter.padded_sharded_param_size.numel())
 
     def gather(self) -> None:
         """Start to gather the parameters; the first pass waits for them."""
