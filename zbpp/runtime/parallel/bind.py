@@ -69,7 +69,7 @@ def bind_parallel(
         parts: dict[int, list[Unit | Buckets]] = {}
         for index, layer in chunk.numbered():
             _check_managed(index, layer, place)
-            parts[index] = _parts_of(layer, place, every_tied, sums_each=sums_each)
+            parts[index] = _parts_of(layer, place, every_tied)
         units = [x for of_layer in parts.values() for x in of_layer if type(x) is Unit]
         shards = {leaf: shard for unit in units for leaf, shard in unit.leaves.items()}
         widened = [unit for unit in units if unit.widens]
@@ -88,11 +88,7 @@ def bind_parallel(
 
 
 def _parts_of(
-    layer: nn.Module,
-    place: Place,
-    tied: Collection[nn.Parameter],
-    *,
-    sums_each: bool,
+    layer: nn.Module, place: Place, tied: Collection[nn.Parameter]
 ) -> list[Unit | Buckets]:
     """The wrapped modules of a layer, and the flat sums of its other parameters."""
     parts: list[Unit | Buckets] = []
@@ -107,7 +103,7 @@ def _parts_of(
     for dims, parameters in sorted(alike.items()):
         if dims:
             groups = [place.group(dim) for dim in dims]
-            parts.append(Buckets(parameters, groups, sums_each=sums_each))
+            parts.append(Buckets(parameters, groups))
     return parts
 
 

@@ -24,9 +24,8 @@ layer waits for those behind it.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -36,94 +35,75 @@ from zbpp.core import Collective, CollectiveKind
 from zbpp.runtime.backward.order import Summing
 from zbpp.runtime.support.collectives import noting_broken
 from zbpp.runtime.support.fsdp import Unit
-from zbpp.runtime.support.sharded import local_part, place_gradients
+from zbpp.runtime.support.sharded import as_sharded, local_part, place_gradients
 
 __all__ = ["Buckets", "ChunkCollectives", "Collectives"]
 
 
-@dataclass
-class _Sum:
-    """An all-reduce that is under way, and what its parts are for."""
+class _Sum(NamedTuple):
+    """An all-reduce that is under way, of gradients of some parameters."""
 
     flat: Tensor
-    targets: Sequence[Tensor]
+    parameters: Sequence[nn.Parameter]
+    shapes: Sequence[torch.Size]
     work: dist.Work
-    rest: Sequence[dist.ProcessGroup]
 
 
 class Buckets:
-    """Gradients of one layer that nobody has wrapped.
+    """Gradients of one layer that nobody has wrapped, summed over several groups.
 
     All replicas must have the same parameters at the same places of a flat tensor.
-
-    Args:
-        parameters: of the layer.
-        groups: processes that hold replicas, by dimension of the mesh.
-        sums_each: every micro-batch is summed by itself, and kept apart until
-            `put_back`: the next one's gradients must not be added to it.
+    Until `put_back` the sums are apart from the gradients of the next micro-batch.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        groups: Sequence[dist.ProcessGroup],
-        *,
-        sums_each: bool = False,
+        self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]
     ) -> None:
         self._parameters = parameters
-        self._groups = groups
+        self._group, *self._other_groups = groups
         self._sums: list[_Sum] = []
-        self._sums_each = sums_each
-        self._taken: list[tuple[nn.Parameter, Tensor]] = []
         self._totals: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Start to sum the gradients; parameters that have none get zeros."""
         place_gradients(self._parameters)
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for p in self._parameters:
-            if p.grad is None:
-                if not p.requires_grad:
-                    continue
+            if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p, requires_grad=False)
-            part = local_part(p.grad).numbers
-            if part.layout is torch.sparse_coo:  # replicas may have other rows
-                p.grad = part = part.to_dense()
-            alike.setdefault((part.dtype, part.device), []).append(part)
-        first, *rest = self._groups
-        for targets in alike.values():
-            flat = torch.cat([x.reshape(-1) for x in targets])
-            work = dist.all_reduce(flat, group=first, async_op=True)
-            self._sums.append(_Sum(flat, targets, work, rest))
-        for p in self._parameters if self._sums_each else ():
             if p.grad is not None:
-                self._taken.append((p, p.grad))
+                alike.setdefault((p.grad.dtype, p.grad.device), []).append(p)
+        for parameters in alike.values():
+            parts = [local_part(cast(Tensor, p.grad)).numbers for p in parameters]
+            # dense: replicas may have other rows
+            flat = torch.cat([part.to_dense().reshape(-1) for part in parts])
+            for p in parameters:
                 p.grad = None
+            shapes = [part.shape for part in parts]
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            self._sums.append(_Sum(flat, parameters, shapes, work))
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Put the sums where the gradients are."""
-        for pending in self._sums:
+        """Add the sums that are under way to the totals."""
+        for flat, parameters, shapes, work in self._sums:
             with noting_broken():  # a limit here would hold up the host with NCCL
-                pending.work.wait()
-            for group in pending.rest:
-                dist.all_reduce(pending.flat, group=group)
-            pieces = torch.split(pending.flat, [x.numel() for x in pending.targets])
-            for target, piece in zip(pending.targets, pieces, strict=True):
-                target.copy_(piece.view_as(target))
+                work.wait()
+            for group in self._other_groups:
+                dist.all_reduce(flat, group=group)
+            pieces = torch.split(flat, [shape.numel() for shape in shapes])
+            for p, shape, piece in zip(parameters, shapes, pieces, strict=True):
+                if p in self._totals:
+                    self._totals[p].add_(piece.view(shape))
+                else:
+                    self._totals[p] = piece.view(shape)
         self._sums = []
-        for p, gradient in self._taken:
-            if p in self._totals:
-                self._totals[p].add_(gradient)
-            else:
-                self._totals[p] = gradient
-        self._taken = []
 
     def put_back(self) -> None:
-        """Give the parameters the totals of all micro-batches that are kept apart."""
+        """Give the parameters the totals as their gradients."""
         for p, total in self._totals.items():
-            p.grad = total
+            p.grad = as_sharded(total, p)
         self._totals = {}
 
 
@@ -272,6 +252,7 @@ class Collectives:
         if self._tied is not None:
             self._tied.reduce()
             self._tied.wait()
+            self._tied.put_back()
 
     def rewind(self) -> None:
         """Drop all that was gathered before the step was rolled back."""
