@@ -29,7 +29,7 @@ FACTORS: dict[str, list[Any]] = {
 }
 BY_NIGHT = {
     *("dp ep", "cp ep", "ep optimizer", "gradients", "none"),
-    *("tp by group", "fsdp in part", "fsdp of one"),
+    *("fsdp in part", "fsdp of one"),
 }
 """Kinds of which CI runs no row: others have each of their parts."""
 

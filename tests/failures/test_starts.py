@@ -220,6 +220,13 @@ def differing(dim: str, change: Callable[[nn.Module], object]) -> zbpp.Pipeline:
     return make(layers, mesh=mesh)
 
 
+def on_another_mesh() -> zbpp.Pipeline:
+    mesh = zbpp.mesh(stages=2, tensor_parallel=2)
+    layers = linears()
+    zbpp.deal(layers[1], mesh["tp"])
+    return make(layers, mesh=mesh["pp"])
+
+
 def widen(layer: Any) -> None:
     layer.more = nn.Parameter(torch.ones(1))
 
@@ -236,6 +243,10 @@ OF_MESHES: dict[str, Row] = {
     "parts of layers": (
         lambda: differing("tp", lambda layer: nn.init.ones_(layer.weight)),
         r"layers\.1\.weight: plain parameters that differ along 'tp', .*DTensors",
+    ),
+    "tensors on another mesh": (
+        on_another_mesh,
+        r"layers\.1\.weight is sharded along \('tp',\), and the pipeline's mesh has",
     ),
     "along tp": (
         lambda: read(BOTH, dim="tp", mesh={"tensor_parallel": 2}),

@@ -33,8 +33,7 @@ class Kind:
 
     Args:
         sizes: of the mesh, but for its stages.
-        options: of `zbpp.DataParallel`; ``group``: the pipeline has a group of stages
-            alone, and no mesh.
+        options: of `zbpp.DataParallel`.
         wrap: what wraps the layers before the pipeline has them.
     """
 
@@ -70,7 +69,6 @@ KINDS = {
     "hsdp": Kind({"data_parallel": 4, "replicate": 2}, wrap="whole"),
     "tp": Kind(TP),
     "tp dp": Kind(DP | TP),
-    "tp by group": Kind(TP, {"group": True}),
     "cp": Kind(CP),
     "ep": Kind(EP),
     "ep optimizer": Kind(EP, {"shard": "optimizer"}),
@@ -226,12 +224,7 @@ def pipeline_of(
     mesh, processes = None, None
     if kind.sizes or kind.wrap:
         mesh = zbpp.mesh(stages=case.stages, **kind.sizes)
-        group = "group" in kind.options
-        processes = (
-            mesh["pp"].get_group()
-            if group
-            else zbpp.DataParallel(mesh=mesh, **kind.options)
-        )
+        processes = zbpp.DataParallel(mesh=mesh, **kind.options)
     model = model_of(case, mesh) if model is None else model
     if kind.wrap:
         _wrap(model.layers(), case, mesh)

@@ -135,12 +135,7 @@ class Place:
         return [dim for dim, size in self.sizes.items() if size > 1]
 
     def sum_dims(self, without: Collection[str] = ()) -> list[str]:
-        """Those of them that gradients are summed over.
-
-        Args:
-            without: dimensions along which each process has a parameter of its own, or
-                whose sums are others' business.
-        """
+        """Those of them that gradients are summed over, but for some."""
         dims = self.dims
         return [dim for dim in DATA_DIMS if dim in dims and dim not in without]
 
@@ -164,11 +159,7 @@ class Place:
         return all(dim in self.sizes for dim in single_dims(dims))
 
     def owns(self, sharded: Collection[str]) -> bool:
-        """True on one process of those that hold the same part of a tensor.
-
-        Args:
-            sharded: dimensions along which the parts differ.
-        """
+        """True on one process of those with the same part of a tensor, by its dims."""
         dims = single_dims(sharded)
         return not any(at for dim, at in self.coordinates.items() if dim not in dims)
 

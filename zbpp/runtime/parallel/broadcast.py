@@ -37,10 +37,6 @@ _PARTS = {
 def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
     """Broadcast parameters and buffers; all processes of the stage must call.
 
-    Args:
-        chunks: of the stage, on their device.
-        place: of this process.
-
     Raises:
         RequestError: plain parameters differ along ``tp`` or ``ep``: broadcast, parts
             of a tensor would become copies of the first.

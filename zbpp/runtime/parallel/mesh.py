@@ -143,10 +143,7 @@ def shard_mesh(mesh: DeviceMesh, kept: Collection[str] = ()) -> DeviceMesh | Non
 
     All processes of the mesh must call. With ``dp_replicate`` it has two dimensions,
     the second one that of the shards; several dimensions of shards are made one.
-
-    Args:
-        mesh: of the pipeline.
-        kept: dimensions along which each process has parameters of its own.
+    Dimensions in ``kept`` are left out.
     """
     names = mesh.mesh_dim_names or ()
     dims = [dim for dim in names if dim in DATA_DIMS and dim not in kept]

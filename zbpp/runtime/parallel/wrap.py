@@ -10,12 +10,11 @@ parameters   parameters whole for a pass only (ZeRO 3)
 from collections.abc import Iterable, Iterator, Set
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import RequestError
 from zbpp.core.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.place import DATA_DIMS, EXPERT_DIM, Place
+from zbpp.runtime.comm.place import EXPERT_DIM, Place
 from zbpp.runtime.parallel.experts import experts_in
 from zbpp.runtime.parallel.mesh import shard_mesh
 from zbpp.runtime.support.fsdp import units_in
@@ -92,7 +91,6 @@ def wrap(
             continue
         experts, whole = experts_in(layer), parameters & tied
         if is_apart and experts:
-            _check_order(place.mesh)
             for module in _modules_of(layer, experts):
                 fully_shard(module, mesh=expert_mesh, reshard_after_forward=resharded)
         if parameters > experts | whole:
@@ -127,18 +125,3 @@ def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Mod
             )
     for module in layer.children():
         yield from _modules_of(module, experts)
-
-
-def _check_order(mesh: DeviceMesh) -> None:
-    """Check that experts lie in order: those of ``ep``, and parts of each of them.
-
-    Raises:
-        RequestError: ``ep`` comes before a dimension that they are dealt out over.
-    """
-    names = mesh.mesh_dim_names or ()
-    behind = [name for name in names[names.index(EXPERT_DIM) :] if name in DATA_DIMS]
-    if len(behind) > 1:
-        raise RequestError(
-            f"the mesh has the dimensions {names}, and shard= deals experts out over "
-            f"{behind[1]!r}, which must stand before 'ep', as zbpp.mesh makes it"
-        )

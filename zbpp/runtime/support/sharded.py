@@ -63,12 +63,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
-    """The DTensor of which this process has such a shard; the shard for a plain one.
-
-    Args:
-        shard: of a tensor that is dealt out as another one is.
-        like: the other one.
-    """
+    """The DTensor of a shard, dealt out as another one is, which may be plain."""
     if not is_sharded(like):
         return shard
     from torch.distributed.tensor import DTensor

@@ -26,10 +26,6 @@ def bind_ties(
 ) -> dict[int, StageTies]:
     """Bind the ties of the stages of this process.
 
-    Args:
-        plan: of the whole model.
-        stages: chunks of each stage of this process, on their device.
-
     Raises:
         RequestError: a layer has no such parameter, parameters of a tie differ in
             shape, dtype or layout, or layers share the module that holds one.

@@ -55,11 +55,7 @@ def find_ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
 def refuse_sharing(layers: Iterable[tuple[int, int, nn.Module]]) -> None:
     """Refuse a parameter in two chunks: it would be trained twice, and drift apart.
 
-    Args:
-        layers: chunk, global index and layer.
-
-    Raises:
-        RequestError: names both layers and parameters.
+    ``layers`` are triples of chunk, global index and layer.
     """
     first_places: dict[nn.Parameter, tuple[int, int, str]] = {}
     for chunk, index, layer in layers:

@@ -27,17 +27,16 @@ __all__ = ["StageTies", "TiedParameter"]
 class TiedParameter:
     """A tied parameter on one stage.
 
-    Args:
-        parameter: of the first layer of this process that holds it; it is stepped.
-        leaves: what the stage's layers use and get gradients for, by layer.
-        places: modules, the names of the leaves in them, and the leaves.
-        earlier_grad: gradient of an earlier step that nobody has cleared.
+    The parameter of the first layer of this process that has it is stepped.
     """
 
     parameter: nn.Parameter
     leaves: dict[int, nn.Parameter] = field(default_factory=dict)
+    """What the stage's layers use and get gradients for, by layer."""
     places: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
+    """Modules, the names of the leaves in them, and the leaves."""
     earlier_grad: Tensor | None = None
+    """Gradient of an earlier step that nobody has cleared."""
 
     @property
     def aliases(self) -> list[nn.Parameter]:
@@ -127,14 +126,7 @@ class StageTies:
 
     @torch.no_grad()
     def add(self, received: Mapping[TiedGradient, Sequence[Tensor]]) -> None:
-        """Give each parameter that is stepped here the sum of its layers' gradients.
-
-        Args:
-            received: from the other stages.
-
-        Raises:
-            RequestError: a gradient is sparse.
-        """
+        """Give each parameter that is stepped here the sum of its layers' gradients."""
         for number, tied in self.parameters.items():
             if tied.is_stepped and tied.parameter.requires_grad:
                 first, *others = self._summands(number, received)
