@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from split_runs import CHANGES, check_change, pipeline_of
-from torch import Tensor, nn
+from torch import nn
 from zoo import CASES
 
 from zbpp.core import RequestError
@@ -21,20 +21,6 @@ def test_a_change_is_met_as_by_a_backward(name: str, change: str, place: str) ->
 
 
 # What is refused, in one line.
-
-
-def after_a_failed_w() -> Callable[[], object]:
-    def fail(_: Tensor) -> None:
-        raise ValueError("of the hook")
-
-    module = nn.Linear(4, 4)
-    handle = module.weight.register_hook(fail)
-    graph = split_forward(module, torch.ones(2, 4))
-    graph.backward_input(torch.ones(2, 4))
-    with pytest.raises(ValueError, match="of the hook"):
-        graph.backward_weight()
-    handle.remove()
-    return graph.backward_weight
 
 
 def after_b() -> Callable[[], object]:
@@ -63,7 +49,6 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[], object]], str]] = {
     "W before B": (before_b, "W runs after B"),
     "B twice": (after_b, "B runs once"),
     "a retained graph": (by_a_retained_graph, "B runs once"),
-    "W after a failed one": (after_a_failed_w, "W has failed before"),
     "deprecated hooks": (with_a_module_hook, r"use register_full_backward_hook\(\)"),
 }
 

@@ -72,7 +72,7 @@ def test_a_forward_may_have_a_queue_of_its_caller() -> None:
         y = layer(torch.ones(4, 2))
     graph = SplitGraph([y], queue=queue)
     graph.backward_input(torch.ones(4, 3))
-    assert queue.held_bytes() == graph.held_bytes() > 0
+    assert graph.held_bytes() > 0
     queue.run()
     assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, torch.full((3, 2), 4.0))

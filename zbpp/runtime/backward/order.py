@@ -33,14 +33,14 @@ Gradients = Sequence[Tensor | None]
 
 
 class Summing(Progress, ABC):
-    """Sums gradients over replicas while W goes on."""
+    """Sums gradients over replicas while W runs."""
 
     sums_each: bool
-    """Each micro-batch is summed by itself, and its gradients are gone then."""
+    """Each micro-batch is summed by itself, which takes its gradients away."""
 
     @abstractmethod
     def rest(self) -> None:
-        """Sum what is there."""
+        """Start the sums that have not begun."""
 
 
 class GradientOrder:
@@ -69,12 +69,12 @@ class GradientOrder:
         self._progress: Summing | None = None
         self._each: Summing | None = None
         self._n_running_apart = 0
-        """B's that run now with gradients set aside: nothing else may be added."""
+        """B's that run now, with all gradients set aside: no W may add any."""
         self._apart: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Of each micro-batch, what its B has left to its W to add."""
+        """Of each micro-batch, gradients of its B that its W adds."""
 
     def listen(self, n_microbatches: int, progress: Summing) -> None:
-        """Tell how far the step's last W is, or all, if each is summed by itself."""
+        """Report the progress of the step's last W, or of each with `sums_each`."""
         self._n_microbatches, self._progress = n_microbatches, progress
         self._each = progress if progress.sums_each else None
 
@@ -83,34 +83,27 @@ class GradientOrder:
     ) -> tuple[Tensor | None, ...]:
         """B of a micro-batch; see `SplitGraph.backward_input`."""
         if microbatch == self._b.turn and self._each is None:
-            found = graph.backward_input(gradients)
-            self._end_addition()
-            self._b.end_turn()
-            return found
-        found, apart = self._run_apart(graph, gradients)
-        if self._each is not None:
-            self._apart[microbatch] = apart
-        else:
-            self._b.add(microbatch, lambda: self._end_b(apart))
-        if not self._n_running_apart:
-            self._w.go_on()
-        return found
-
-    def _run_apart(
-        self, graph: SplitGraph, gradients: Gradients
-    ) -> tuple[tuple[Tensor | None, ...], list[tuple[Tensor, Tensor]]]:
-        """Run B; return its result, and what parameters would have got from it."""
+            input_gradients = graph.backward_input(gradients)
+            self._b.add(microbatch, self._end_addition)
+            return input_gradients
         before = [(p, p.grad) for p in self._parameters]
         for p in self._parameters:
             p.grad = None
         self._n_running_apart += 1
         try:
-            found = graph.backward_input(gradients)
-            return found, [(p, p.grad) for p in self._parameters if p.grad is not None]
+            input_gradients = graph.backward_input(gradients)
+            apart = [(p, p.grad) for p in self._parameters if p.grad is not None]
         finally:
             self._n_running_apart -= 1
             for p, grad in before:
                 p.grad = grad
+        if self._each is not None:
+            self._apart[microbatch] = apart
+        else:
+            self._b.add(microbatch, lambda: self._end_b(apart))
+        if not self._n_running_apart:
+            self._w.run_due()
+        return input_gradients
 
     def run_w(self, microbatch: int, graph: SplitGraph) -> None:
         """W of a micro-batch, or of several whose turn has come."""
@@ -129,16 +122,13 @@ class GradientOrder:
             each.rest()
 
     def begin_w(self, microbatch: int, graph: SplitGraph, n_left: int) -> None:
-        """Do a part of W, if it is its turn and nobody hears how far it is.
+        """Do a share of W, whose B may still run; `run_w` does the last of `n_left`.
 
-        Args:
-            microbatch: of the graph, whose B may still run.
-            graph: of the micro-batch.
-            n_left: parts of it that are to come, the last of them by `run_w`.
+        Only in its turn, and where no progress is reported.
         """
         is_last = microbatch + 1 == self._n_microbatches
-        is_heard = self._each is not None or (self._progress is not None and is_last)
-        if not (is_heard or self._n_running_apart) and microbatch == self._w.turn:
+        reports = self._each is not None or (self._progress is not None and is_last)
+        if not (reports or self._n_running_apart) and microbatch == self._w.turn:
             graph.begin_weight(n_left)
 
     def run_bw(
@@ -147,14 +137,13 @@ class GradientOrder:
         """BW of a micro-batch: one full backward where it is its turn in both."""
         is_turn = microbatch == self._b.turn == self._w.turn
         if not is_turn or self._each is not None:
-            found = self.run_b(microbatch, graph, gradients)
+            input_gradients = self.run_b(microbatch, graph, gradients)
             self.run_w(microbatch, graph)
-            return found
-        found = graph.backward(gradients)
-        self._end_addition()
-        self._b.end_turn()
-        self._w.end_turn()
-        return found
+            return input_gradients
+        input_gradients = graph.backward(gradients)
+        self._b.add(microbatch, self._end_addition)
+        self._w.add(microbatch, _nothing)
+        return input_gradients
 
     def _end_b(self, apart: Iterable[tuple[Tensor, Tensor]]) -> None:
         _add_all(apart)
@@ -165,36 +154,28 @@ class GradientOrder:
             self._widen()
 
 
+def _nothing() -> None:
+    """A W that has run with its B."""
+
+
 class _Turns:
-    """Runs actions in micro-batch order: one that comes early waits for its turn."""
+    """Runs actions in micro-batch order: an early one waits for its turn."""
 
     def __init__(self) -> None:
         self.turn = 0
-        self._early: dict[int, Callable[[], None]] = {}
+        self._waiting: dict[int, Callable[[], None]] = {}
 
     def add(
         self, microbatch: int, action: Callable[[], None], *, now: bool = True
     ) -> None:
-        """Run an action in its turn.
-
-        Args:
-            microbatch: its number.
-            action: to run.
-            now: False leaves it to `go_on`, even if it is its turn.
-        """
-        self._early[microbatch] = action
+        """Run an action in its turn; with `now` False not before `run_due`."""
+        self._waiting[microbatch] = action
         if now:
-            self.go_on()
+            self.run_due()
 
-    def end_turn(self) -> None:
-        """Go on behind a micro-batch that has run in its turn."""
-        self.turn += 1
-        if self._early:
-            self.go_on()
-
-    def go_on(self) -> None:
-        """Run those whose turn it is."""
-        while (action := self._early.pop(self.turn, None)) is not None:
+    def run_due(self) -> None:
+        """Run the actions whose turn has come."""
+        while (action := self._waiting.pop(self.turn, None)) is not None:
             action()
             self.turn += 1
 
@@ -205,7 +186,5 @@ def _add_all(apart: Iterable[tuple[Tensor, Tensor]]) -> None:
     for p, gradient in apart:
         if p.grad is None:
             p.grad = gradient
-        elif p.grad.is_sparse and not gradient.is_sparse:
-            p.grad = gradient + p.grad  # only the other way in place
         else:
             p.grad.add_(gradient)

@@ -3,12 +3,12 @@
     y ── Addmm ──┬── x ...                      B goes on here
                  └── T ── weight (a leaf)       W starts here
 
-A leaf waits if every way to it leads from such a product over nodes of one operand: the
-transpose, autocast's cast, a slice. All that lies between the product and the leaf then
-runs in W, by autograd itself; so nothing has to be known about it.
+A leaf waits if every path to it leads from a product over nodes of one operand: the
+transpose, autocast's cast, a slice. Autograd runs the nodes between the product and the
+leaf in W, so this package needs no rules for them.
 
-A leaf that a node uses in any other way stays in B, as its gradients would be added up
-in another order.
+A leaf that a node uses in any other way stays in B: W would add its
+gradients in another order.
 """
 
 from collections import Counter
@@ -44,88 +44,75 @@ _VIEWS = (
     "Unbind Index IndexSelect"
 )
 _ONE_OPERAND = {f"{name}Backward{i}" for name in _VIEWS.split() for i in (0, 1)}
-"""Nodes that autograd runs in W: they lead to one operand, and need no other tensor."""
+"""Nodes that autograd can run in W: one operand, and no other tensor."""
 
 _LOOKUPS = {
     "IndexBackward0": "_raw_saved_indices",
     "IndexSelectBackward0": "_raw_saved_index",
 }
-"""But for these; what a checkpoint has packed of them would be computed once more."""
+"""But these need an index; one that a checkpoint has packed is computed once more."""
 
 _REENTRANT = "CheckpointFunctionBackward"
-"""Refuses a backward that is asked for less than all."""
+"""Refuses a backward to some leaves only."""
 
 _SMALL_BYTES = 2**16
-"""Of a gradient of B that may wait for the end of B."""
+"""The largest gradient of B that may be returned at the end of B."""
 
 _MAX_PLANS = 8
 
 Edge = Any
-"""A node and the number of its output, or torch's `GradientEdge`, which is one more."""
+"""A node and the number of its output, as a tuple or a `GradientEdge`."""
 
 
 class Product(NamedTuple):
-    """A product whose weights wait; the same in all graphs that are alike.
-
-    Args:
-        rule: of its kind.
-        edges: numbers of the node's edges that lead to the weights.
-        leaves: the weights.
-        operands, settings: attributes of the node that W reads.
-        raw: attributes that tell whether hooks have packed these.
-        slot: number of a compiled node's result; None: it is no compiled node.
-        adds_transposed: W may add to the only weight's ``.grad`` by itself: the weight
-            has no other use, and is multiplied as it is (False) or transposed (True).
-            None: it is left to autograd.
-    """
+    """A product whose weights wait; the same in all similar graphs."""
 
     rule: Rule
     edges: tuple[int, ...]
+    """Numbers of the node's edges that lead to the weights."""
     leaves: tuple[Tensor, ...]
+    """The weights."""
     operands: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    """Attributes of the node that W reads."""
     raw: tuple[str, ...] = ()
+    """Attributes that show which of them a hook has packed."""
     slot: int | None = None
+    """Number of a compiled node's result; None: an eager node."""
     adds_transposed: bool | None = None
+    """W may add to the only weight's ``.grad`` by itself: the weight has no other use,
+    and is multiplied as it is (False) or transposed (True). None: autograd adds."""
 
 
 Site = tuple[Any, Product, Sequence[Edge]]
-"""A node of one graph, and where the gradients of its weights enter their ways."""
+"""A node of one graph, its product, and the edges that the weights' gradients enter."""
 
 
 class Plan(NamedTuple):
-    """The work of B, and what it leaves for W.
-
-    Args:
-        sites: in the order in which autograd runs them.
-        leaves: other parameters, whose gradients B computes.
-        may_capture: autograd may return all gradients of B at once: all nodes are
-            torch's own, no hook has packed what W reads, and the leaves are small.
-    """
+    """The work of B, and what it leaves for W."""
 
     sites: Sequence[Site]
+    """In the order in which autograd runs them."""
     leaves: Sequence[Tensor]
+    """Other parameters, whose gradients B computes."""
     may_capture: bool = False
+    """Autograd may return all gradients of B at once: all nodes are torch's, no hook
+    has packed what W reads, and the leaves are small."""
 
 
 def is_plain(leaf: Tensor) -> bool:
-    """True if a leaf's gradient is added as numbers are; W knows no more of others."""
+    """True if W can add a leaf's gradient: subclasses may define another sum."""
     return type(leaf) in (Tensor, nn.Parameter) or is_fake(leaf)
 
 
 def grad_dtype_of(leaf: Tensor) -> torch.dtype | None:
-    """Return the dtype that autograd casts gradients of a leaf to; None: any."""
+    """Return the dtype that autograd casts a leaf's gradients to; None: any."""
     dtype: torch.dtype | None = getattr(leaf, "grad_dtype", leaf.dtype)
     return dtype
 
 
 def make_plan(ends: Iterable[Edge], inputs: Iterable[Tensor]) -> Plan:
-    """Walk a graph, and plan its B and W.
-
-    Args:
-        ends: where gradients of the outputs enter it.
-        inputs: leaves whose gradients B returns.
-    """
+    """Plan B and W of the graph below some edges, with the leaves that are inputs."""
     input_ids = {id(x) for x in inputs}
     uses = _count_uses(ends)
     leaves = [
@@ -137,23 +124,23 @@ def make_plan(ends: Iterable[Edge], inputs: Iterable[Tensor]) -> Plan:
     ]
     if any(type(node).__name__ == _REENTRANT for node in uses):
         return Plan([], leaves)
-    ways = _Ways(input_ids)
-    sites = [site for node in uses for site in ways.sites_of(node)]
-    taken = ways.leaves_in_b(uses)
+    paths = _Paths(input_ids)
+    sites = [site for node in uses for site in paths.sites_of(node)]
+    in_b = paths.leaves_in_b(uses)
     while True:  # a convolution's bias goes with its weight
-        refused = [x for x in sites if not taken.isdisjoint(x[1].leaves)]
+        refused = [x for x in sites if not in_b.isdisjoint(x[1].leaves)]
         if not refused:
             break
-        taken.update(leaf for _, product, _ in refused for leaf in product.leaves)
-        sites = [x for x in sites if taken.isdisjoint(x[1].leaves)]
+        in_b.update(leaf for _, product, _ in refused for leaf in product.leaves)
+        sites = [x for x in sites if in_b.isdisjoint(x[1].leaves)]
     sites.sort(key=_turn_of)
-    n_ways = Counter(leaf for _, product, _ in sites for leaf in product.leaves)
+    n_uses = Counter(leaf for _, product, _ in sites for leaf in product.leaves)
     return Plan(
         [
-            (node, product._replace(adds_transposed=_adds(edges, n_ways)), edges)
+            (node, product._replace(adds_transposed=_adds(edges, n_uses)), edges)
             for node, product, edges in sites
         ],
-        [leaf for leaf in leaves if leaf not in n_ways],
+        [leaf for leaf in leaves if leaf not in n_uses],
     )
 
 
@@ -180,7 +167,7 @@ def _turn_of(site: Site) -> int:
     return -int(site[0]._sequence_nr())
 
 
-def _adds(edges: Sequence[Edge], n_ways: Counter[Tensor]) -> bool | None:
+def _adds(edges: Sequence[Edge], n_uses: Counter[Tensor]) -> bool | None:
     """Return `Product.adds_transposed` for the edges of a product's weights."""
     node, _ = edges[0]
     is_transposed = type(node).__name__ == "TBackward0"
@@ -189,22 +176,18 @@ def _adds(edges: Sequence[Edge], n_ways: Counter[Tensor]) -> bool | None:
     if len(edges) > 1 or node.__class__ is not LeafNode:
         return None
     leaf = node.variable
-    return is_transposed if n_ways[leaf] == 1 and is_plain(leaf) else None
+    return is_transposed if n_uses[leaf] == 1 and is_plain(leaf) else None
 
 
-class _Ways:
-    """The ways from products to leaves over which gradients would go in W.
-
-    Args:
-        input_ids: of leaves whose gradients B returns.
-    """
+class _Paths:
+    """The paths from products to leaves that gradients would take in W."""
 
     def __init__(self, input_ids: set[int]) -> None:
         self._input_ids = input_ids
         self._products: dict[Any, set[Any]] = {}
-        """Of each node on a way, the products whose weight it is, with the operand."""
+        """Products that a node on a path enters as a weight, with the edge's number."""
         self._nodes: dict[Any, set[Any]] = {}
-        """And the nodes of other ways that lead to it."""
+        """Nodes of the paths that lead to it."""
 
     def sites_of(self, node: Any) -> Iterator[Site]:
         """Yield the products of a node that could wait."""
@@ -220,7 +203,7 @@ class _Ways:
                 yield site
 
     def _site(self, node: Any, product: Product) -> Site | None:
-        """Complete a product; return None if it cannot wait."""
+        """Find a product's leaves and operands; return None if it cannot wait."""
         rule, kind, below = product.rule, type(node), node.next_functions
         first, *_ = product.edges
         edges = [i for i in product.edges if i == first or below[i][0] is not None]
@@ -246,7 +229,7 @@ class _Ways:
         return node, product, [below[i] for i in edges]
 
     def _follow(self, node: Any, user: Any, steps: list[tuple[Any, Any]]) -> Any:
-        """Go to a leaf; return None if there is none, or if it cannot wait."""
+        """Follow a path to its leaf; return None if that cannot wait."""
         while node.__class__ is not LeafNode:
             name = type(node).__name__
             if name not in _ONE_OPERAND:
@@ -263,15 +246,12 @@ class _Ways:
         return leaf if waits else None
 
     def leaves_in_b(self, uses: Mapping[Any, int]) -> set[Tensor]:
-        """Return leaves whose ways are used otherwise, too.
-
-        Or by a product at once, and by another over nodes: what W gives to autograd at
-        once is added before what comes over nodes.
-        """
+        """Return leaves that other nodes use, too."""
         in_b = set()
         for node in {**self._products, **self._nodes}:
             n_products = len(self._products.get(node, ()))
             n_nodes = len(self._nodes.get(node, ()))
+            # in W autograd would add a gradient at the node before one over other nodes
             if n_products + n_nodes < uses[node] or (n_products and n_nodes):
                 while node.__class__ is not LeafNode:
                     node = node.next_functions[0][0]
@@ -280,28 +260,28 @@ class _Ways:
 
 
 class PlanCache:
-    """The plans of one chunk's graphs, which are mostly alike.
+    """The plans of one chunk's graphs, most of which are alike.
 
         graph        Addmm(bias, x, T(weight)) -> Tanh -> y
         signature    Tanh 1 | Addmm bias ~0 2 | T weight
 
-    The signature names each node by its type and by what its edges lead to: nodes by
-    the number in which they come up, inputs by their places, parameters by their nodes,
-    which the signature keeps, so that later graphs have the same.
+    The signature lists the type of each node and the targets of its edges: nodes by
+    number, inputs by place, parameters by their own nodes. It keeps these alive, so
+    that later graphs have the same ones.
     """
 
     def __init__(self) -> None:
         self._plans: dict[Any, tuple[list[tuple[int, Product]], Plan]] = {}
-        """With the numbers of the nodes of their products."""
+        """By signature: a plan, its products, and the numbers of their nodes."""
 
     def plan(self, ends: Sequence[Edge], inputs: Sequence[Tensor]) -> Plan:
-        """Return `make_plan`'s plan; a part of every B, so it is written for speed."""
+        """Return the plan of `make_plan`; every B calls it, so speed matters here."""
         places = {id(x): ~i for i, x in enumerate(inputs)}
         nodes: list[Any] = []
         all_edges: list[Any] = [ends]
         signature: list[Any] = []
         numbers: dict[Any, int] = {}
-        for edges in all_edges:  # grows as nodes come up
+        for edges in all_edges:  # which grows
             for edge in edges:
                 node = edge[0]
                 number: Any = numbers.get(node)

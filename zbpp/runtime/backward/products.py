@@ -57,7 +57,7 @@ def _scaled(gradient: Tensor, alpha: Any) -> Tensor:
 def _right_transposed(
     dy: Tensor, x: Tensor, sizes: Sizes, strides: Sizes, alpha: Any = 1
 ) -> Tensor:
-    if x.layout is torch.strided and _is_column_major(sizes, strides):
+    if _is_column_major(sizes, strides):
         return _scaled(dy.t().mm(x.conj()), alpha)
     return _scaled(x.t().conj().mm(dy), alpha).t()
 

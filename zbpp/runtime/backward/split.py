@@ -7,11 +7,11 @@ runs the first, keeps the operands of the second in a queue, and W runs the queu
     B   dx = dy w,  db = sum(dy)      keeps (x, dy)
     W   dw = dy^T x                   drops them
 
-F runs as ever. B is autograd's own backward, asked for everything but the weights that
-wait (`plan`). W computes the other half of their products (`products`), and hands each
-to autograd where the weight enters its product, so that casts, slices and hooks on the
-way, and the sum, are autograd's. Where autograd would only add, W adds by itself. A
-split backward and ``loss.backward()`` agree to the last bit.
+F is a plain forward. B is a backward by autograd of everything but the weights that
+wait (`plan`). W computes the other half of their products (`products`). It passes each
+gradient to autograd where the weight enters its product, so autograd computes casts,
+slices, hooks and the sum. Where autograd would only add, W adds by itself. A split
+backward and ``loss.backward()`` give the same bits.
 
 >>> import torch
 >>> from zbpp.runtime.backward.split import split_forward
@@ -76,14 +76,14 @@ IN_B = "B: no product's weight"
 
 _TOGETHER_BYTES = 4 * 2**20
 """Gradients that one call of autograd accumulates: a call costs up to 0.1 ms with cold
-caches, and until then the gradients are held."""
+caches, but more gradients need more memory."""
 
 
 # ---- What B leaves for W.
 
 
 class Progress(Protocol):
-    """Hears how far W is."""
+    """Receives the progress of W."""
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """W begins, and will add to these leaves."""
@@ -93,117 +93,86 @@ class Progress(Protocol):
 
 
 class _Work(NamedTuple):
-    """The second half of one product.
-
-    Args:
-        product: whose.
-        edges: where the gradients of its weights go.
-        tensors: the gradient of the product, and the operands.
-        settings: see `Rule`.
-        versions: how often each tensor had been changed in place when it was kept.
-    """
+    """The second half of one product."""
 
     product: Product
     edges: Sequence[Any]
+    """Where the gradients of its weights go."""
     tensors: Sequence[Any]
+    """The gradient of the product, and the operands."""
     settings: Sequence[Any]
+    """See `Rule`."""
     versions: Sequence[int]
+    """Of the tensors in B: a change in place raises them."""
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number of the memory that a tensor, or this process's part, lies in."""
+    """Return a number for the storage of a tensor, or of its shard here."""
     part: Tensor = own_shard(tensor)
     number: int = part.untyped_storage()._cdata
     return number
 
 
 class WeightQueue:
-    """Weight-gradient work of one micro-batch, left by B for W.
+    """Weight-gradient work of one micro-batch, which B leaves for W.
 
     ``with queue:`` makes it the `current_queue` of this thread, for modules that defer
     work by themselves.
 
     Args:
-        lent: memory that is something else's between B and W, as `memory_of` tells it:
-            parameters that were gathered for B.
+        lent: `memory_of` parameters that are gathered for B, and freed before W.
     """
 
     def __init__(self, lent: Collection[int] = ()) -> None:
         self.lent = lent
         self.n_hooks = hooks_made()
-        """Hooks of others when its forward began; None: unknown."""
+        """Hooks of the user when the forward began; None: unknown."""
         self.work: list[_Work] = []
-        """In the order in which B has left it."""
-        self._has_failed = False
+        """In the order of B."""
         self._token: Token[WeightQueue | None] | None = None
         self.began_s = 0.0
-        """`time.perf_counter` when the pass that runs now began, for emulation."""
-
-    def held_bytes(self) -> int:
-        """Memory of all operands that wait for W; what shares memory counts once."""
-        tensors = [own_shard(x) for work in self.work for x in work.tensors]
-        dense = [x for x in tensors if x is not None and x.layout is torch.strided]
-        storages = [x.untyped_storage() for x in dense]
-        return sum({x._cdata: x.nbytes() for x in storages}.values())
+        """`time.perf_counter` at the start of the pass that runs now, for emulation."""
 
     def defer(
         self,
         leaves: Sequence[Tensor],
         compute: Callable[[], Sequence[Tensor | None]],
     ) -> None:
-        """Keep a call for W.
-
-        Args:
-            leaves: that gradients go to.
-            compute: returns one for each leaf.
-        """
+        """Leave a call for W, which returns a gradient for each leaf."""
         product = Product(Rule(compute), (), tuple(leaves))
         self.work.append(_Work(product, leaves, (), (), []))
 
     def read(self, site: Site) -> tuple[list[Tensor], list[Any]]:
-        """Read the operands and settings of a product that has not run yet.
-
-        An operand is cut off its graph, which leads to the chunk's input.
-        """
+        """Read the operands and settings of a product before its backward."""
         node, product, _ = site
         operands = [getattr(node, name) for name in product.operands]
+        # their graphs lead to the chunk's input
         operands = [None if x is None else x.detach() for x in operands]
         return operands, [getattr(node, name) for name in product.settings]
 
     def put(
         self, site: Site, tensors: Sequence[Any], settings: Sequence[Any] = ()
     ) -> None:
-        """Keep the work of a product.
-
-        What lies in lent memory is copied: a layer's queries, say, may be parameters.
-        """
-        if self.lent:
-            tensors = [self._own(x) for x in tensors]
+        """Leave the work of a product for W."""
+        if self.lent:  # an operand may be a parameter: a layer's queries, say
+            tensors = [self._copy_if_lent(x) for x in tensors]
         work = _Work(site[1], site[2], tensors, settings, _versions(tensors))
         self.work.append(work)
 
-    def _own(self, x: Tensor | None) -> Tensor | None:
+    def _copy_if_lent(self, x: Tensor | None) -> Tensor | None:
         is_lent = x is not None and memory_of(x) in self.lent
         return x.clone() if is_lent else x  # type: ignore[union-attr]
 
     def run(self, progress: Progress | None = None, *, in_place: bool = False) -> None:
-        """Do all work, and forget it; operands are freed as W proceeds.
+        """Do all work, and free its operands one by one.
 
         Args:
-            progress: told what comes, and what is done.
-            in_place: add gradients within the products' own kernels, where there are
-                such.
+            progress: receives the leaves, and each leaf when its gradient is complete.
+            in_place: add gradients within the products' kernels, where they can.
 
         Raises:
-            RuntimeError: an operand was changed in place after B, or an earlier run has
-                failed, so that gradients are missing.
+            RuntimeError: an operand was changed in place after B.
         """
-        if self._has_failed:
-            raise RuntimeError(
-                "W has failed before, and its gradients are incomplete; clear them, "
-                "and run a new forward, B and W"
-            )
-        self._has_failed = True
         self.began_s = time.perf_counter()
         if progress is not None:
             leaves = [leaf for work in self.work for leaf in work.product.leaves]
@@ -215,7 +184,6 @@ class WeightQueue:
             self._run_all(progress, in_place)
         finally:
             torch.set_grad_enabled(has_grad)
-        self._has_failed = False
 
     def _run_all(self, progress: Progress | None, in_place: bool) -> None:
         together: _Together | None = None
@@ -236,7 +204,7 @@ class WeightQueue:
             together.end()
 
     def run_first(self, n: int, *, in_place: bool = False) -> None:
-        """Do up to n works now, as far as W adds them by itself; see `run`."""
+        """Do the first n works, up to one whose gradients autograd adds; see `run`."""
         n_alone = 0
         while n_alone < min(n, len(self.work)):
             if self.work[n_alone].product.adds_transposed is None:
@@ -261,20 +229,15 @@ _current: ContextVar[WeightQueue | None] = ContextVar("weight_queue", default=No
 def current_queue() -> WeightQueue | None:
     """The queue of the pass that runs now, if its weight gradients are deferred.
 
-    To be asked for in a forward: on a GPU autograd runs B in a thread of its own, which
-    has none.
+    Ask for it in a forward: on a GPU autograd runs B in another thread, without one.
     """
     return _current.get()
 
 
 class _Together:
-    """Gradients that autograd accumulates, with few calls.
+    """Gradients that autograd accumulates, in few calls.
 
-    It gets all gradients of a leaf in one call: they meet there as in a backward.
-
-    Args:
-        products: whose gradients may come.
-        progress: see `WeightQueue.run`.
+    One call has all gradients of a leaf: autograd adds them as in a backward.
     """
 
     def __init__(self, products: Iterable[Product], progress: Progress | None) -> None:
@@ -285,13 +248,13 @@ class _Together:
             if product.adds_transposed is None
             for leaf in product.leaves
         )
-        """Gradients to come, of each leaf."""
+        """Products of each leaf whose gradients are still missing."""
         self._leaves: dict[Tensor, None] = {}
         self._roots: list[Any] = []
         self._gradients: list[Tensor] = []
 
     def add(self, leaves: Sequence[Tensor], found: Iterable[tuple[Any, Any]]) -> None:
-        """Take gradients of some leaves, and where they enter."""
+        """Add gradients of a product's leaves, each with the edge that it enters."""
         for root, gradient in found:
             if gradient is not None:
                 is_leaf = isinstance(root, Tensor)
@@ -304,7 +267,7 @@ class _Together:
             self.end()
 
     def end(self) -> None:
-        """Hand over what there is."""
+        """Accumulate the gradients so far."""
         if self._roots:
             run_backward(self._roots, self._gradients)
         if self._progress is not None:
@@ -314,17 +277,16 @@ class _Together:
 
 
 def _versions(tensors: Sequence[Any]) -> list[int]:
-    """Return how often each tensor was changed in place."""
+    """Count the changes in place of each tensor."""
     return [0 if x is None else x._version for x in tensors]
 
 
 def _run_work(
     work: _Work, in_place: bool
 ) -> Sequence[tuple[Any, Tensor | None]] | None:
-    """Compute the gradients of one product, and add the only one if that is all to do.
+    """Compute and add the gradients of one product.
 
-    Returns:
-        None, or the gradients that autograd has to accumulate, and where they enter.
+    Returns gradients that autograd has to accumulate, each with its edge.
     """
     product, edges, tensors, settings, versions = work
     rule, leaves, is_transposed = product.rule, product.leaves, product.adds_transposed
@@ -372,7 +334,7 @@ def _add_in_place(
 
 
 def _only_adds(leaf: Tensor) -> bool:
-    """True if autograd would only add to a leaf: it has no hooks and is not frozen."""
+    """True if autograd would only add to a leaf, which has no hooks."""
     has_hooks = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
     return leaf.requires_grad and not has_hooks
 
@@ -383,17 +345,16 @@ def _only_adds(leaf: Tensor) -> bool:
 class SplitGraph:
     """The graph of one forward, whose backward is run as B, then W.
 
-    Of the outputs only the place in the graph is kept, not the data.
+    It keeps the edges of the outputs, not their data.
 
     Args:
-        outputs: of the forward; those that need no gradient count for nothing.
+        outputs: of the forward; those that need no gradient are ignored.
         inputs: leaves whose gradients B returns.
-        queue: where B leaves its work for W; some may be in it already.
+        queue: for the work of W; modules of the forward may have added some.
         is_exact: round each weight gradient before it is added, as autograd does.
-            False adds that of a matrix, where W does so by itself, within the product's
-            own kernel: faster, without a temporary of the weight's size, and different
-            in the last bits.
-        plans: of the graphs of forwards like this one; they need not be planned again.
+            False lets W add within a product's kernel where it can: faster, without a
+            temporary of the weight's size, and different in the last bits.
+        plans: of the graphs of similar forwards.
 
     Raises:
         RequestError: an input that requires a gradient is no leaf.
@@ -425,18 +386,16 @@ class SplitGraph:
                 self._inputs.append(x)
         if queue is None:
             queue = WeightQueue()
-            queue.n_hooks = None  # it does not know when the forward began
+            queue.n_hooks = None  # the forward began earlier
         self._queue = queue
         self._is_exact = is_exact
         self._plans = plans
         self._is_done = self._has_deferred = False
         self.outputs: Any = None
-        """The function's result, its tensors detached; set by `split_forward`."""
+        """The function's result, with detached tensors; set by `split_forward`."""
 
     def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
-        """Name the pass that computes each gradient: ``"W"``, or `IN_B`.
-
-        To be asked before B.
+        """Name the pass of each gradient, ``"W"`` or `IN_B`, before B has run.
 
         Args:
             parameters: of the function, which a reentrant checkpoint hides.
@@ -447,25 +406,24 @@ class SplitGraph:
         return dict.fromkeys(leaves, IN_B) | dict.fromkeys(waiting, "W")
 
     def defers(self) -> bool:
-        """True if B has left work for W, or a module of its own kind has.
-
-        After `backward`: if B would have.
-        """
+        """True if B has left work for W; after `backward`: if B would have."""
         return self._has_deferred or bool(self._queue.work)
 
     def held_bytes(self) -> int:
-        """Memory that B has left for W: operands of the deferred products.
+        """Memory of the operands that wait for W; shared memory counts once.
 
-        It is the least that can be held: for ``y = x w`` both ``x`` and ``dy``.
+        It is the least possible: for ``y = x w`` both ``x`` and ``dy``.
         """
-        return self._queue.held_bytes()
+        tensors = [own_shard(x) for work in self._queue.work for x in work.tensors]
+        storages = [x.untyped_storage() for x in tensors if x is not None]
+        return sum({x._cdata: x.nbytes() for x in storages}.values())
 
     def backward_input(
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
     ) -> tuple[Tensor | None, ...]:
-        """B: the gradients of the inputs, and of all that cannot wait for W.
+        """B: the gradients of the inputs, and of all leaves that cannot wait for W.
 
-        The graph is freed, but for what W needs.
+        It frees the graph, except for the operands of W.
 
         Args:
             gradients: one for each output that requires a gradient, None among them if
@@ -481,50 +439,44 @@ class SplitGraph:
         ends, dys = self._fitting(gradients)
         plan, queue = self._plan(), self._queue
         self._is_done = True
-        found: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
-        # A hook that the forward has set on an output would not see what is captured.
-        sees_hooks = queue.n_hooks is None or queue.n_hooks != hooks_made()
-        may_capture = plan.may_capture and not (sees_hooks or queue.lent)
+        input_gradients: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
+        # a gradient is captured before hooks that the forward has set can change it
+        has_hooks = queue.n_hooks is None or queue.n_hooks != hooks_made()
+        may_capture = plan.may_capture and not (has_hooks or queue.lent)
         if not ends:
             pass
         elif may_capture and all(map(_only_adds, plan.leaves)):
-            found = self._capture(plan, ends, dys)
+            input_gradients = self._capture(plan, ends, dys)
         else:
             with queue:
-                found = self._run_around(plan, ends, dys)
+                input_gradients = self._run_around(plan, ends, dys)
         self._ends, self._inputs, self.outputs = [], [], None
-        return found
+        return input_gradients
 
     def backward(
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
     ) -> tuple[Tensor | None, ...]:
-        """B and W at once: one full backward, for inputs that are leaves.
-
-        Arguments, result and errors are those of B; W then has nothing to do.
-        """
+        """B and W in one full backward; arguments, result and errors as for B."""
         ends, dys = self._fitting(gradients)
         self._is_done = True
-        found: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
+        input_gradients: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
             with self._queue:
                 if self._is_exact:
-                    found = _run_whole(ends, dys, self._inputs)
+                    input_gradients = _run_whole(ends, dys, self._inputs)
                 else:
-                    found = self._run_around(self._plan(), ends, dys, adds=True)
+                    plan = self._plan()
+                    input_gradients = self._run_around(plan, ends, dys, adds=True)
         self._ends, self._inputs, self.outputs = [], [], None
         if self._queue.work:
             self._has_deferred = True
             self.backward_weight()
-        return found
+        return input_gradients
 
     def input_gradients(
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """Return what B would, without any gradient for parameters; B may follow.
-
-        Raises:
-            RequestError: the gradients do not fit the outputs.
-        """
+        """Return the result of B without gradients of parameters; B may follow."""
         ends, dys = self._fitting(gradients)
         if not ends or not self._inputs:
             return (None,) * len(self._inputs)
@@ -536,21 +488,17 @@ class SplitGraph:
         """W: the weight gradients that B has deferred, added to ``.grad``.
 
         Args:
-            progress: told how far it is.
+            progress: see `WeightQueue.run`.
 
         Raises:
-            RuntimeError: B has not run, or not to its end, or an earlier W has failed.
+            RuntimeError: B has not run, or not to its end.
         """
         if not self._is_done or self._ends:
             raise RuntimeError("W runs after B")
         self._queue.run(progress, in_place=not self._is_exact)
 
     def begin_weight(self, n_left: int) -> None:
-        """Do a part of W: what an unfinished B has left so far, or else a share.
-
-        Args:
-            n_left: parts of W to come, this one included.
-        """
+        """Do one of `n_left` parts of W, or all work of a B that still runs."""
         n_works = len(self._queue.work)
         n = n_works if self._ends else -(-n_works // n_left)
         self._queue.run_first(n, in_place=not self._is_exact)
@@ -580,7 +528,7 @@ class SplitGraph:
             gradients = (gradients,)
         if len(gradients) != len(shapes):
             raise RequestError(
-                f"B was given {len(gradients)} gradients, and {len(shapes)} "
+                f"B got {len(gradients)} gradients, and {len(shapes)} "
                 "outputs require one; give one for each, None where it has no influence"
             )
         ends: list[Any] = []
@@ -601,7 +549,7 @@ class SplitGraph:
     def _capture(
         self, plan: Plan, ends: list[Any], dys: list[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """B whose gradients are all returned by autograd: nothing calls back."""
+        """B in one call of autograd that returns all gradients, without callbacks."""
         queue, leaves, inputs = self._queue, plan.leaves, self._inputs
         values = [queue.read(site) for site in plan.sites]
         edges = [GradientEdge(site[0], 0) for site in plan.sites]
@@ -623,14 +571,10 @@ class SplitGraph:
         *,
         adds: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """B that keeps operands of a product when autograd comes to it.
+        """B with a hook in front of each product, which keeps its operands.
 
-        Args:
-            plan: of this graph.
-            ends: where it starts.
-            dys: gradients of these.
-            adds: do the work of W at once where W adds in place: the operands are in
-                the cache then.
+        With `adds` the hook does the work of W where W adds in place: the operands are
+        in the cache then.
         """
         inputs = self._inputs
         if not plan.sites:
@@ -644,9 +588,9 @@ class SplitGraph:
             else:
                 defer_piece(node, product.slot, partial(self._queue.put, site))
         edges = [GradientEdge(node, 0) for node, *_ in plan.sites]
-        learning = [leaf for leaf in plan.leaves if leaf.requires_grad]
+        trainable = [leaf for leaf in plan.leaves if leaf.requires_grad]
         try:
-            return _run_whole(ends, dys, inputs, [*learning, *inputs, *edges])
+            return _run_whole(ends, dys, inputs, [*trainable, *inputs, *edges])
         finally:
             for handle in hooks:
                 handle.remove()
@@ -668,14 +612,7 @@ def _run_whole(
     inputs: list[Tensor],
     wanted: Sequence[Any] = (),
 ) -> tuple[Tensor | None, ...]:
-    """Run a backward; return the gradients of inputs, and leave their ``.grad`` alone.
-
-    Args:
-        ends: where it starts.
-        dys: gradients of these.
-        inputs: leaves that require a gradient.
-        wanted: where it ends; empty: at all leaves.
-    """
+    """Run a backward to `wanted`, or to all leaves; return the gradients of inputs."""
     before = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
@@ -688,7 +625,7 @@ def _run_whole(
 
 
 def _add_all(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Add gradients that autograd has returned, and may have returned twice."""
+    """Add gradients from autograd; one tensor may be that of several leaves."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
     first: list[Tensor] = []
@@ -714,10 +651,9 @@ _STRIDED = torch.strided
 
 
 def _end_of(tensor: Tensor) -> Any:
-    """Return where a tensor's gradient enters the graph; it holds no data.
+    """Return the edge of a tensor, which holds no data.
 
-    Subclasses and nested tensors, which torch does not describe by their edge alone,
-    stand for themselves.
+    torch needs nested tensors and subclasses themselves.
     """
     node = tensor.grad_fn
     is_dense = not tensor.is_nested
@@ -759,7 +695,7 @@ def split_forward(
     """F: call a module or function, and keep its graph for B and W.
 
     Args:
-        function: what to call.
+        function: a module, or any function of tensors.
         *args: its arguments, which it may change in place. Tensors among them that
             require a gradient, also in tuples, lists, dicts, dataclasses and what
             torch's pytree knows, are the inputs of B, in this order.
