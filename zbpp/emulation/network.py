@@ -104,9 +104,9 @@ class DelayedTransport(Transport):
         """Tell the other processes why this one stops."""
         self._inner.report(error, ends=ends)
 
-    def begin(self, opening: Opening | None = None) -> None:
+    def begin(self, opening: Opening | None = None) -> int | None:
         """Start a step, or an evaluation."""
-        self._inner.begin(opening)
+        return self._inner.begin(opening)
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Send the time in place of the tensors."""
@@ -143,10 +143,6 @@ class DelayedTransport(Transport):
         """Give every process the things of all processes, by rank."""
         return self._inner.gather(thing)
 
-    def gather_pipeline(self, thing: Any) -> list[Any]:
-        """Give every process the things of its pipeline, by stage."""
-        return self._inner.gather_pipeline(thing)
-
     def sum_numbers(self, numbers: Tensor) -> Reduction:
         """Start to sum numbers of the host over all that step together."""
         return self._inner.sum_numbers(numbers)
@@ -170,16 +166,16 @@ class DelayedTransport(Transport):
         """Wait until all sends have left."""
         self._inner.flush()
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """The pipeline was dropped: end without waiting for other processes."""
-        self._inner.let_go()
+        self._inner.abandon()
 
     def close(self) -> None:
-        """Give back what the transport holds."""
+        """End the process groups."""
         self._inner.close()
 
 
-class _SlowSum:
+class _SlowSum(Reduction):
     def __init__(self, inner: Reduction, length: int, delay_s: float) -> None:
         self._inner, self._length, self._delay_s = inner, length, delay_s
 

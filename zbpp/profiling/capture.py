@@ -1,7 +1,6 @@
 """One micro-batch through all chunks: what each of them is given in training.
 
-The forwards run with gradients, as training's do, and send what they put out as an
-evaluation does, so that no shape is taken for that of the steps to come.
+The forwards run with gradients, and send what they put out, as in a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field
 
 from zbpp.core import Pass, PassKind, Placement, Value, What
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.comm.transport import Opening
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.stage import LossFn, Stage
@@ -51,8 +51,10 @@ def capture(
     """
     runners = {}
     for stage, executor in executors.items():
-        executor.transport.begin()
         part = microbatch[stage]
+        executor.transport.begin(
+            Opening(1, None if part.inputs is None else [part.inputs])
+        )
         runners[stage] = stage_like(
             options, list(executor.stage.chunks.values()), n_chunks=placement.n_chunks
         )

@@ -1,6 +1,5 @@
-"""Messages between stages: `transport` says what there is.
+"""Messages between stages: `transport` has the interface, and all stages in one process.
 
-    local      all stages in this process
     mailbox    one process a stage: values, and their shapes (`shapes`)
     links      single tensors by gloo or NCCL, in process groups (`groups`)
     failures   who failed first

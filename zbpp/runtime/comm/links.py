@@ -22,15 +22,10 @@ from torch import Tensor
 from zbpp.core import Job, Message
 from zbpp.runtime.comm.failures import Failures
 from zbpp.runtime.comm.groups import Channel, Group, Groups, gather_objects
-from zbpp.runtime.support.streams import HostCopy, SideStream
+from zbpp.runtime.comm.transport import Reduction
+from zbpp.runtime.support.streams import HostCopy
 
-__all__ = [
-    "HostWaits",
-    "P2PLink",
-    "PendingSum",
-    "StreamWaits",
-    "WaitContext",
-]
+__all__ = ["Link", "PendingSum", "WaitContext"]
 
 _NUMBERS = 2
 """Added to the tag of a message that is no tensor of a value."""
@@ -49,7 +44,7 @@ class HostWaits:
         self._failures = failures
 
     def wait(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
-        """Wait for a message.
+        """Wait for a message, or a sum.
 
         Raises:
             PeerError: it did not come.
@@ -63,34 +58,23 @@ class HostWaits:
             what = _text(context)
             raise self._failures.peer_error(what, peer, is_late=is_late) from error
 
+    confirm = wait
+
     def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
-        """Let a sum go to the host once it has come: it is there already."""
+        """Copy a sum to the host once it has come: it is there already."""
         return HostCopy(buffer)
-
-    def read(self, work: dist.Work, context: WaitContext) -> None:
-        """Wait on the host for a sum."""
-        self.wait(work, context, None)
-
-    def confirm(self, work: dist.Work) -> None:
-        """A message that was waited for has come."""
-
-    def let_go(self, work: dist.Work, context: WaitContext, peer: int) -> None:
-        """End a send that is known to have been received."""
 
 
 class StreamWaits:
     """Waits of the device's streams; the host only looks for what failed or is late.
 
     A time-out of NCCL's own would hold up the host at every message.
-
-    Args:
-        failures: of the stage.
-        side: stream for the copies of sums that the host reads.
     """
 
-    def __init__(self, failures: Failures, side: SideStream) -> None:
+    def __init__(self, failures: Failures, device: torch.device) -> None:
         self._failures = failures
-        self._side = side
+        self._side = torch.Stream(device)
+        """For the copies of sums that the host reads: jobs need not wait for them."""
         self._unconfirmed: deque[tuple[dist.Work, WaitContext, int | None]] = deque()
 
     def wait(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
@@ -107,8 +91,6 @@ class StreamWaits:
             self._unconfirmed.popleft()
         self._unconfirmed.append((work, context, peer))
 
-    let_go = wait
-
     def _has_come(
         self, work: dist.Work, context: WaitContext, peer: int | None
     ) -> bool:
@@ -124,24 +106,14 @@ class StreamWaits:
             raise self._failures.peer_error(_text(context), peer) from error
         return True
 
-    def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
-        """Let a sum go to the host once it has come."""
-        with self._side.running():
-            work.wait()
-            return HostCopy(buffer)
-
-    def read(self, work: dist.Work, context: WaitContext) -> None:
-        """Wait on the host for a sum, and for all that was waited for before."""
-        with self._side.running():  # jobs need not wait for it
-            self.wait(work, context, None)
-        self.confirm(work)
-
-    def confirm(self, work: dist.Work) -> None:
-        """Wait on the host until a message, the last that was waited for, has come.
+    def confirm(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
+        """Wait on the host for a message or sum, and for all before it.
 
         Raises:
             PeerError: a message did not come; the oldest late one is named.
         """
+        with self._side:
+            self.wait(work, context, peer)
         deadline = time.monotonic() + self._failures.timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -154,18 +126,24 @@ class StreamWaits:
         for waiting in self._unconfirmed:
             self._has_come(*waiting)
 
+    def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
+        """Copy a sum to the host once it has come."""
+        with self._side:
+            work.wait()
+            return HostCopy(buffer)
+
 
 def _text(context: WaitContext) -> str:
     return " ".join(map(str, ("waits at", *context)))
 
 
-class PendingSum:
-    """A sum that is under way; it needs no more of a stage than to have begun it.
+class PendingSum(Reduction):
+    """A sum that is under way; every stage has begun it by itself.
 
     Args:
         work: of the collective.
         copy: of what it sums, on the host.
-        wait: for the collective.
+        confirm: waits on the host for the collective.
         after: called once when it has come.
     """
 
@@ -173,15 +151,11 @@ class PendingSum:
         self,
         work: dist.Work,
         copy: HostCopy,
-        wait: Callable[[WaitContext], None],
-        after: Callable[[], None] | None = None,
+        confirm: Callable[[dist.Work, WaitContext, int | None], None],
+        after: Callable[[], None],
     ) -> None:
-        self._work, self._copy, self._wait, self._after = work, copy, wait, after
+        self._work, self._copy, self._confirm, self._after = work, copy, confirm, after
         self._total: Tensor | None = None
-
-    def ready(self) -> bool:
-        """Return True: a sum waits for other processes."""
-        return True
 
     def done(self) -> bool:
         """True if it has come."""
@@ -192,9 +166,9 @@ class PendingSum:
     def result(self, job: Job | None = None) -> Tensor:
         """Wait for it."""
         if self._total is None:
-            self._wait((job or "a result", "for the sum over"))
-            if self._after is not None:
-                self._after()
+            context = (job or "a result", "for the sum over")
+            self._confirm(self._work, context, None)
+            self._after()
             self._total = self._copy.read()
         return self._total
 
@@ -204,72 +178,35 @@ class _Sent(NamedTuple):
     tensor: Tensor
     value: Message
     peer: int
+    waits: HostWaits | StreamWaits
 
 
-class P2PLink:
+class Link:
     """The tensors that one stage sends and receives, and its sums over all.
 
-    A channel keeps the order of its sends. Where another process is gone or late, all
-    methods raise `PeerError`.
-
-    Args:
-        groups: of this process.
-        failures: of this stage.
-        waits: of the backend's kind.
+    A channel keeps the order of its sends. Where another process has failed or is late,
+    all methods raise `PeerError`.
     """
 
-    def __init__(
-        self, groups: Groups, failures: Failures, waits: HostWaits | StreamWaits
-    ) -> None:
-        self.on_device = groups.on_device
+    def __init__(self, groups: Groups, failures: Failures) -> None:
         self.device = groups.device
         """Where tensors must be to be moved."""
-        self.groups = groups
-        self.failures = failures
-        self._waits = waits
+        self._groups = groups
+        self._failures = failures
         self._hosts = HostWaits(failures)
+        self._waits: HostWaits | StreamWaits = self._hosts
+        if groups.on_device:
+            self._waits = StreamWaits(failures, groups.device)
         self._training = True
         self._sends: deque[_Sent] = deque()
         self._n_sent = 0
         self._n_older = 0
-        """Tensors sent in the steps before this one."""
-        self._numbers: deque[_Sent] = deque()
+        """Messages sent in the steps before this one."""
 
     def begin(self, *, training: bool) -> None:
-        """Start a step, or an evaluation; the numbers of the one before have left."""
+        """Start a step, or an evaluation."""
         self._training = training
         self._n_older = self._n_sent
-        self._finish_numbers()
-
-    def send(self, value: Message, tensor: Tensor, peer: int) -> None:
-        """Start to send a tensor of a value; it is kept until it has left."""
-        channel = self.groups.sends[peer]
-        self._sends.append(self._send(channel, self._tag, value, tensor, peer))
-        self._n_sent += 1
-        # gloo calls none completed before one waits for it
-        while self._sends and self._sends[0].work.is_completed():
-            self._finish(self._sends.popleft(), "to hand on")
-
-    def send_numbers(self, value: Message, numbers: Tensor, peer: int) -> None:
-        """Start to send numbers of the host; a step sends few."""
-        channel = self.groups.numbers[peer]
-        sent = self._send(channel, self._tag + _NUMBERS, value, numbers, peer)
-        self._numbers.append(sent)
-
-    def _send(
-        self, channel: Channel, tag: int, value: Message, tensor: Tensor, peer: int
-    ) -> _Sent:
-        try:
-            work = channel.group.send([tensor], channel.rank, tag)
-        except RuntimeError as error:
-            what = f"could not send {value} to"
-            raise self.failures.peer_error(what, peer) from error
-        return _Sent(work, tensor, value, peer)
-
-    def _finish_numbers(self) -> None:
-        while self._numbers:
-            work, _, value, peer = self._numbers.popleft()
-            self._hosts.wait(work, ("the numbers of", value, "to"), peer)
 
     @property
     def _tag(self) -> int:
@@ -280,101 +217,129 @@ class P2PLink:
         """
         return int(not self._training)
 
+    def send(self, value: Message, tensor: Tensor, peer: int) -> None:
+        """Start to send a tensor of a value; it is kept until it has left."""
+        channel = self._groups.sends[peer]
+        self._send(channel, self._tag, value, tensor, peer, self._waits)
+        # gloo calls none completed before one waits for it
+        while self._sends and self._sends[0].work.is_completed():
+            self._finish(self._sends.popleft())
+
+    def send_numbers(self, value: Message, numbers: Tensor, peer: int) -> None:
+        """Start to send numbers of the host."""
+        channel = self._groups.numbers[peer]
+        self._send(channel, self._tag + _NUMBERS, value, numbers, peer, self._hosts)
+
+    def _send(
+        self,
+        channel: Channel,
+        tag: int,
+        value: Message,
+        tensor: Tensor,
+        peer: int,
+        waits: HostWaits | StreamWaits,
+    ) -> None:
+        try:
+            work = channel.group.send([tensor], channel.rank, tag)
+        except RuntimeError as error:
+            what = f"could not send {value} to"
+            raise self._failures.peer_error(what, peer) from error
+        self._sends.append(_Sent(work, tensor, value, peer, waits))
+        self._n_sent += 1
+
     def receive(self, value: Message, buffer: Tensor, peer: int) -> dist.Work:
         """Start to receive a tensor of a value."""
-        channel = self.groups.receives[peer]
+        channel = self._groups.receives[peer]
         return self._receive(channel, self._tag, value, buffer, peer)
 
+    def read_numbers(self, buffer: Tensor, context: WaitContext, peer: int) -> Tensor:
+        """Wait for numbers of another stage's host."""
+        channel = self._groups.numbers[peer]
+        work = self._receive(channel, self._tag + _NUMBERS, "numbers", buffer, peer)
+        self._hosts.wait(work, context, peer)
+        return buffer
+
     def _receive(
-        self, channel: Channel, tag: int, value: Message, buffer: Tensor, peer: int
+        self, channel: Channel, tag: int, what: object, buffer: Tensor, peer: int
     ) -> dist.Work:
         try:
             work: dist.Work = channel.group.recv([buffer], channel.rank, tag)
         except RuntimeError as error:
-            what = f"could not receive {value} from"
-            raise self.failures.peer_error(what, peer) from error
+            text = f"could not receive {what} from"
+            raise self._failures.peer_error(text, peer) from error
         return work
 
     def wait(self, work: dist.Work, context: WaitContext, peer: int) -> None:
         """Wait for a tensor of a value."""
         self._waits.wait(work, context, peer)
 
-    def read_numbers(
-        self, value: Message, like: Tensor, context: WaitContext, peer: int
-    ) -> Tensor:
-        """Wait for numbers of another stage's host."""
-        buffer = torch.empty_like(like)
-        channel = self.groups.numbers[peer]
-        work = self._receive(channel, self._tag + _NUMBERS, value, buffer, peer)
-        self._hosts.wait(work, context, peer)
-        return buffer
-
     def sum(self, vector: Tensor) -> PendingSum:
         """Start to sum a vector over all processes.
 
-        What a stage has sent before is let go when the sum has come: all begin it
-        behind their passes, so what these read has been received.
+        What a stage has sent before is freed when the sum has come: all begin it behind
+        their passes, so what these read has been received.
         """
-        release = partial(self._release, self._n_sent)
-        return self._begin_sum(self.groups.everyone, vector, self._waits, release)
+        return self._begin_sum(
+            self._groups.everyone, vector, self._waits, n_received=self._n_sent
+        )
 
     def sum_numbers(self, numbers: Tensor) -> PendingSum:
         """Start to sum numbers of the host over all processes."""
-        return self._begin_sum(self.groups.hosts, numbers, self._hosts)
+        return self._begin_sum(self._groups.hosts, numbers, self._hosts, n_received=0)
 
     def _begin_sum(
         self,
         group: Group,
         vector: Tensor,
         waits: HostWaits | StreamWaits,
-        after: Callable[[], None] | None = None,
+        *,
+        n_received: int,
     ) -> PendingSum:
-        with _reaching_all(self.failures, "could not begin a sum with"):
+        with _reaching_all(self._failures, "could not begin a sum with"):
             work = group.allreduce([vector])
             copy = waits.copy_after(work, vector)
-        return PendingSum(work, copy, partial(waits.read, work), after)
-
-    def _release(self, n_sent: int) -> None:
-        for sent in self._take(n_sent):
-            where = ("the end of the step to hand", sent.value, "to")
-            self._waits.let_go(sent.work, where, sent.peer)
+        return PendingSum(work, copy, waits.confirm, partial(self._free, n_received))
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""
-        hosts = self.groups.hosts
-        with _reaching_all(self.failures, "waits at a gather for"):
+        hosts = self._groups.hosts
+        with _reaching_all(self._failures, "waits at a gather for"):
             # this waits no longer than a step, unlike a gather
-            hosts.monitored_barrier(self.failures.timeout)
+            hosts.monitored_barrier(self._failures.timeout)
             return gather_objects(hosts, thing)
 
     def end(self) -> None:
-        """End a step: what was sent in the steps before it is let go."""
-        for sent in self._take(self._n_older):
-            self._finish(sent, "the end of the step to hand")
+        """End a step: free what was sent in the steps before it."""
+        self._free(self._n_older)
 
     def flush(self) -> None:
         """Wait on the host until all sends have left."""
         for sent in self._take(self._n_sent):
-            self._finish(sent, "the end to hand")
-            self._waits.confirm(sent.work)
-        self._finish_numbers()
+            sent.waits.confirm(
+                sent.work, ("the end to send", sent.value, "to"), sent.peer
+            )
+
+    def _free(self, n: int) -> None:
+        for sent in self._take(n):
+            self._finish(sent)
 
     def _take(self, n: int) -> Iterator[_Sent]:
-        """Take out the sends that are not let go yet of the first ``n`` of all."""
+        """Take out the sends that are not freed yet of the first ``n`` of all."""
         while self._sends and self._n_sent - len(self._sends) < n:
             yield self._sends.popleft()
 
-    def _finish(self, sent: _Sent, when: str) -> None:
-        self._waits.wait(sent.work, (when, sent.value, "to"), sent.peer)
+    def _finish(self, sent: _Sent) -> None:
+        context = ("the end of the step to send", sent.value, "to")
+        sent.waits.wait(sent.work, context, sent.peer)
 
     def close(self) -> None:
         """End the groups."""
-        self.groups.close()
+        self._groups.close()
 
 
 @contextmanager
 def _reaching_all(failures: Failures, what: str) -> Iterator[None]:
-    """Within this, an error says that another process is gone."""
+    """Within this, an error says that another process has failed."""
     try:
         yield
     except RuntimeError as error:

@@ -1,11 +1,10 @@
 """The values of a stage that is a process of its own, over a link.
 
 A channel is one pair of neighbours and one direction; it keeps the order of its
-messages, and `zbpp.schedules.lower` has proved that both ends name the same order.
+messages, and `zbpp.schedules.lower` has proved that both ends have the same order.
 
-    step         payload only; the receive is posted early, waited for when it is read
-    new shapes   header + payload: the receiver learns shapes and dtypes (`shapes`)
-    evaluation   header + payload per message
+    shapes known   payload only; the receive is posted early, waited for when it is read
+    new shapes     header + payload: the receiver learns shapes and dtypes (`shapes`)
 
 What moves single tensors is a link (`links`): gloo on CPUs, NCCL on GPUs.
 """
@@ -13,9 +12,8 @@ What moves single tensors is a link (`links`): gloo on CPUs, NCCL on GPUs.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,63 +22,39 @@ from torch import Tensor
 from zbpp.core import Check, Job, Message, Value, What
 from zbpp.runtime.comm.failures import Failures
 from zbpp.runtime.comm.groups import open_groups
-from zbpp.runtime.comm.links import (
-    HostWaits,
-    P2PLink,
-    PendingSum,
-    StreamWaits,
-)
+from zbpp.runtime.comm.links import Link, PendingSum
 from zbpp.runtime.comm.place import Place
-from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
+from zbpp.runtime.comm.shapes import Shapes, Spec, pack, unpack
 from zbpp.runtime.comm.transport import Expected, Opening, Transport
 from zbpp.runtime.microbatches import check_filled, check_samples
-from zbpp.runtime.support.errors import (
-    NonFiniteError,
-    PeerError,
-    ShapeError,
-    SumsError,
-)
-from zbpp.runtime.support.streams import SideStream
+from zbpp.runtime.support.errors import NonFiniteError, PeerError, SumsError
 from zbpp.runtime.values import Tensors, nested
 
-__all__ = ["Mailbox", "StageLinks", "connect"]
+__all__ = ["Mailbox"]
 
 _PATIENCE_S = 10.0  # where a script has not called close
 
 _FIRST = Value(What.ACTIVATION, 0, 0)
-"""In the name of which the kinds of a step's micro-batches travel."""
+"""Named in errors of the message with the kinds of a step's micro-batches."""
 
 
-@dataclass(frozen=True)
-class StageLinks:
-    """The stages that exchange messages, the same on all stages.
+class _Begun(NamedTuple):
+    """The receives of a value's tensors."""
 
-    Args:
-        neighbours: of every stage, those that it sends to, and receives from.
-        reader: the stage that reads the inputs, and tells the others the kinds of a
-            step's micro-batches.
-    """
-
-    neighbours: Sequence[set[int]]
-    reader: int
+    spec: Spec
+    buffers: Sequence[Tensor]
+    works: Sequence[dist.Work]
 
 
 @dataclass(slots=True, eq=False)
 class _PostedReceive(Expected):
-    """A value that will come; its buffers exist once the shapes are known.
-
-    Args:
-        mailbox: to which it was announced.
-        like: its shapes, if this end knows them without the other.
-    """
+    """A value that will come; its receives begin once the shapes are known."""
 
     mailbox: "Mailbox"
     value: Message
     peer: int
-    like: Spec | None = None
-    spec: Spec | None = None
-    buffers: list[Tensor] = field(default_factory=list)
-    works: list[dist.Work] = field(default_factory=list)
+    spec: Spec | None
+    begun: _Begun | None = None
 
     def receive(self, job: Job | str) -> Tensors:
         """Wait for the value, and for the headers of those before it in the channel."""
@@ -90,42 +64,55 @@ class _PostedReceive(Expected):
 class Mailbox(Transport):
     """The messages of one stage that is a process of its own.
 
+    All processes that step together must make theirs, which connects them.
+
     Args:
-        link: moves single tensors.
-        stages: which stages exchange what.
         place: of this process.
+        neighbours: of every stage, those that it sends to, and receives from.
+        reader: the stage that reads the inputs, and sends the others the kinds of a
+            step's micro-batches.
         device: where received tensors live.
         timeout_s: how long any wait may last after the first step.
+        first_timeout_s: the same for the first step (imports, compilation).
 
     Raises:
-        PeerError: a peer died, or did not send or receive in time.
-        ShapeError: a value cannot be sent, or does not look as it did for a micro-batch
-            of the same shapes.
+        PeerError: a process did not come; from all methods: a peer died, or did not
+            send or receive in time.
     """
 
     def __init__(
         self,
-        link: P2PLink,
-        stages: StageLinks,
-        *,
         place: Place,
+        neighbours: Sequence[set[int]],
+        reader: int,
+        *,
         device: torch.device,
         timeout_s: float,
+        first_timeout_s: float,
     ) -> None:
-        self._link = link
-        self._failures = link.failures
-        self.stage = self._failures.stage
-        self.peers = place
-        self._device = device
-        self.on_device = link.on_device
-        self._reader, self._n_stages = stages.reader, len(stages.neighbours)
+        self.peers, self.stage = place, place.pipeline.index(place.rank)
+        try:
+            groups = open_groups(
+                place, neighbours, device=device, timeout_s=first_timeout_s
+            )
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise PeerError(
+                f"stage {self.stage} does not reach the others at the start: {error}"
+            ) from error
+        self.on_device = groups.on_device
+        self._failures = Failures(groups, place, timeout_s=first_timeout_s)
+        self._link = Link(groups, self._failures)
+        self._reader, self._device = reader, device
         self._steady_timeout_s = timeout_s
-        self._shapes = Shapes()
+        self._of_steps, self._of_evaluations = Shapes(), Shapes()
+        self._shapes = self._of_steps
         self._is_step = False
         self._posted: dict[_PostedReceive, None] = {}
         """Announced values that are not received yet, in order."""
         self._waiting: Mapping[int, deque[_PostedReceive]] = {
-            peer: deque() for peer in stages.neighbours[self.stage]
+            peer: deque() for peer in neighbours[self.stage]
         }
         """Of each stage, the receives that have not begun, in order."""
         self._sum: PendingSum | None = None
@@ -142,158 +129,123 @@ class Mailbox(Transport):
     # Steps.
 
     def begin(self, opening: Opening | None = None) -> int | None:
-        """Start a step, or an evaluation: headers tell the shapes of all its values.
+        """Start a step or an evaluation; without an opening it has no batch.
 
         Raises:
             RequestError: inputs and targets do not belong together.
         """
         self._failures.withdraw()
-        self._is_step = opening is not None and opening.training
+        self._is_step = opening is None or opening.training
         self._link.begin(training=self._is_step)
-        self._shapes.begin()
         if opening is None:
             return None
-        size = opening.n_microbatches + 3
-        if self.stage == self._reader:
-            assert opening.inputs is not None, "this stage reads the inputs"
-            n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
-            n_filled = opening.n_filled or opening.n_microbatches
-            numbers = [n_inputs, n_filled]
-            if self._is_step:
-                numbers += self._shapes.number(opening.inputs)
-            numbers += [0] * (size - len(numbers))
-            message = torch.tensor(numbers)
-            for peer in range(self._n_stages):
-                if peer != self.stage:
-                    self._link.send_numbers(_FIRST, message, peer)
-        else:
-            like = torch.empty(size, dtype=torch.int64)
-            context = ("the start", "for the size of the batch from")
-            message = self._link.read_numbers(_FIRST, like, context, self._reader)
-            numbers = message.tolist()
-            n_inputs, n_filled = numbers[:2]
+        self._shapes = self._of_steps if self._is_step else self._of_evaluations
+        n_inputs, n_filled, *kinds = self._share(opening)
+        self._shapes.take(*kinds)
         if self._is_step:
-            self._shapes.take(numbers[2:])
             check_samples(None if n_inputs < 0 else n_inputs, opening.n_targets)
         check_filled(n_filled, opening.n_filled)
         return n_filled
 
-    def end(self) -> None:
-        """End the step; sends may still be under way, so no stage waits for another.
+    def _share(self, opening: Opening) -> list[int]:
+        """Give all stages what the reader of the inputs knows of them."""
+        numbers = torch.zeros(opening.n_microbatches + 3, dtype=torch.int64)
+        if self.stage != self._reader:
+            context = ("the start", "for the size of the batch from")
+            return self._link.read_numbers(numbers, context, self._reader).tolist()
+        inputs = opening.inputs
+        if inputs is None:
+            raise RuntimeError("the stage that reads the inputs has none")
+        n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
+        n_filled = opening.n_filled or opening.n_microbatches
+        known = [n_inputs, n_filled, *self._shapes.number(inputs)]
+        numbers[: len(known)] = torch.tensor(known)
+        for peer in range(self.peers.n_stages):
+            if peer != self.stage:
+                self._link.send_numbers(_FIRST, numbers, peer)
+        return numbers.tolist()
 
-        Those of the step before have been received, as this step has seen its sums.
-        They are let go then, or here.
-        """
-        is_first = self._failures.timeout_s != self._steady_timeout_s
-        if self._is_step and is_first:
+    def end(self) -> None:
+        """End the step; sends may still be under way, so no stage waits for another."""
+        if self._is_step:
             self._failures.limit_waits(self._steady_timeout_s)
-        assert not self._posted, f"never received: {[x.value for x in self._posted]}"
+        if self._posted:
+            names = ", ".join(str(x.value) for x in self._posted)
+            raise RuntimeError(f"never received: {names}")
         self._link.end()
 
     # Values.
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
-        """Start to send; the tensors are kept until they have left."""
+        """Start to send; the tensors are kept until they have left.
+
+        Raises:
+            ShapeError: they cannot be sent, or do not look as for a micro-batch of the
+                same shapes.
+        """
         if isinstance(value, Value):
-            known_spec = self._shapes.known(value)
-            if known_spec is None or not known_spec.fits(tensors):
-                self._announce(value, known_spec, spec_of(value, tensors), peer)
+            spec = self._shapes.new_spec(value, tensors)
+            if spec is not None:
+                header = pack(value, spec)
+                self._link.send_numbers(value, torch.tensor([len(header)]), peer)
+                self._link.send_numbers(value, header, peer)
         device = self._link.device
         for tensor in tensors:
             payload = tensor if tensor.device == device else tensor.detach().to(device)
             self._link.send(value, payload, peer)
 
-    def _announce(
-        self, value: Value, known_spec: Spec | None, spec: Spec, peer: int
-    ) -> None:
-        """Send a header where the receiver does not know the shapes yet."""
-        if known_spec is None:
-            self._link.send_numbers(value, pack(value, spec), peer)
-            self._shapes.learn(value, spec)
-        elif known_spec != spec:
-            if replace(known_spec, needs_grad=spec.needs_grad) == spec:
-                raise ShapeError(
-                    f"stage {self.stage}: the {value} needs gradients for "
-                    f"{sum(spec.needs_grad)} tensors, and before for "
-                    f"{sum(known_spec.needs_grad)}: parameters were frozen or thawed, "
-                    "which stages in several processes do not learn; build a new "
-                    "Pipeline then, from a checkpoint"
-                )
-            raise ShapeError(
-                f"stage {self.stage}: the {value} is {spec}, but with inputs of the "
-                f"same shapes it was {known_spec}; what is handed from chunk to chunk "
-                "must look the same for all micro-batches whose inputs do (pad it, and "
-                "hand on numbers that change as tensors)"
-            )
-
-    def post(
-        self, value: Message, peer: int, like: Tensors | None = None
-    ) -> _PostedReceive:
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> Expected:
         """Start to receive, unless the shapes are still unknown."""
         spec = None if like is None else Spec.of(like)
         posted = _PostedReceive(self, value, peer, spec)
         self._posted[posted] = None
         self._waiting[peer].append(posted)
-        self._start_known(peer)
+        self._begin_known(peer)
         return posted
 
     def receive(self, posted: _PostedReceive, job: Job | str) -> Tensors:
         """Wait for a value, and for the headers of those before it in the channel."""
         del self._posted[posted]
-        context = (job, "for", posted.value, "from")
-        waiting = self._waiting[posted.peer]
-        while posted.spec is None:
-            first = waiting.popleft()
-            spec = first.like or self._shapes.known(first.value)
-            self._start(first, spec or self._read_header(first, job))
-        for work in posted.works:
-            self._link.wait(work, context, posted.peer)
-        return self._value_of(posted, posted.spec)
-
-    def _value_of(self, posted: _PostedReceive, spec: Spec) -> Tensors:
-        """Put a value together from what has come."""
-        tensors, device = posted.buffers, self._device
-        if self._link.device != device:
-            tensors = [buffer.to(device) for buffer in tensors]
-        for tensor, needs in zip(tensors, spec.needs_grad, strict=True):
-            if needs:
+        peer, context = posted.peer, (job, "for", posted.value, "from")
+        self._begin_known(peer)  # a gradient's shapes are learnt where a value is sent
+        while posted.begun is None:
+            first = self._waiting[peer][0].value
+            assert isinstance(first, Value)
+            length = torch.zeros(1, dtype=torch.int64)
+            length = self._link.read_numbers(length, context, peer)
+            header = torch.empty(int(length), dtype=torch.uint8)
+            header = self._link.read_numbers(header, context, peer)
+            self._shapes.learn(first, unpack(header))
+            self._begin_known(peer)
+        spec, tensors, works = posted.begun
+        for work in works:
+            self._link.wait(work, context, peer)
+        if self._link.device != self._device:
+            tensors = [buffer.to(self._device) for buffer in tensors]
+        for tensor, look in zip(tensors, spec.looks, strict=True):
+            if look.needs_grad:
                 tensor.requires_grad_()
         if spec.structure is None:
             return tuple(tensors)
         return nested(tensors, spec.structure)
 
-    def _receive_rest(self, job: Job) -> None:
-        """Wait for all values that are posted, so that no sender is cut off."""
-        for posted in list(self._posted):
-            self.receive(posted, job)
-
-    def _start_known(self, peer: int) -> None:
-        """Start the receives from a stage up to the first of unknown shapes."""
+    def _begin_known(self, peer: int) -> None:
+        """Begin the receives from a stage up to the first of unknown shapes."""
         waiting = self._waiting[peer]
         while waiting:
-            spec = waiting[0].like or self._shapes.known(waiting[0].value)
+            posted = waiting[0]
+            spec, value = posted.spec, posted.value
+            if spec is None and isinstance(value, Value):
+                spec = self._shapes.known(value)
             if spec is None:
-                break
-            self._start(waiting.popleft(), spec)
-
-    def _start(self, posted: _PostedReceive, spec: Spec) -> None:
-        value, posted.spec = posted.value, spec
-        for place in range(len(spec.shapes)):
-            buffer = spec.empty(place, self._link.device)
-            work = self._link.receive(value, buffer, posted.peer)
-            posted.buffers.append(buffer)
-            posted.works.append(work)
-
-    def _read_header(self, posted: _PostedReceive, job: Job | str) -> Spec:
-        """Wait for the shapes of a value."""
-        value, peer = posted.value, posted.peer
-        assert isinstance(value, Value)
-        like = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        context = (job, "for", value, "from")
-        header = self._link.read_numbers(value, like, context, peer)
-        spec = unpack(header, value)
-        self._shapes.learn(value, spec)
-        return spec
+                return
+            waiting.popleft()
+            device = self._link.device
+            buffers = [
+                torch.empty(x.shape, dtype=x.dtype, device=device) for x in spec.looks
+            ]
+            works = [self._link.receive(value, buffer, peer) for buffer in buffers]
+            posted.begun = _Begun(spec, buffers, works)
 
     # All processes.
 
@@ -308,17 +260,12 @@ class Mailbox(Transport):
         return self._link.sum_numbers(numbers)
 
     def gather(self, thing: Any) -> list[Any]:
-        """Give every process the things of all, by rank."""
+        """Give every process the picklable things of all, by rank."""
         return self._link.gather(thing)
-
-    def gather_pipeline(self, thing: Any) -> list[Any]:
-        """Give every process the things of its pipeline, by stage; all must call."""
-        things = self.gather(thing)
-        return [things[rank] for rank in self.peers.pipeline]
 
     def message_bytes(self) -> dict[int, int]:
         """Sizes of the activations that steps send or receive here, by chunk."""
-        return {chunk: spec.n_bytes for chunk, spec in self._shapes.latest.items()}
+        return self._of_steps.n_bytes()
 
     # Failures.
 
@@ -330,7 +277,7 @@ class Mailbox(Transport):
         """Tell the other stages why this one stops, or cannot begin a step.
 
         A NonFiniteError or SumsError they find in the same sums themselves. Until then
-        they send what this stage has posted.
+        they send what this stage has posted, which it receives.
 
         Args:
             error: the cause; gets a note that names the rank that failed first.
@@ -339,7 +286,8 @@ class Mailbox(Transport):
         if self._failures.has_failed or isinstance(error, PeerError):
             return
         if isinstance(error, NonFiniteError | SumsError):
-            self._receive_rest(Check(self.stage))
+            for posted in list(self._posted):
+                self.receive(posted, Check(self.stage))
             return
         first = self._failures.report(error)
         if ends:
@@ -353,12 +301,11 @@ class Mailbox(Transport):
         """Wait until all sends have left."""
         self._link.flush()
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Wait a little for what others still need, and end: the pipeline is gone."""
         if self._failures.has_failed:
             return
-        patience = timedelta(seconds=_PATIENCE_S)
-        self._failures.timeout = min(patience, self._failures.timeout)
+        self._failures.limit_waits(min(_PATIENCE_S, self._failures.timeout_s))
         with suppress(PeerError):
             if self._sum is not None:
                 self._sum.result()
@@ -368,42 +315,3 @@ class Mailbox(Transport):
     def close(self) -> None:
         """End the groups and, with their last references, gloo's threads."""
         self._link.close()
-
-
-def connect(
-    place: Place,
-    stages: StageLinks,
-    *,
-    device: torch.device,
-    timeout_s: float,
-    first_timeout_s: float,
-) -> Mailbox:
-    """Connect this process to the others; all that step together must call.
-
-    Args:
-        place: of this process.
-        stages: which stages exchange what.
-        device: where received tensors live.
-        timeout_s: how long any wait may last after the first step.
-        first_timeout_s: the same for the first step (imports, compilation).
-
-    Raises:
-        PeerError: a process did not come.
-    """
-    try:
-        groups = open_groups(
-            place, stages.neighbours, device=device, timeout_s=first_timeout_s
-        )
-    except PeerError:
-        raise
-    except RuntimeError as error:
-        stage = place.pipeline.index(place.rank)
-        raise PeerError(
-            f"stage {stage} does not reach the others at the start: {error}"
-        ) from error
-    failures = Failures(groups, place, timeout_s=first_timeout_s)
-    waits: HostWaits | StreamWaits = HostWaits(failures)
-    if groups.on_device:
-        waits = StreamWaits(failures, SideStream(device))
-    link = P2PLink(groups, failures, waits)
-    return Mailbox(link, stages, place=place, device=device, timeout_s=timeout_s)

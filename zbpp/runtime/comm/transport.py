@@ -1,25 +1,27 @@
 """The transport of values between stages: one interface, two implementations.
 
-`zbpp.runtime.comm.local` serves stages that live in one process (notebooks, tests, one
-GPU), `zbpp.runtime.comm.mailbox` one process per stage. Both hand over the same
-tensors, hence the same bits.
+    LocalMailbox   stages that live in one process (notebooks, tests, one GPU)
+    Mailbox        one process per stage: `zbpp.runtime.comm.mailbox`
 
-What a method does here is right where one process holds all stages: there is nobody to
-tell and nothing to wait for.
+    stage 0   send A0.0 ---> | hub | ---> receive A0.0   stage 1
+
+Both carry the same tensors, hence the same bits.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from zbpp.core import Job, Message
 from zbpp.runtime.comm.place import ALONE, Place
 from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.support.streams import HostCopy
 from zbpp.runtime.values import Tensors
 
-__all__ = ["Expected", "Opening", "Reduction", "Transport"]
+__all__ = ["Expected", "LocalHub", "LocalMailbox", "Opening", "Reduction", "Transport"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Opening:
             None: not known here.
         n_inputs: samples of the inputs, where they were cut here.
         n_targets: samples of the targets, where they were cut here.
+        training: it is a step, and no evaluation.
     """
 
     n_microbatches: int
@@ -43,17 +46,20 @@ class Opening:
     training: bool = True
 
 
-class Reduction(Protocol):
+class Reduction:
     """A sum over all stages that is under way."""
 
     def ready(self) -> bool:
         """True if `result` returns without waiting for a stage of this process."""
+        return True
 
     def done(self) -> bool:
         """True if `result` returns at once; asking waits for nothing."""
+        raise NotImplementedError
 
     def result(self, job: Job | None = None) -> Tensor:
         """Wait for the sum, on the host; ``job`` is named if it does not come."""
+        raise NotImplementedError
 
 
 class Expected:
@@ -69,7 +75,10 @@ class Expected:
 
 
 class Transport:
-    """One stage's messages. Values of a channel arrive in the order of their sends."""
+    """One stage's messages. Values of a channel arrive in the order of their sends.
+
+    The methods with a body are right where one process has all stages.
+    """
 
     doing: str = "the start"
     """The call that is under way, for the words of a failure: ``step 3``."""
@@ -92,7 +101,7 @@ class Transport:
         return None if opening is None else opening.n_filled
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
-        """Hand over a value and go on at once."""
+        """Start to send a value, and return at once."""
         raise NotImplementedError
 
     def post(self, value: Message, peer: int, like: Tensors | None = None) -> Expected:
@@ -108,12 +117,13 @@ class Transport:
         raise NotImplementedError
 
     def gather(self, thing: Any) -> list[Any]:
-        """Give every process the things of all that step together, by rank."""
+        """Give every process the picklable things of all that step, by rank."""
         return [thing]
 
     def gather_pipeline(self, thing: Any) -> list[Any]:
         """Give every process the things of its pipeline, by stage; all must call."""
-        return self.gather(thing)
+        things = self.gather(thing)
+        return [things[rank] for rank in self.peers.pipeline]
 
     def message_bytes(self) -> dict[int, int]:
         """Sizes of the activations that steps send or receive here, by chunk."""
@@ -133,8 +143,109 @@ class Transport:
     def flush(self) -> None:
         """Wait until all sends have left."""
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """The pipeline was dropped: end without waiting long for other processes."""
 
     def close(self) -> None:
-        """Give back what the transport holds."""
+        """End the process groups."""
+
+
+@dataclass
+class LocalHub:
+    """Values and sums under way, shared by the stages of one process."""
+
+    n_stages: int
+    mail: dict[Message, deque[Tensors]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    sums: list["_LocalSum"] = field(default_factory=list)
+    n_ended: int = 0
+
+    def transports(self) -> list["LocalMailbox"]:
+        """Make one transport per stage."""
+        return [LocalMailbox(self) for _ in range(self.n_stages)]
+
+
+class LocalMailbox(Transport):
+    """The messages of one of several stages that share a process and a hub."""
+
+    is_local = True
+
+    def __init__(self, hub: LocalHub) -> None:
+        self._hub = hub
+        self._n_sums = 0
+
+    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
+        """Put the tensors into the hub, behind an older copy if there is one."""
+        self._hub.mail[value].append(tensors)
+
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> Expected:
+        """Name a value that will be in the hub."""
+        return _InHub(self._hub.mail, value)
+
+    def reduce(self, vector: Tensor) -> Reduction:
+        """Add to this process's n-th sum, n being this stage's count so far."""
+        sums = self._hub.sums
+        if self._n_sums == len(sums):
+            sums.append(_LocalSum(self._hub.n_stages))
+        pending = sums[self._n_sums]
+        self._n_sums += 1
+        pending.vectors.append(HostCopy(vector))
+        return pending
+
+    def end(self) -> None:
+        """The last stage to end finds the hub empty, and clears the sums."""
+        hub = self._hub
+        self._n_sums = 0
+        hub.n_ended += 1
+        if hub.n_ended == hub.n_stages:
+            if hub.mail:
+                raise RuntimeError(f"never received: {', '.join(map(str, hub.mail))}")
+            hub.sums.clear()
+            hub.n_ended = 0
+
+
+@dataclass(slots=True, eq=False)
+class _InHub(Expected):
+    """A value that a stage of this process will send."""
+
+    mail: dict[Message, deque[Tensors]]
+    value: Message
+
+    def ready(self) -> bool:
+        return self.value in self.mail
+
+    def receive(self, job: Job | str) -> Tensors:
+        copies = self.mail[self.value]
+        tensors = copies.popleft()
+        if not copies:
+            del self.mail[self.value]
+        return tensors
+
+
+class _LocalSum(Reduction):
+    """Added up on the host, where the vector of every stage is copied to.
+
+    So no V waits for the forwards before it.
+    """
+
+    def __init__(self, n_stages: int) -> None:
+        self._n_stages = n_stages
+        self.vectors: list[HostCopy] = []
+        self._total: Tensor | None = None
+
+    def ready(self) -> bool:
+        return len(self.vectors) == self._n_stages
+
+    def done(self) -> bool:
+        return self.ready() and all(vector.done() for vector in self.vectors)
+
+    def result(self, job: Job | None = None) -> Tensor:
+        if not self.ready():
+            raise RuntimeError(f"{job}: a stage has not begun the sum")
+        if self._total is None:
+            first, *others = (vector.read() for vector in self.vectors)
+            for vector in others:
+                first = first + vector
+            self._total = first
+        return self._total

@@ -18,10 +18,9 @@ from zbpp.core import (
     TiedGradient,
 )
 from zbpp.runtime.chunk import Chunk, OwnName
-from zbpp.runtime.comm.local import LocalHub
-from zbpp.runtime.comm.mailbox import StageLinks, connect
+from zbpp.runtime.comm.mailbox import Mailbox
 from zbpp.runtime.comm.place import Place
-from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.job_times import JobTimes
@@ -91,13 +90,10 @@ def make_transports(
     """
     if place.everyone is None or place.n_ranks == 1:
         return dict(enumerate(LocalHub(len(programs)).transports()))
-    links = StageLinks(
-        neighbours=[{i.peer for i in x if isinstance(i, Send)} for x in programs],
-        reader=next(i for i, x in enumerate(programs) if Pass(PassKind.F, 0, 0) in x),
-    )
-    mailbox = connect(
+    mailbox = Mailbox(
         place,
-        links,
+        [{i.peer for i in x if isinstance(i, Send)} for x in programs],
+        next(i for i, x in enumerate(programs) if Pass(PassKind.F, 0, 0) in x),
         device=device,
         timeout_s=execution.timeout_s,
         first_timeout_s=execution.start_timeout_s,

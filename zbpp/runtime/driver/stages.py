@@ -196,7 +196,7 @@ class LocalStages:
         self._ended = "the pipeline was dropped"
         for executor in self.executors.values():
             executor.stage.ties.end()
-            executor.transport.let_go()
+            executor.transport.abandon()
 
     # Results of a run.
 
