@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import lru_cache, partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -127,7 +128,6 @@ def _serve(pipe: Any, device: str, prepare: Prepare | None) -> None:
     import torch.distributed as dist
 
     from zbpp.runtime import use_loopback
-    from zbpp.runtime.testing import initialise
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     torch.set_num_threads(1)
@@ -142,8 +142,13 @@ def _serve(pipe: Any, device: str, prepare: Prepare | None) -> None:
         try:
             if prepare is not None:
                 prepare(folder, rank, n)
-            store = dist.FileStore(f"{folder}/store", n)
-            initialise(torch.device(device), timeout_s=PATIENCE_S, store=store)
+            dist.init_process_group(
+                dist.get_default_backend_for_device(device),
+                store=dist.FileStore(f"{folder}/store", n),
+                rank=rank,
+                world_size=n,
+                timeout=timedelta(seconds=PATIENCE_S),
+            )
             barrier()  # a rank that is done at once must not leave the others
             result = getattr(load_file(file), name)(*args)
             barrier()  # and a rank that is done first must not break the rest

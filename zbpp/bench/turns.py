@@ -21,7 +21,7 @@ import torch
 
 from zbpp.bench.contender import Contender, Setting, gather
 from zbpp.runtime.support.devices import runs_ahead
-from zbpp.runtime.support.streams import timed_event
+from zbpp.runtime.support.streams import recorded_event
 
 __all__ = ["Turn", "take_turn"]
 
@@ -66,9 +66,7 @@ def _now(device: torch.device) -> Any:
     """The present by the host's clock; on a GPU when its stream has come to it."""
     if not runs_ahead(device):
         return time.perf_counter()
-    event = timed_event(device)
-    event.record()
-    return event
+    return recorded_event(device)
 
 
 def _seconds_between(ends: list[Any], device: torch.device) -> list[float]:

@@ -224,9 +224,9 @@ class _Place:
             return run()
         if self.network is not None and on_device:
             self.network.begin(tensors)
-            with self.network.running():
+            with self.network.stream:
                 result = run()
-            event = self.network.event()
+            event = self.network.stream.record_event()
             if of is not None:
                 of.leave()
                 of.come_back()

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 
 from zbpp.runtime import executor
-from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.optim import rollback, stage_optimizer
 from zbpp.runtime.optim.optimizers import StageOptimizers
 from zbpp.runtime.replay import Replay
 
 __all__ = [
-    "initialise",
     "inject",
     "plain_kernels",
     "small_buckets",

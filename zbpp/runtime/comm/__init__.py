@@ -1,4 +1,4 @@
-"""Messages between stages: `transport` has the interface, and all stages in one process.
+"""Messages between stages: `transport` is the interface, and serves one process.
 
     mailbox    one process a stage: values, and their shapes (`shapes`)
     links      single tensors by gloo or NCCL, in process groups (`groups`)

@@ -4,12 +4,11 @@ import logging
 import os
 import sys
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zbpp.runtime.support.devices import make_current, runs_ahead
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import PeerError
 
 _log = logging.getLogger("zbpp")
@@ -17,52 +16,43 @@ _log = logging.getLogger("zbpp")
 __all__ = ["initialise", "use_loopback"]
 
 
-def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> None:
-    """Join torch.distributed, if a launcher's environment asks for it.
+def initialise(device: torch.device, *, timeout_s: float) -> None:
+    """Join torch.distributed, if the environment of a launcher asks for it.
 
-    Does nothing where the process group exists, or where this process is alone.
+    Does nothing where the process group exists, or where this process is alone. NCCL
+    and its likes serve accelerators, gloo CPUs and accelerators that processes share.
 
     Args:
-        device: of this process. NCCL and its likes serve accelerators, gloo the CPU
-            and accelerators that processes share.
+        device: of this process.
         timeout_s: how long to wait for the other processes, and for operations that
             have no time-out of their own.
-        store: of `torch.distributed`, where the processes meet; None: the launcher's.
 
     Raises:
         PeerError: a process has not come.
     """
-    make_current(device)
-    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if dist.is_initialized() or (n_processes == 1 and store is None):
+    if runs_ahead(device) and device.index is not None:
+        torch.accelerator.set_device_index(device)  # NCCL takes the current one
+    if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") == "1":
         return
-    rank = int(os.environ["RANK"])
-    place: dict[str, Any] = {}
-    if store is not None:
-        place = {"store": store, "rank": rank, "world_size": n_processes}
     backend = "gloo"
-    if runs_ahead(device) and not _share_devices():
-        backend = str(dist.get_default_backend_for_device(device.type))
+    if runs_ahead(device):
+        n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        n_devices = torch.accelerator.device_count()
+        if n_processes <= n_devices:
+            backend = dist.get_default_backend_for_device(device.type)
+        else:
+            _log.warning(
+                "%d processes share %d GPUs: messages go through host memory; start "
+                "as many processes as there are GPUs",
+                n_processes,
+                n_devices,
+            )
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise PeerError(
-            f"rank {rank} does not reach the others at the start: {error}"
+            f"rank {os.environ['RANK']} does not reach the others at the start: {error}"
         ) from error
-
-
-def _share_devices() -> bool:
-    """True if more processes than devices are on this machine: NCCL refuses that."""
-    n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    n_devices = torch.accelerator.device_count()
-    if n_processes > n_devices:
-        _log.warning(
-            "%d processes share %d GPUs: messages go through host memory; start as "
-            "many processes as there are GPUs",
-            n_processes,
-            n_devices,
-        )
-    return n_processes > n_devices
 
 
 def use_loopback() -> None:

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind
 from zbpp.runtime.backward.order import Summing
-from zbpp.runtime.support.collectives import noting_broken
 from zbpp.runtime.support.fsdp import Unit
 from zbpp.runtime.support.sharded import as_sharded, local_part, place_gradients
 
@@ -88,8 +87,10 @@ class Buckets:
     def wait(self) -> None:
         """Add the sums that are under way to the totals."""
         for flat, parameters, shapes, work in self._sums:
-            with noting_broken():  # a limit here would hold up the host with NCCL
-                work.wait()
+            try:
+                work.wait()  # a limit would hold up the host with NCCL
+            except RuntimeError as error:
+                raise dist.DistError(str(error)) from error
             for group in self._other_groups:
                 dist.all_reduce(flat, group=group)
             pieces = torch.split(flat, [shape.numel() for shape in shapes])

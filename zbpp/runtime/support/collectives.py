@@ -6,18 +6,14 @@ error was raised. A layer's own error is never taken for one.
 """
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 __all__ = [
-    "BrokenCollective",
     "groups_kept",
     "is_broken",
-    "noting_broken",
 ]
 
 _RAISE_BROKEN = (
@@ -28,26 +24,9 @@ _RAISE_BROKEN = (
 """Modules of torch that begin collectives and wait for them, and do no more."""
 
 
-class BrokenCollective(RuntimeError):
-    """Another process has not ended a collective."""
-
-
-@contextmanager
-def noting_broken() -> Iterator[None]:
-    """Within this, code only waits for collectives: an error says that one has broken.
-
-    Raises:
-        BrokenCollective: another process has not ended it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        raise BrokenCollective(str(error)) from error
-
-
 def is_broken(error: RuntimeError) -> bool:
     """True for the error of a collective that another process has not ended."""
-    if isinstance(error, (dist.DistError, BrokenCollective)):
+    if isinstance(error, dist.DistError):
         return True
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if type(error) is not RuntimeError or not frames:

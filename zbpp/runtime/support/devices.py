@@ -21,7 +21,6 @@ __all__ = [
     "check_kind",
     "device_name",
     "is_missing",
-    "make_current",
     "own_device",
     "runs_ahead",
 ]
@@ -126,9 +125,3 @@ def asked_device(name: str) -> torch.device:
     """
     check_kind(name)
     return own_device(None if name == "auto" else name)
-
-
-def make_current(device: torch.device) -> None:
-    """Let this process use a device where it names none; NCCL takes the current one."""
-    if runs_ahead(device) and device.index is not None:
-        torch.accelerator.set_device_index(device)

@@ -4,12 +4,11 @@
     stream    ... kernels | copy | event | kernels ...
 
 By itself torch waits at both ends of such a copy: ``x.cpu()`` for all that the stream
-has been given, ``x.to(device)`` for memory that is not pinned. On CPUs there is nothing
-to copy.
+has to do, ``x.to(device)`` for memory that is not pinned. On CPUs there is nothing to
+copy.
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -19,21 +18,14 @@ from zbpp.runtime.support.devices import runs_ahead
 __all__ = [
     "HostCopy",
     "NetworkStream",
-    "SideStream",
     "recorded_event",
     "sent_ahead",
-    "timed_event",
 ]
 
 
-def timed_event(device: torch.device) -> torch.Event:
-    """Make an event whose time can be read."""
-    return torch.Event(device, enable_timing=True)
-
-
 def recorded_event(device: torch.device) -> torch.Event:
-    """Record such an event in the current stream."""
-    event = timed_event(device)
+    """Record an event whose time can be read in the current stream."""
+    event = torch.Event(device, enable_timing=True)
     event.record()
     return event
 
@@ -41,10 +33,7 @@ def recorded_event(device: torch.device) -> torch.Event:
 class HostCopy:
     """The values of a tensor on the host, copied when the current stream comes to it.
 
-    On CPUs the tensor itself. It is kept until the values are there.
-
-    Args:
-        tensor: that nobody writes to any more.
+    On CPUs the tensor itself. Nobody may write to it any more.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -62,8 +51,7 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def read(self) -> Tensor:
-        """Wait for the values; not to be called before whoever fills the tensor is sure
-        to come, as the wait has no time-out."""
+        """Wait for the values without a time-out: they must be sure to come."""
         if self._event is not None:
             self._event.synchronize()
             self._event = self._source = None
@@ -85,32 +73,7 @@ def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor:
     return staged.copy_(tensor).to(device, non_blocking=True)
 
 
-class SideStream:
-    """A stream of a device for what waits for no job, made when it is first used.
-
-    Args:
-        device: one that runs ahead of the host.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._made: torch.Stream | None = None
-
-    def running(self) -> AbstractContextManager[object]:
-        """Within this, it is the current stream."""
-        if self._made is None:
-            self._made = torch.Stream(self._device)
-        return self._made
-
-    def event(self) -> torch.Event:
-        """Record an event behind all that it has been given so far."""
-        with self.running():
-            event = torch.Event(self._device)
-            event.record()
-        return event
-
-
-class NetworkStream(SideStream):
+class NetworkStream:
     """The stream of a stage's communications, beside which it computes.
 
         computes   | F0 .. |          B1 ..          | F0 goes on
@@ -120,15 +83,17 @@ class NetworkStream(SideStream):
         device: one that runs ahead of the host.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = torch.Stream(device)
+
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Wait for what the current stream has been given, and use its tensors."""
-        with self.running():
-            network = torch.accelerator.current_stream(self._device)
-        network.wait_stream(torch.accelerator.current_stream(self._device))
-        _record(tensors, network)
+        """Wait for the current stream, and use its tensors."""
+        self.stream.wait_stream(torch.accelerator.current_stream(self._device))
+        _record(tensors, self.stream)
 
     def end(self, event: torch.Event, tensors: Iterable[Tensor]) -> None:
-        """Let the current stream use tensors, once it has waited for an event here."""
+        """Let the current stream wait for an event of this one, and use tensors."""
         event.wait()
         _record(tensors, torch.accelerator.current_stream(self._device))
 
