@@ -372,7 +372,7 @@ def test_an_error_of_nccl_is_reported(
 
 def with_limit(name: str) -> None:
     """All streams share one hardware queue, or there is room for one kernel."""
-    run = partial(from_host, case("1F1B"), timeout_s=30.0)
+    run = partial(from_host, case("VPP"), timeout_s=30.0)
     watched(run, patience_s=2.0, **{name: 1.0})
 
 
@@ -401,6 +401,6 @@ def refused_for_one_queue() -> str:
 
 
 def test_one_queue_for_all_streams_is_refused(pool: SimulatedPool) -> None:
-    """In it messages of 1F1B wait for one another, as above."""
+    """In it messages of VPP wait for one another, as above."""
     for words in pool.run(refused_for_one_queue, 2):
         assert "CUDA_DEVICE_MAX_CONNECTIONS" in words

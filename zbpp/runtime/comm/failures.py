@@ -80,6 +80,7 @@ class Failures:
 
     def __init__(self, groups: Groups, place: Place, *, timeout_s: float) -> None:
         assert place.everyone is not None
+        self.timeout_s = timeout_s
         self.current_call = "the start"
         self.has_failed = False
         self._groups = groups
@@ -88,16 +89,11 @@ class Failures:
         self.stage = place.pipeline.index(place.rank)
         self._ranks = dist.get_process_group_ranks(place.everyone)
         self._has_written_cause = False
-        self.limit_waits(timeout_s)
 
     @property
-    def timeout_s(self) -> float:
+    def timeout(self) -> timedelta:
         """The longest time of a wait."""
-        return self.timeout.total_seconds()
-
-    def limit_waits(self, seconds: float) -> None:
-        """Set the longest time of a wait."""
-        self.timeout = timedelta(seconds=seconds)
+        return timedelta(seconds=self.timeout_s)
 
     def peer_error(
         self, what: str, peer: int | None, *, is_late: bool = False
@@ -137,7 +133,7 @@ class Failures:
         if not self.has_failed:
             self.has_failed = True
             self._groups.abort()
-            self.limit_waits(_NOTHING_COMES_S)
+            self.timeout_s = _NOTHING_COMES_S
 
     def report(self, error: BaseException) -> str:
         """Write down this process's error as the cause; return the first cause."""

@@ -133,28 +133,21 @@ class StreamWaits:
             return HostCopy(buffer)
 
 
+Waits = HostWaits | StreamWaits
+
+
 def _text(context: WaitContext) -> str:
     return " ".join(map(str, ("waits at", *context)))
 
 
 class PendingSum(Reduction):
-    """A sum that is under way; every stage has begun it by itself.
-
-    Args:
-        work: of the collective.
-        copy: of what it sums, on the host.
-        confirm: waits on the host for the collective.
-        after: called once when it has come.
-    """
+    """A sum that is under way; ``after`` is called once when it has come."""
 
     def __init__(
-        self,
-        work: dist.Work,
-        copy: HostCopy,
-        confirm: Callable[[dist.Work, WaitContext, int | None], None],
-        after: Callable[[], None],
+        self, work: dist.Work, vector: Tensor, waits: Waits, after: Callable[[], None]
     ) -> None:
-        self._work, self._copy, self._confirm, self._after = work, copy, confirm, after
+        self._work, self._waits, self._after = work, waits, after
+        self._copy = waits.copy_after(work, vector)
         self._total: Tensor | None = None
 
     def done(self) -> bool:
@@ -167,7 +160,7 @@ class PendingSum(Reduction):
         """Wait for it."""
         if self._total is None:
             context = (job or "a result", "for the sum over")
-            self._confirm(self._work, context, None)
+            self._waits.confirm(self._work, context, None)
             self._after()
             self._total = self._copy.read()
         return self._total
@@ -178,7 +171,7 @@ class _Sent(NamedTuple):
     tensor: Tensor
     value: Message
     peer: int
-    waits: HostWaits | StreamWaits
+    waits: Waits
 
 
 class Link:
@@ -194,7 +187,7 @@ class Link:
         self._groups = groups
         self._failures = failures
         self._hosts = HostWaits(failures)
-        self._waits: HostWaits | StreamWaits = self._hosts
+        self._waits: Waits = self._hosts
         if groups.on_device:
             self._waits = StreamWaits(failures, groups.device)
         self._training = True
@@ -237,7 +230,7 @@ class Link:
         value: Message,
         tensor: Tensor,
         peer: int,
-        waits: HostWaits | StreamWaits,
+        waits: Waits,
     ) -> None:
         try:
             work = channel.group.send([tensor], channel.rank, tag)
@@ -279,26 +272,19 @@ class Link:
         What a stage has sent before is freed when the sum has come: all begin it behind
         their passes, so what these read has been received.
         """
-        return self._begin_sum(
-            self._groups.everyone, vector, self._waits, n_received=self._n_sent
-        )
+        everyone, n_received = self._groups.everyone, self._n_sent
+        return self._begin_sum(everyone, vector, self._waits, n_received)
 
     def sum_numbers(self, numbers: Tensor) -> PendingSum:
         """Start to sum numbers of the host over all processes."""
-        return self._begin_sum(self._groups.hosts, numbers, self._hosts, n_received=0)
+        return self._begin_sum(self._groups.hosts, numbers, self._hosts, 0)
 
     def _begin_sum(
-        self,
-        group: Group,
-        vector: Tensor,
-        waits: HostWaits | StreamWaits,
-        *,
-        n_received: int,
+        self, group: Group, vector: Tensor, waits: Waits, n_received: int
     ) -> PendingSum:
         with _reaching_all(self._failures, "could not begin a sum with"):
             work = group.allreduce([vector])
-            copy = waits.copy_after(work, vector)
-        return PendingSum(work, copy, waits.confirm, partial(self._free, n_received))
+            return PendingSum(work, vector, waits, partial(self._free, n_received))
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""
@@ -314,19 +300,15 @@ class Link:
 
     def flush(self) -> None:
         """Wait on the host until all sends have left."""
-        for sent in self._take(self._n_sent):
-            sent.waits.confirm(
-                sent.work, ("the end to send", sent.value, "to"), sent.peer
-            )
+        for sent in self._sends:
+            context = ("the end to send", sent.value, "to")
+            sent.waits.confirm(sent.work, context, sent.peer)
+        self._sends.clear()
 
     def _free(self, n: int) -> None:
-        for sent in self._take(n):
-            self._finish(sent)
-
-    def _take(self, n: int) -> Iterator[_Sent]:
-        """Take out the sends that are not freed yet of the first ``n`` of all."""
+        """Free those of the first ``n`` sends that are not freed yet."""
         while self._sends and self._n_sent - len(self._sends) < n:
-            yield self._sends.popleft()
+            self._finish(self._sends.popleft())
 
     def _finish(self, sent: _Sent) -> None:
         context = ("the end of the step to send", sent.value, "to")

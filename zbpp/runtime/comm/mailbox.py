@@ -168,7 +168,7 @@ class Mailbox(Transport):
     def end(self) -> None:
         """End the step; sends may still be under way, so no stage waits for another."""
         if self._is_step:
-            self._failures.limit_waits(self._steady_timeout_s)
+            self._failures.timeout_s = self._steady_timeout_s
         if self._posted:
             names = ", ".join(str(x.value) for x in self._posted)
             raise RuntimeError(f"never received: {names}")
@@ -305,7 +305,7 @@ class Mailbox(Transport):
         """Wait a little for what others still need, and end: the pipeline is gone."""
         if self._failures.has_failed:
             return
-        self._failures.limit_waits(min(_PATIENCE_S, self._failures.timeout_s))
+        self._failures.timeout_s = min(_PATIENCE_S, self._failures.timeout_s)
         with suppress(PeerError):
             if self._sum is not None:
                 self._sum.result()
