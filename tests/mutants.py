@@ -196,9 +196,9 @@ TABLE = (
      "return replanned"),
     # ---- comm
     ("comm", "values of another look are sent", "zbpp/runtime/comm/shapes.py",
-     "        if spec == known:", "        if spec:"),
+     "        if spec == known:", "        if known:"),
     ("comm", "evaluation has the tags of training", "zbpp/runtime/comm/links.py",
-     "return int(not self._training)", "return 0"),
+     "self._tag = int(not training)", "self._tag = 0"),
     ("comm", "an input without influence gets ones", "zbpp/runtime/values.py",
      "torch.zeros_like(x) if dx is None", "torch.ones_like(x) if dx is None"),
     ("comm", "a tensor that is there twice travels twice", "zbpp/runtime/values.py",
@@ -524,9 +524,8 @@ TABLE = (
      "    return staged.copy_(tensor).to("),
     ("simgpu", "a sent tensor is let go before it has left",
      "zbpp/runtime/comm/links.py",
-     "self._sends.append(_Sent(work, tensor, value, peer, waits))",
-     "work.synchronize()\n"
-     "        self._sends.append(_Sent(work, None, value, peer, waits))"),
+     "return _Sent(work, tensor, value, peer)",
+     "return (work.synchronize(), _Sent(work, None, value, peer))[1]"),
     ("simgpu", "a copy to the host before the message has come",
      "zbpp/runtime/comm/links.py",
      "with self._side:\n            work.wait()",

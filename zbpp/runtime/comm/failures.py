@@ -75,13 +75,21 @@ class Failures:
     Args:
         groups: aborted at the first failure, so that all others fail at once.
         place: of this process.
+        call: tells the call that is under way.
         timeout_s: the longest time of a wait, at first.
     """
 
-    def __init__(self, groups: Groups, place: Place, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        place: Place,
+        *,
+        call: Callable[[], str],
+        timeout_s: float,
+    ) -> None:
         assert place.everyone is not None
         self.timeout_s = timeout_s
-        self.current_call = "the start"
+        self._call = call
         self.has_failed = False
         self._groups = groups
         self._store = groups.store
@@ -138,7 +146,7 @@ class Failures:
     def report(self, error: BaseException) -> str:
         """Write down this process's error as the cause; return the first cause."""
         notes = [n for n in getattr(error, "__notes__", []) if n.startswith("in ")]
-        where = notes[0] if notes else f"in {self.current_call}"
+        where = notes[0] if notes else f"in {self._call()}"
         text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
         rank = self._ranks[self._place.rank]
         cause = f"rank {rank} failed first, {where}: {text[:_MAX_ERROR_CHARS]}"
@@ -163,7 +171,7 @@ class Failures:
         """
 
         def look() -> str:
-            note = Waiting(self.current_call, lost)
+            note = Waiting(self._call(), lost)
             self._store.set(f"waiting/{self._place.rank}", json.dumps(note))
             start = time.monotonic()
             while True:

@@ -3,8 +3,8 @@
     HostWaits     gloo: the host waits for each message; GPUs' tensors go through it
     StreamWaits   NCCL: streams wait, and the host only where it reads a sum
 
-Numbers that the host reads (the kinds of a step's micro-batches, headers) go over gloo
-in any case: they wait for no job of a device. What else torch.distributed has is
+Bytes that the host reads (the kinds of a step's micro-batches, headers) go over gloo in
+any case: they wait for no job of a device. What else torch.distributed has is
 treated as NCCL if torch takes it for the device.
 """
 
@@ -27,7 +27,7 @@ from zbpp.runtime.support.streams import HostCopy
 
 __all__ = ["Link", "PendingSum", "WaitContext"]
 
-_NUMBERS = 2
+_BYTES = 2
 """Added to the tag of a message that is no tensor of a value."""
 
 _POLL_S = 1e-4
@@ -171,7 +171,6 @@ class _Sent(NamedTuple):
     tensor: Tensor
     value: Message
     peer: int
-    waits: Waits
 
 
 class Link:
@@ -190,65 +189,70 @@ class Link:
         self._waits: Waits = self._hosts
         if groups.on_device:
             self._waits = StreamWaits(failures, groups.device)
-        self._training = True
+        self._tag = 0
         self._sends: deque[_Sent] = deque()
         self._n_sent = 0
         self._n_older = 0
-        """Messages sent in the steps before this one."""
+        """Tensors sent in the steps before this one."""
+        self._bytes: list[_Sent] = []
 
     def begin(self, *, training: bool) -> None:
-        """Start a step, or an evaluation."""
-        self._training = training
-        self._n_older = self._n_sent
+        """Start a step, or an evaluation; the bytes of the one before have left.
 
-    @property
-    def _tag(self) -> int:
-        """Tells steps from evaluations; a channel keeps the order of its messages.
-
-        A step would take an evaluation's tensors for those that it waits for, if one
-        rank alone evaluates.
+        Their tags differ: a step would take an evaluation's tensors for those that it
+        waits for, if one rank alone evaluates.
         """
-        return int(not self._training)
+        self._tag = int(not training)
+        self._n_older = self._n_sent
+        self._finish_bytes()
 
     def send(self, value: Message, tensor: Tensor, peer: int) -> None:
         """Start to send a tensor of a value; it is kept until it has left."""
         channel = self._groups.sends[peer]
-        self._send(channel, self._tag, value, tensor, peer, self._waits)
+        self._sends.append(self._send(channel, self._tag, value, tensor, peer))
+        self._n_sent += 1
         # gloo calls none completed before one waits for it
         while self._sends and self._sends[0].work.is_completed():
             self._finish(self._sends.popleft())
 
-    def send_numbers(self, value: Message, numbers: Tensor, peer: int) -> None:
-        """Start to send numbers of the host."""
-        channel = self._groups.numbers[peer]
-        self._send(channel, self._tag + _NUMBERS, value, numbers, peer, self._hosts)
+    def send_bytes(self, value: Message, data: bytes, peer: int) -> None:
+        """Start to send bytes of the host, and their number before them."""
+        channel, tag = self._groups.numbers[peer], self._tag + _BYTES
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), payload):
+            self._bytes.append(self._send(channel, tag, value, tensor, peer))
 
     def _send(
-        self,
-        channel: Channel,
-        tag: int,
-        value: Message,
-        tensor: Tensor,
-        peer: int,
-        waits: Waits,
-    ) -> None:
+        self, channel: Channel, tag: int, value: Message, tensor: Tensor, peer: int
+    ) -> _Sent:
         try:
             work = channel.group.send([tensor], channel.rank, tag)
         except RuntimeError as error:
             what = f"could not send {value} to"
             raise self._failures.peer_error(what, peer) from error
-        self._sends.append(_Sent(work, tensor, value, peer, waits))
-        self._n_sent += 1
+        return _Sent(work, tensor, value, peer)
+
+    def _finish_bytes(self) -> None:
+        for sent in self._bytes:
+            self._hosts.wait(
+                sent.work, ("the end to send", sent.value, "to"), sent.peer
+            )
+        self._bytes.clear()
 
     def receive(self, value: Message, buffer: Tensor, peer: int) -> dist.Work:
         """Start to receive a tensor of a value."""
         channel = self._groups.receives[peer]
         return self._receive(channel, self._tag, value, buffer, peer)
 
-    def read_numbers(self, buffer: Tensor, context: WaitContext, peer: int) -> Tensor:
-        """Wait for numbers of another stage's host."""
-        channel = self._groups.numbers[peer]
-        work = self._receive(channel, self._tag + _NUMBERS, "numbers", buffer, peer)
+    def read_bytes(self, context: WaitContext, peer: int) -> bytes:
+        """Wait for bytes of another stage's host."""
+        length = self._read(torch.zeros(1, dtype=torch.int64), context, peer)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        return self._read(data, context, peer).numpy().tobytes()
+
+    def _read(self, buffer: Tensor, context: WaitContext, peer: int) -> Tensor:
+        channel, tag = self._groups.numbers[peer], self._tag + _BYTES
+        work = self._receive(channel, tag, "bytes", buffer, peer)
         self._hosts.wait(work, context, peer)
         return buffer
 
@@ -300,9 +304,9 @@ class Link:
 
     def flush(self) -> None:
         """Wait on the host until all sends have left."""
-        for sent in self._sends:
-            context = ("the end to send", sent.value, "to")
-            sent.waits.confirm(sent.work, context, sent.peer)
+        self._finish_bytes()
+        for work, _, value, peer in self._sends:
+            self._waits.confirm(work, ("the end to send", value, "to"), peer)
         self._sends.clear()
 
     def _free(self, n: int) -> None:
@@ -312,7 +316,7 @@ class Link:
 
     def _finish(self, sent: _Sent) -> None:
         context = ("the end of the step to send", sent.value, "to")
-        sent.waits.wait(sent.work, context, sent.peer)
+        self._waits.wait(sent.work, context, sent.peer)
 
     def close(self) -> None:
         """End the groups."""

@@ -9,6 +9,7 @@ messages, and `zbpp.schedules.lower` has proved that both ends have the same ord
 What moves single tensors is a link (`links`): gloo on CPUs, NCCL on GPUs.
 """
 
+import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from zbpp.runtime.comm.failures import Failures
 from zbpp.runtime.comm.groups import open_groups
 from zbpp.runtime.comm.links import Link, PendingSum
 from zbpp.runtime.comm.place import Place
-from zbpp.runtime.comm.shapes import Shapes, Spec, pack, unpack
+from zbpp.runtime.comm.shapes import Shapes, Spec
 from zbpp.runtime.comm.transport import Expected, Opening, Transport
 from zbpp.runtime.microbatches import check_filled, check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, SumsError
@@ -102,7 +103,9 @@ class Mailbox(Transport):
                 f"stage {self.stage} does not reach the others at the start: {error}"
             ) from error
         self.on_device = groups.on_device
-        self._failures = Failures(groups, place, timeout_s=first_timeout_s)
+        self._failures = Failures(
+            groups, place, call=lambda: self.doing, timeout_s=first_timeout_s
+        )
         self._link = Link(groups, self._failures)
         self._reader, self._device = reader, device
         self._steady_timeout_s = timeout_s
@@ -116,15 +119,6 @@ class Mailbox(Transport):
         }
         """Of each stage, the receives that have not begun, in order."""
         self._sum: PendingSum | None = None
-
-    @property
-    def doing(self) -> str:
-        """The call that is under way, for the words of a failure."""
-        return self._failures.current_call
-
-    @doing.setter
-    def doing(self, call: str) -> None:
-        self._failures.current_call = call
 
     # Steps.
 
@@ -140,30 +134,28 @@ class Mailbox(Transport):
         if opening is None:
             return None
         self._shapes = self._of_steps if self._is_step else self._of_evaluations
-        n_inputs, n_filled, *kinds = self._share(opening)
-        self._shapes.take(*kinds)
+        n_inputs, n_filled, forgets, kinds = self._share(opening)
+        self._shapes.take(forgets, kinds)
         if self._is_step:
-            check_samples(None if n_inputs < 0 else n_inputs, opening.n_targets)
+            check_samples(n_inputs, opening.n_targets)
         check_filled(n_filled, opening.n_filled)
         return n_filled
 
-    def _share(self, opening: Opening) -> list[int]:
+    def _share(self, opening: Opening) -> tuple[int | None, int, bool, list[int]]:
         """Give all stages what the reader of the inputs knows of them."""
-        numbers = torch.zeros(opening.n_microbatches + 3, dtype=torch.int64)
+        known: tuple[int | None, int, bool, list[int]]
         if self.stage != self._reader:
             context = ("the start", "for the size of the batch from")
-            return self._link.read_numbers(numbers, context, self._reader).tolist()
-        inputs = opening.inputs
-        if inputs is None:
+            known = pickle.loads(self._link.read_bytes(context, self._reader))
+            return known
+        if opening.inputs is None:
             raise RuntimeError("the stage that reads the inputs has none")
-        n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
         n_filled = opening.n_filled or opening.n_microbatches
-        known = [n_inputs, n_filled, *self._shapes.number(inputs)]
-        numbers[: len(known)] = torch.tensor(known)
+        known = opening.n_inputs, n_filled, *self._shapes.number(opening.inputs)
         for peer in range(self.peers.n_stages):
             if peer != self.stage:
-                self._link.send_numbers(_FIRST, numbers, peer)
-        return numbers.tolist()
+                self._link.send_bytes(_FIRST, pickle.dumps(known), peer)
+        return known
 
     def end(self) -> None:
         """End the step; sends may still be under way, so no stage waits for another."""
@@ -184,11 +176,9 @@ class Mailbox(Transport):
                 same shapes.
         """
         if isinstance(value, Value):
-            spec = self._shapes.new_spec(value, tensors)
-            if spec is not None:
-                header = pack(value, spec)
-                self._link.send_numbers(value, torch.tensor([len(header)]), peer)
-                self._link.send_numbers(value, header, peer)
+            header = self._shapes.header(value, tensors)
+            if header is not None:
+                self._link.send_bytes(value, header, peer)
         device = self._link.device
         for tensor in tensors:
             payload = tensor if tensor.device == device else tensor.detach().to(device)
@@ -211,11 +201,8 @@ class Mailbox(Transport):
         while posted.begun is None:
             first = self._waiting[peer][0].value
             assert isinstance(first, Value)
-            length = torch.zeros(1, dtype=torch.int64)
-            length = self._link.read_numbers(length, context, peer)
-            header = torch.empty(int(length), dtype=torch.uint8)
-            header = self._link.read_numbers(header, context, peer)
-            self._shapes.learn(first, unpack(header))
+            header = self._link.read_bytes(context, peer)
+            self._shapes.learn(first, pickle.loads(header))
             self._begin_known(peer)
         spec, tensors, works = posted.begun
         for work in works:

@@ -27,7 +27,7 @@ from zbpp.runtime.support.errors import ShapeError
 from zbpp.runtime.support.torch_internals import inner_tensors
 from zbpp.runtime.values import Nested, Structure, Tensors, filled
 
-__all__ = ["Look", "Shapes", "Spec", "pack", "unpack"]
+__all__ = ["Look", "Shapes", "Spec"]
 
 _MAX_KINDS = 1024
 """Kinds that are remembered; beyond, all are forgotten and learnt anew."""
@@ -91,28 +91,6 @@ def _refuse_others(value: Value, tensor: Tensor) -> None:
         )
 
 
-def pack(value: Value, spec: Spec) -> Tensor:
-    """Write a header.
-
-    Raises:
-        ShapeError: a container cannot be sent.
-    """
-    try:
-        header = pickle.dumps(spec)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ShapeError(
-            f"{value}: a container cannot be sent between stages: {error}; define its "
-            "class in a module, and not in a function"
-        ) from error
-    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
-
-
-def unpack(header: Tensor) -> Spec:
-    """Read a header."""
-    spec: Spec = pickle.loads(header.numpy().tobytes())
-    return spec
-
-
 class Shapes:
     """The shapes that one stage knows, of steps or of evaluations."""
 
@@ -122,15 +100,14 @@ class Shapes:
         self._specs: dict[tuple[int, What, int], Spec] = {}
         """By kind, and what of which chunk it is."""
 
-    def number(self, inputs: Sequence[Tensors]) -> list[int]:
-        """Return 1 to forget all kinds, else 0, and the kind of each micro-batch."""
+    def number(self, inputs: Sequence[Tensors]) -> tuple[bool, list[int]]:
+        """Return if all kinds are forgotten, and the kind of each micro-batch."""
         numbers, forgets = self._numbers, len(self._numbers) > _MAX_KINDS
         if forgets:
             numbers.clear()
-        kinds = [numbers.setdefault(Spec.of(x), len(numbers)) for x in inputs]
-        return [int(forgets), *kinds]
+        return forgets, [numbers.setdefault(Spec.of(x), len(numbers)) for x in inputs]
 
-    def take(self, forgets: int, *kinds: int) -> None:
+    def take(self, forgets: bool, kinds: Sequence[int]) -> None:
         """Take what `number` has returned, on whatever stage."""
         self._kinds = kinds
         if forgets:
@@ -148,22 +125,28 @@ class Shapes:
         if value.what is What.ACTIVATION:
             self._specs[kind, What.GRADIENT, value.chunk + 1] = spec.gradients()
 
-    def new_spec(self, value: Value, tensors: Tensors) -> Spec | None:
-        """Return what the receiver does not know yet of a value that is to be sent.
+    def header(self, value: Value, tensors: Tensors) -> bytes | None:
+        """Return what the receiver must know before a value comes; None: it knows.
 
         Raises:
-            ShapeError: it cannot be sent, or was another one for a micro-batch of the
-                same kind.
+            ShapeError: the value cannot be sent, or was another one for a micro-batch
+                of the same kind.
         """
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                 _refuse_others(value, tensor)
         spec, known = Spec.of(tensors), self.known(value)
-        if known is None:
-            self.learn(value, spec)
-            return spec
         if spec == known:
             return None
+        if known is None:
+            self.learn(value, spec)
+            try:
+                return pickle.dumps(spec)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ShapeError(
+                    f"{value}: a container cannot be sent between stages: {error}; "
+                    "define its class in a module, and not in a function"
+                ) from error
         same = [x[:2] for x in spec.looks] == [x[:2] for x in known.looks]
         if same and spec.structure == known.structure:
             raise ShapeError(
