@@ -56,6 +56,7 @@ class Groups:
         numbers: channels of this group, by the stage at the other end.
         sends: channels for tensors, by the stage that receives.
         receives: by the stage that sends.
+        opened: all groups, in an order that is the same on all members.
         store: for these processes alone.
     """
 
@@ -66,17 +67,12 @@ class Groups:
     numbers: dict[int, Channel]
     sends: dict[int, Channel]
     receives: dict[int, Channel]
+    opened: list[Group]
     store: Any
-
-    def _all(self) -> list[Group]:
-        """All groups, in an order that is the same on all members."""
-        channels = [*self.sends.values(), *self.receives.values()]
-        groups = [self.everyone, self.hosts, *(channel.group for channel in channels)]
-        return list(dict.fromkeys(groups))
 
     def abort(self) -> None:
         """Let all other members fail at once, not when this process ends."""
-        for group in self._all():
+        for group in self.opened:
             if group is self.hosts:
                 _break_connections(group)
             else:
@@ -87,9 +83,9 @@ class Groups:
 
         A thread that still frees a tensor when Python ends aborts the process.
         """
-        for group in self._all():
+        for group in self.opened:
             group.shutdown()
-        self.numbers, self.sends, self.receives = {}, {}, {}
+        self.opened, self.numbers, self.sends, self.receives = [], {}, {}, {}
         del self.everyone, self.hosts
 
 
@@ -139,9 +135,11 @@ def open_groups(
     numbers = {stage: Channel(hosts, rank) for stage, rank in enumerate(pipeline)}
     if backend == "gloo":
         wire, everyone, sends, receives = torch.device("cpu"), hosts, numbers, numbers
+        opened = [hosts]
     else:
         wire, sends, receives = device, {}, {}
         everyone = open_members(range(place.n_ranks), f"{name}/device", backend)
+        opened = [everyone, hosts]
         here = pipeline.index(place.rank)
         for source, targets in enumerate(neighbours):
             for target in sorted(targets):  # the same order everywhere: no deadlock
@@ -150,6 +148,7 @@ def open_groups(
                     title = f"{name}/{both[0]}_to_{both[1]}"
                     group = open_members(both, title, backend)
                     _connect(group, sends=here == source, device=wire)
+                    opened.append(group)
                     if here == source:
                         sends[target] = Channel(group, 1)
                     else:
@@ -157,9 +156,9 @@ def open_groups(
     # A member that is refused right after this drops its groups, and would break those
     # of a member that is still connecting.
     place.gather(None)
-    notes = _store(world, f"{name}/notes")
+    on_device, notes = backend != "gloo", _store(world, f"{name}/notes")
     return Groups(
-        backend != "gloo", wire, everyone, hosts, numbers, sends, receives, notes
+        on_device, wire, everyone, hosts, numbers, sends, receives, opened, notes
     )
 
 
