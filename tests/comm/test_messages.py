@@ -58,7 +58,7 @@ VALUES: dict[str, Make] = {
     "no sample": lambda x: (x, x[:0], torch.zeros(0, 3)),
     "dtypes": lambda x: [
         *(x.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)),
-        *(x.detach().to(dtype) for dtype in (torch.bool, torch.uint8, torch.int64)),
+        *(x.detach().to(dtype) for dtype in (torch.bool, torch.uint16, torch.int64)),
         torch.view_as_complex(x.reshape(-1, 2)),
     ],
     "no tensors": lambda x: {

@@ -46,9 +46,7 @@ def who_is_missing(
 ) -> tuple[str, bool]:
     """Name the rank that stopped without a note, and if no later note can change it.
 
-    Args:
-        notes: of the processes that wait.
-        ranks: of all processes, as the launcher counts them.
+    ``ranks`` are those of all processes, as the launcher counts them.
 
     >>> who_is_missing({0: Waiting("3", [1]), 1: Waiting("3", [2])}, [0, 1, 2])[0]
     'rank 2 has left no word: it was killed, hangs, or has left the loop'
@@ -72,11 +70,8 @@ def who_is_missing(
 class Failures:
     """The waits of one process for others: their limit, and the words of a failure.
 
-    Args:
-        groups: aborted at the first failure, so that all others fail at once.
-        place: of this process.
-        call: tells the call that is under way.
-        timeout_s: the longest time of a wait, at first.
+    At the first one ``groups`` are aborted, so that all others fail at once. ``call``
+    tells the call that is under way, ``timeout_s`` is the longest time of a wait.
     """
 
     def __init__(
@@ -165,10 +160,7 @@ class Failures:
             self._within(_STORE_S, lambda: self._store.delete_key(_CAUSE))
 
     def _explain(self, lost: Sequence[int], patience_s: float) -> str:
-        """Write down the ranks that this process waits for; tell who failed first.
-
-        The others that wait have ``patience_s`` to write the same.
-        """
+        """Write down the ranks that this process waits for; tell who failed first."""
 
         def look() -> str:
             note = Waiting(self._call(), lost)

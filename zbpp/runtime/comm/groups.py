@@ -117,12 +117,6 @@ def open_groups(
     of their own; to group them would move them to a communicator of collectives, where
     they wait for each other (`docs/how_to/gpus.md` on CUDA_DEVICE_MAX_CONNECTIONS).
 
-    Args:
-        place: of this process.
-        neighbours: the stages that each stage sends to.
-        device: of this process.
-        timeout_s: for joining, and for collectives.
-
     Raises:
         RuntimeError: a process did not come.
     """

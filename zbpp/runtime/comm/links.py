@@ -166,6 +166,13 @@ class PendingSum(Reduction):
         return self._total
 
 
+def _moved(tensor: Tensor) -> Tensor:
+    """The tensor as bytes: NCCL has no complex numbers and few kinds of integers."""
+    if tensor.is_floating_point():
+        return tensor
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 class _Sent(NamedTuple):
     work: dist.Work
     tensor: Tensor
@@ -226,7 +233,7 @@ class Link:
         self, channel: Channel, tag: int, value: Message, tensor: Tensor, peer: int
     ) -> _Sent:
         try:
-            work = channel.group.send([tensor], channel.rank, tag)
+            work = channel.group.send([_moved(tensor)], channel.rank, tag)
         except RuntimeError as error:
             what = f"could not send {value} to"
             raise self._failures.peer_error(what, peer) from error
@@ -260,7 +267,7 @@ class Link:
         self, channel: Channel, tag: int, what: object, buffer: Tensor, peer: int
     ) -> dist.Work:
         try:
-            work: dist.Work = channel.group.recv([buffer], channel.rank, tag)
+            work: dist.Work = channel.group.recv([_moved(buffer)], channel.rank, tag)
         except RuntimeError as error:
             text = f"could not receive {what} from"
             raise self._failures.peer_error(text, peer) from error

@@ -70,8 +70,7 @@ class Mailbox(Transport):
     Args:
         place: of this process.
         neighbours: of every stage, those that it sends to, and receives from.
-        reader: the stage that reads the inputs, and sends the others the kinds of a
-            step's micro-batches.
+        reader: the stage that reads the inputs.
         device: where received tensors live.
         timeout_s: how long any wait may last after the first step.
         first_timeout_s: the same for the first step (imports, compilation).

@@ -26,23 +26,16 @@ __all__ = ["Expected", "LocalHub", "LocalMailbox", "Opening", "Reduction", "Tran
 
 @dataclass(frozen=True)
 class Opening:
-    """A batch, as far as its messages are concerned.
-
-    Args:
-        n_microbatches: of the step.
-        inputs: of its micro-batches, on the stage that reads them.
-        n_filled: micro-batches that have samples, where inputs or targets are read;
-            None: not known here.
-        n_inputs: samples of the inputs, where they were cut here.
-        n_targets: samples of the targets, where they were cut here.
-        training: it is a step, and no evaluation.
-    """
+    """What messages need to know of a batch; None: not known in this process."""
 
     n_microbatches: int
     inputs: Sequence[Tensors] | None = None
+    """Of each micro-batch."""
     n_inputs: int | None = None
+    """Samples, unless the caller has cut the batch."""
     n_targets: int | None = None
     n_filled: int | None = None
+    """Micro-batches that have samples."""
     training: bool = True
 
 
