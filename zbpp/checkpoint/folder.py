@@ -3,9 +3,10 @@
     run/
         step-00000010/                a checkpoint: it has a manifest
         step-00000020/
-        .partial-step-00000030-3f.../ being written, or left by a process that died;
-                                      with a manifest it waits only for its name
-        .gone-step-00000005-a0.../    being removed
+        .partial-step-00000030-3f.../ being written, or left by a process that died
+        .gone-step-00000005-a0.../    being removed, or replaced
+
+A checkpoint that replaces one of the same step counts as soon as that one is gone.
 
 There is no file that names the latest one: it could be torn, or name what is gone.
 """
@@ -112,9 +113,11 @@ def candidates(path: Path) -> list[Path]:
 
 
 def _lacks_name(path: Path) -> bool:
-    """True for a finished checkpoint whose process died before it got its name."""
+    """True for a finished checkpoint that replaces one, and has no name yet."""
     is_finished = path.name.startswith(_PARTIAL) and (path / MANIFEST).exists()
-    return is_finished and not _final(path).exists()
+    final = _final(path)
+    has_replaced = any(path.parent.glob(f"{_GONE}{final.name}-*"))
+    return is_finished and has_replaced and not final.exists()
 
 
 def _final(path: Path) -> Path:
@@ -126,10 +129,10 @@ def _final(path: Path) -> Path:
 def make_partial(folder: Path, step: int) -> Path:
     """Make an empty folder to write a checkpoint into; clear what dead ones left."""
     folder.mkdir(parents=True, exist_ok=True)
+    for path in [*filter(_lacks_name, folder.iterdir())]:
+        path.rename(_final(path))
     for path in list(folder.iterdir()):
-        if _lacks_name(path):
-            path.rename(_final(path))
-        elif path.name.startswith((_PARTIAL, _GONE)):
+        if path.name.startswith((_PARTIAL, _GONE)):
             shutil.rmtree(path, ignore_errors=True)
     partial = folder / f"{_PARTIAL}step-{step:08}-{secrets.token_hex(4)}"
     partial.mkdir()

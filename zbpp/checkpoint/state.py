@@ -45,7 +45,7 @@ from zbpp.checkpoint.save import Saver
 from zbpp.core import RequestError
 from zbpp.runtime.comm.place import Place as Peers
 from zbpp.runtime.driver.stages import LocalStages
-from zbpp.runtime.support.sharded import is_sharded, layout_of, local_part, whole
+from zbpp.runtime.support.sharded import layout_of, local_part, whole
 
 __all__ = ["Checkpoints", "State", "read_state", "refuse_misfits"]
 
@@ -152,10 +152,10 @@ def refuse_misfits(
 def _copy_tensors(pairs: Pairs) -> None:
     """Copy tensors, whole or sharded in any way, into those to which they belong."""
     for value, target in pairs:
-        shard = shard_of(target)
-        if is_sharded(value) and layout_of(value) == layout_of(target):
-            shard.numbers.copy_(shard_of(value).numbers)
+        if layout_of(value) == layout_of(target):
+            target.copy_(value)
         else:
+            shard = shard_of(target)
             shard.numbers.copy_(shard.of(whole(value)))
 
 

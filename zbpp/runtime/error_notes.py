@@ -1,4 +1,4 @@
-"""Notes on an error that say where in the model it was raised, written when it is."""
+"""Notes that tell the user where in the model an error was raised."""
 
 from typing import Any
 

@@ -3,9 +3,9 @@
     host   F0 B0 W0 ...                    issues kernels, and runs ahead
     GPU    |e   F0   e|e   B0   e| ...     events in the stream, around each job
 
-To record an event makes nobody wait. Who asks for the times waits for one more event:
-the host's clock then says when that was, and all others are counted back from it. So
-processes of one machine share a time axis.
+Recording an event blocks nothing. Reading the times waits for one more event, notes the
+host's clock then, and counts the other events back from it. So processes of one machine
+share a time axis.
 """
 
 import platform
@@ -26,17 +26,17 @@ from zbpp.runtime.support.torch_internals import profiling
 __all__ = ["JobTimes", "Timed", "clock_offsets"]
 
 _WINDOW = 10
-"""Steps that are kept."""
+"""Steps whose times stay in memory."""
 
 Mark = tuple[Job, Any, Any]
-"""A job, and what was noted before and after it: seconds, or events."""
+"""A job, and the seconds or events of its start and end."""
 
 
 def clock_offsets(gather: Callable[[Any], list[Any]]) -> list[float]:
     """Seconds by which the clock of each process is ahead of the first one's.
 
-    Every rank must call. Processes of one machine read one clock; those of several are
-    read behind a barrier, so an offset is as exact as all leave it together.
+    Every rank must call. Processes of one machine share a clock. The clocks of several
+    machines are read after a barrier: an offset is as exact as they leave it together.
     """
     gather(None)
     readings = gather((platform.node(), time.perf_counter()))
@@ -47,51 +47,47 @@ def clock_offsets(gather: Callable[[Any], list[Any]]) -> list[float]:
 
 
 class JobTimes:
-    """Notes when the jobs of one stage run.
-
-    Args:
-        device: where they run.
-    """
+    """Times of the jobs of one stage, and of its norms, over the last steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_events = runs_ahead(device)
         self.now: Callable[[], Any] = time.perf_counter
-        """Note the present: a number on CPUs, an event on GPUs."""
+        """The present: a number on CPUs, a recorded event on GPUs."""
         if self._has_events:
             self.now = partial(recorded_event, device)
         self.is_profiled = False
-        """A profiler records the step that runs."""
+        """A profiler records the present step."""
         self._steps: deque[tuple[list[Mark], list[tuple[Any, Any]]]]
         self._steps = deque(maxlen=_WINDOW)
         self.marks: list[Mark] = []
-        """Of the step that runs; `Timed` and collectives append to it."""
+        """Of the present step; `Timed` and collectives append to it."""
         self.norms: list[tuple[Any, Any]] = []
-        """Before and after the norms of the step that runs, which are in no job."""
+        """Start and end of the norms of the present step, which are in no job."""
         self._norms_began: Any = None
 
     def begin(self, *, training: bool) -> None:
-        """Start a step; what an evaluation notes is forgotten."""
+        """Start a step; the times of an evaluation are not stored."""
         self.marks, self.norms, self._norms_began = [], [], None
         self.is_profiled = profiling()
         if training:
             self._steps.append((self.marks, self.norms))
 
     def begin_norms(self) -> None:
-        """Note that the norms of a step begin, unless they have begun."""
+        """Note the start of the norms of a step, unless it is noted."""
         if self._norms_began is None:
             self._norms_began = self.now()
 
     def end_norms(self) -> None:
-        """Note that they have ended."""
+        """Note the end of the norms."""
         self.norms.append((self._norms_began, self.now()))
         self._norms_began = None
 
     def forget(self) -> None:
-        """Forget the steps so far: those to come are of another schedule."""
+        """Drop the steps so far, when the schedule changes."""
         self._steps.clear()
 
     def steps(self, n: int = 1) -> list[list[Slot]]:
-        """The jobs of the last steps, oldest first, in seconds; no more than are kept.
+        """The jobs of at most ``n`` last steps, oldest first, in seconds.
 
         On a GPU this waits until the jobs have run.
         """
@@ -102,7 +98,7 @@ class JobTimes:
         ]
 
     def norm_seconds(self, n: int = 1) -> list[float]:
-        """Times of the gradients' norms in the last steps; as `steps`."""
+        """Times of the gradients' norms in the last steps."""
         in_s = self._reader()
         return [
             in_s(end) - in_s(start)
@@ -114,7 +110,7 @@ class JobTimes:
         return list(self._steps)[-n:] if n > 0 else []
 
     def _reader(self) -> Callable[[Any], float]:
-        """Return what tells when something was noted, by the host's clock."""
+        """Return a function from a mark to seconds of the host's clock."""
         if not self._has_events:
             return float
         last = self.now()
@@ -124,13 +120,9 @@ class JobTimes:
 
 
 class Timed:
-    """Within it a job runs: it leaves its times, and a range under a profiler.
+    """Context of a job: notes its times, and names it to a profiler that records.
 
-    A job that ends by an exception leaves no times.
-
-    Args:
-        times: of the stage.
-        job: whose work it is.
+    A job that raises has no times.
     """
 
     __slots__ = ("_job", "_range", "_start", "_times")

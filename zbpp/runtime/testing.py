@@ -4,7 +4,7 @@
     with small_buckets():              optimizers step many small parts
     with plain_kernels() as graphs:    compiled layers take no C++ compiler
 
-Everything here wraps the runtime from outside, so that a step without it pays nothing.
+Everything here wraps the runtime from outside, so steps without it pay nothing.
 The names are for the tests of zbpp and may change with any version.
 """
 
@@ -54,7 +54,7 @@ def inject(fault: str) -> ExitStack:
             ``undo``, ``redo``, ``replay``; those of step 2 come in step 3.
 
     Returns:
-        What ends it, if used in a ``with``; else the fault stays.
+        A context manager that removes the fault at its end.
     """
     kind, rank, step, place = fault.split(":")
     installed = ExitStack()
@@ -112,9 +112,9 @@ def small_buckets(n_bytes: int = 400) -> Iterator[None]:
 
 @contextmanager
 def plain_kernels() -> Iterator[list[Any]]:
-    """Compile layers up to finished graphs, run those by torch's operators, list them.
+    """Compile layers to graphs, run these by torch's operators, and list them.
 
-    What torch has compiled before is forgotten, at the end too.
+    Torch's cache of compiled code is cleared before and after.
     """
     compiler: Any = import_module("torch._inductor.compile_fx")
     graphs: list[Any] = []
