@@ -213,7 +213,7 @@ class Executor:
         if self._values or self._expected:
             names = ", ".join(map(str, [*self._values, *self._expected]))
             raise RuntimeError(f"nothing has read the {names}: the program is wrong")
-        self.collectives.end()
+        self.collectives.drop()
         self.stage.end()
         self.transport.end()
 
@@ -273,7 +273,7 @@ class Executor:
         come of it and was not read yet is invalid as well.
         """
         self._values.clear()
-        self.collectives.rewind()
+        self.collectives.drop()
         self.replay.rewind()
         dropped = [_Drop(expected) for expected in self._expected.values()]
         self._expected.clear()

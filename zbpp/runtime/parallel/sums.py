@@ -185,24 +185,11 @@ class ChunkCollectives(Summing):
         for part in self.parts:
             part.wait()
 
-    def rewind(self) -> None:
-        """Drop all that was gathered before the step was rolled back."""
+    def drop(self) -> None:
+        """Drop all that was gathered: the step ends, or was rolled back."""
         for unit in self.units:
             if unit.pending or not unit.gathers_by_itself:  # ahead, and in vain
                 unit.drop()
-
-    def end(self) -> None:
-        """End a step or an evaluation.
-
-        Raises:
-            RuntimeError: a gather or a sum is under way that nobody has waited for; the
-                next step would use what it brings.
-        """
-        if len(self._order) < len(self._layers):
-            raise RuntimeError("gradients of some layers are summed, and not of others")
-        if any(unit.pending for unit in self.gathered):
-            raise RuntimeError("a chunk is gathered at the end of a step")
-        self.rewind()
 
 
 class Collectives:
@@ -255,15 +242,10 @@ class Collectives:
             self._tied.wait()
             self._tied.put_back()
 
-    def rewind(self) -> None:
-        """Drop all that was gathered before the step was rolled back."""
+    def drop(self) -> None:
+        """Drop all that was gathered: the step ends, or was rolled back."""
         for chunk in self.chunks.values():
-            chunk.rewind()
-
-    def end(self) -> None:
-        """End a step or an evaluation."""
-        for chunk in self.chunks.values():
-            chunk.end()
+            chunk.drop()
 
 
 _RUN: dict[CollectiveKind, Callable[[ChunkCollectives], None]] = {

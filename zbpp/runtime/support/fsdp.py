@@ -30,8 +30,6 @@ _NAMES = {
         "wait_for_unshard",
         "fsdp_params",
         "mesh_info",
-        "reduce_grads",
-        "all_reduce_grads",
         "_all_gather_result",
         "_reshard_after_forward",
     ),
@@ -140,10 +138,10 @@ class Unit:
             leaf = parameter._unsharded_param
             leaf.grad_dtype = parameter.reduce_dtype
             leaf.grad = total
+        self.module.set_requires_gradient_sync(True, recurse=False)
         for group in self._groups:
-            group.reduce_grads = group.all_reduce_grads = True
             group.post_backward()
-            group.reduce_grads = group.all_reduce_grads = False
+        self.module.set_requires_gradient_sync(False, recurse=False)
         self._leave_narrow()
 
     def wait(self) -> None:

@@ -45,11 +45,8 @@ _, LEAF = flatten_tree(None)
 def map_tensors(thing: Any, change: Change, change_object: Other = None) -> Any:
     """Change the tensors of a thing, in containers too.
 
-    Args:
-        thing: anything.
-        change: called with every tensor.
-        change_object: called with whatever is neither a tensor nor a container, nor a
-            plain number or text; None: it stays.
+    ``change_object`` changes what is no tensor, container, number or text; None: it
+    stays.
     """
     if isinstance(thing, Tensor):
         return change(thing)
