@@ -169,6 +169,15 @@ def test_other_ties_than_those_of_the_layers_are_refused(ties: Any, words: str) 
     assert words in refusal(lambda: make(slices(tied(), ties)))
 
 
+def test_a_tie_beside_others_is_refused() -> None:
+    layers = tied()
+    layers[3].bias = layers[2].bias
+    words = refusal(lambda: make(slices(layers, TIE)))
+    assert "layers 2 and 3 share a parameter" in words
+    assert layers[0].weight is layers[-1].weight
+    assert make(layers).ties == (*TIE, ((2, "bias"), (3, "bias")))
+
+
 def test_a_module_in_two_layers_is_refused() -> None:
     inner = nn.Linear(WIDTH, WIDTH)
     layers = [*untied()[:-1], inner, inner]

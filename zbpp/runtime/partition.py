@@ -6,7 +6,6 @@ from torch import nn
 
 from zbpp.core import RequestError, a_kind
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
-from zbpp.runtime.ties.plan import refuse_sharing
 
 __all__ = ["Model", "build_chunks", "check_layers", "count_layers", "partition_layers"]
 
@@ -80,7 +79,6 @@ def build_chunks(
     ranges: Sequence[range],
     held: Sequence[int],
     *,
-    may_share: bool = False,
     at_once: bool = False,
     own_name: OwnName = layer_name,
 ) -> list[Chunk]:
@@ -90,14 +88,12 @@ def build_chunks(
         build: makes the layers of a range of global indices.
         ranges: layers of each chunk.
         held: the chunks of this process.
-        may_share: the parameters that layers share are known.
         at_once: call ``build`` once if all chunks are here, so that a builder that
             draws weights draws those of the plain model.
         own_name: gives the model's own names of parameters.
 
     Raises:
-        RequestError: the builder returns a wrong number of layers, or layers of
-            different chunks share a parameter that nobody has named.
+        RequestError: the builder returns a wrong number of layers.
     """
     if at_once and len(held) == len(ranges):
         everything = range(ranges[-1].stop)
@@ -105,10 +101,7 @@ def build_chunks(
         built = {i: layers[ranges[i].start : ranges[i].stop] for i in held}
     else:
         built = {i: _checked(ranges[i], build(ranges[i])) for i in held}
-    chunks = [Chunk(i, ranges[i].start, built[i], own_name=own_name) for i in held]
-    if not may_share:
-        refuse_sharing((c.index, *layer) for c in chunks for layer in c.numbered())
-    return chunks
+    return [Chunk(i, ranges[i].start, built[i], own_name=own_name) for i in held]
 
 
 def _way(model: object) -> str:

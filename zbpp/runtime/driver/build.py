@@ -130,7 +130,6 @@ def build_layers(
         build,
         plan.ranges,
         here,
-        may_share=bool(plan.ties),
         at_once=seed is not None,
         own_name=plan.own_name,
     )

@@ -28,10 +28,12 @@ def bind_ties(
 
     Raises:
         RequestError: a layer has no such parameter, parameters of a tie differ in
-            shape, dtype or layout, or layers share the module that holds one.
+            shape, dtype or layout, layers share the module that holds one, or chunks
+            share a parameter that no tie names.
     """
     chunks = [chunk for of_stage in stages.values() for chunk in of_stage]
     layers = {index: layer for chunk in chunks for index, layer in chunk.numbered()}
+    _refuse_other_ties(chunks, plan)
     tied: dict[int, dict[int, TiedParameter]] = {stage: {} for stage in stages}
     for number, tie in enumerate(plan.ties):
         stepped: nn.Parameter | None = None
@@ -52,6 +54,25 @@ def bind_ties(
                 setattr(module, key, leaf)
                 here.places.append((module, key, leaf))
     return {stage: StageTies(stage, plan, tied[stage]) for stage in stages}
+
+
+def _refuse_other_ties(chunks: Sequence[Chunk], plan: TiePlan) -> None:
+    """Refuse a parameter in two chunks: it would be trained twice, and drift apart."""
+    named = {place for tie in plan.ties for place in tie}
+    first_places: dict[nn.Parameter, tuple[int, int, str, bool]] = {}
+    for chunk in chunks:
+        for index, layer in chunk.numbered():
+            tied = {_parameter(layer, *place) for place in named if place[0] == index}
+            for name, p in layer.named_parameters():
+                here = chunk.index, index, name, p in tied
+                first = first_places.setdefault(p, here)
+                if first[0] != chunk.index and not (first[3] and p in tied):
+                    raise RequestError(
+                        f"layers {first[1]} and {index} share a parameter ({first[2]} "
+                        f"is {name}) but lie in chunks {first[0]} and {chunk.index}; "
+                        "name the parameter in zbpp.layers_from(..., ties=...), put "
+                        "them into one chunk by split=..., or untie them"
+                    )
 
 
 def _parameter(layer: nn.Module, index: int, name: str) -> nn.Parameter:

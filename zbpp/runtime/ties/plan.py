@@ -18,7 +18,6 @@ __all__ = [
     "check_ties",
     "find_ties",
     "numbers_of",
-    "refuse_sharing",
 ]
 
 Tie = tuple[tuple[int, str], ...]
@@ -50,24 +49,6 @@ def find_ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
         for name, parameter in layer.named_parameters():
             places.setdefault(numbers_of(parameter), {}).setdefault(index, name)
     return tuple(tuple(tie.items()) for tie in places.values() if len(tie) > 1)
-
-
-def refuse_sharing(layers: Iterable[tuple[int, int, nn.Module]]) -> None:
-    """Refuse a parameter in two chunks: it would be trained twice, and drift apart.
-
-    ``layers`` are triples of chunk, global index and layer.
-    """
-    first_places: dict[nn.Parameter, tuple[int, int, str]] = {}
-    for chunk, index, layer in layers:
-        for name, parameter in layer.named_parameters():
-            first = first_places.setdefault(parameter, (chunk, index, name))
-            if first[0] != chunk:
-                raise RequestError(
-                    f"layers {first[1]} and {index} share a parameter ({first[2]} is "
-                    f"{name}) but lie in chunks {first[0]} and {chunk}; name the "
-                    "parameter in zbpp.layers_from(..., ties=...), put them into one "
-                    "chunk by split=..., or untie them"
-                )
 
 
 def check_ties(ties: Iterable[Tie], n_layers: int) -> tuple[Tie, ...]:
