@@ -6,7 +6,6 @@ Here every pipeline draws a name that no other has, so that pipelines may follow
 other or run at the same time. The groups of the user stay as they are.
 """
 
-import pickle
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from zbpp.core import RequestError
 from zbpp.runtime.comm.place import Place
 
-__all__ = ["Channel", "Group", "Groups", "gather_objects", "open_groups"]
+__all__ = ["Channel", "Group", "Groups", "open_groups"]
 
 _NO_TAG = 2**31 - 1
 """Tag of no message."""
@@ -116,9 +115,6 @@ def open_groups(
     only where a job reads the value: no job in between. Tensors of a value are messages
     of their own; to group them would move them to a communicator of collectives, where
     they wait for each other (`docs/how_to/gpus.md` on CUDA_DEVICE_MAX_CONNECTIONS).
-
-    Raises:
-        RuntimeError: a process did not come.
     """
     world, pipeline = place.everyone, place.pipeline
     assert world is not None
@@ -161,9 +157,6 @@ def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
     NCCL, and what torch takes in its place for other accelerators, moves them on the
     device's streams. All else is treated as gloo is, which waits on the host.
-
-    Raises:
-        RequestError: the group has no backend for the device.
     """
     try:
         name = str(group._get_backend(device).name())
@@ -222,20 +215,3 @@ def _open_group(
     about.store, about.timeout, about.group_id = store, timeout, name
     about.group_rank, about.group_size, about.global_ranks_in_group = rank, n, ranks
     return plugin.creator_fn(about, None)
-
-
-def gather_objects(group: Group, thing: Any) -> list[Any]:
-    """Give every member of a gloo group the picklable things of all, by rank."""
-    data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-    length = torch.tensor([len(data)])
-    lengths = [torch.zeros_like(length) for _ in range(group.size())]
-    group.allgather([lengths], [length]).wait()
-    counts = [int(count) for count in lengths]
-    padded = torch.zeros(max(counts), dtype=torch.uint8)
-    padded[: len(data)] = data
-    rows = [torch.empty_like(padded) for _ in counts]
-    group.allgather([rows], [padded]).wait()
-    return [
-        pickle.loads(row[:count].numpy().tobytes())
-        for row, count in zip(rows, counts, strict=True)
-    ]

@@ -8,6 +8,7 @@ any case: they wait for no job of a device. What else torch.distributed has is
 treated as NCCL if torch takes it for the device.
 """
 
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from zbpp.core import Job, Message
 from zbpp.runtime.comm.failures import Failures
-from zbpp.runtime.comm.groups import Channel, Group, Groups, gather_objects
+from zbpp.runtime.comm.groups import Channel, Group, Groups
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.support.streams import HostCopy
 
@@ -44,11 +45,7 @@ class HostWaits:
         self._failures = failures
 
     def wait(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
-        """Wait for a message, or a sum.
-
-        Raises:
-            PeerError: it did not come.
-        """
+        """Wait for a message, or a sum."""
         start = time.monotonic()
         try:
             work.wait(self._failures.timeout)
@@ -78,11 +75,7 @@ class StreamWaits:
         self._unconfirmed: deque[tuple[dist.Work, WaitContext, int | None]] = deque()
 
     def wait(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
-        """Let the current stream wait for a message.
-
-        Raises:
-            PeerError: it, or one before it, has failed.
-        """
+        """Let the current stream wait for a message; see if those before it failed."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -94,11 +87,7 @@ class StreamWaits:
     def _has_come(
         self, work: dist.Work, context: WaitContext, peer: int | None
     ) -> bool:
-        """Ask NCCL, whose work is also completed when it has failed.
-
-        Raises:
-            PeerError: it has failed, so that nothing has been written to its tensor.
-        """
+        """Ask NCCL; a work that has failed is completed too, its tensor unwritten."""
         if not work.is_completed():
             return False
         error = work.exception()
@@ -107,11 +96,7 @@ class StreamWaits:
         return True
 
     def confirm(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
-        """Wait on the host for a message or sum, and for all before it.
-
-        Raises:
-            PeerError: a message did not come; the oldest late one is named.
-        """
+        """Wait on the host for a message or sum; the oldest late one is named."""
         with self._side:
             self.wait(work, context, peer)
         deadline = time.monotonic() + self._failures.timeout_s
@@ -164,6 +149,10 @@ class PendingSum(Reduction):
             self._after()
             self._total = self._copy.read()
         return self._total
+
+
+def _as_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _moved(tensor: Tensor) -> Tensor:
@@ -225,8 +214,7 @@ class Link:
     def send_bytes(self, value: Message, data: bytes, peer: int) -> None:
         """Start to send bytes of the host, and their number before them."""
         channel, tag = self._groups.numbers[peer], self._tag + _BYTES
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for tensor in (torch.tensor([len(data)]), payload):
+        for tensor in (torch.tensor([len(data)]), _as_bytes(data)):
             self._bytes.append(self._send(channel, tag, value, tensor, peer))
 
     def _send(
@@ -299,11 +287,17 @@ class Link:
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""
-        hosts = self._groups.hosts
+        hosts, data = self._groups.hosts, _as_bytes(pickle.dumps(thing))
         with _reaching_all(self._failures, "waits at a gather for"):
             # this waits no longer than a step, unlike a gather
             hosts.monitored_barrier(self._failures.timeout)
-            return gather_objects(hosts, thing)
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(hosts.size())]
+            hosts.allgather([lengths], [torch.tensor([len(data)])]).wait()
+            padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+            padded[: len(data)] = data
+            rows = [torch.empty_like(padded) for _ in lengths]
+            hosts.allgather([rows], [padded]).wait()
+        return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
     def end(self) -> None:
         """End a step: free what was sent in the steps before it."""

@@ -65,19 +65,12 @@ class _PostedReceive(Expected):
 class Mailbox(Transport):
     """The messages of one stage that is a process of its own.
 
-    All processes that step together must make theirs, which connects them.
-
-    Args:
-        place: of this process.
-        neighbours: of every stage, those that it sends to, and receives from.
-        reader: the stage that reads the inputs.
-        device: where received tensors live.
-        timeout_s: how long any wait may last after the first step.
-        first_timeout_s: the same for the first step (imports, compilation).
+    All processes that step together must make theirs, which connects them. The stage
+    ``reader`` reads the inputs. No wait lasts longer than ``timeout_s``, or for the
+    first step, with imports and compilation, ``first_timeout_s``.
 
     Raises:
-        PeerError: a process did not come; from all methods: a peer died, or did not
-            send or receive in time.
+        PeerError: from all methods: a process died, or did not answer in time.
     """
 
     def __init__(
@@ -122,11 +115,7 @@ class Mailbox(Transport):
     # Steps.
 
     def begin(self, opening: Opening | None = None) -> int | None:
-        """Start a step or an evaluation; without an opening it has no batch.
-
-        Raises:
-            RequestError: inputs and targets do not belong together.
-        """
+        """Start a step or an evaluation; without an opening it has no batch."""
         self._failures.withdraw()
         self._is_step = opening is None or opening.training
         self._link.begin(training=self._is_step)
@@ -168,12 +157,7 @@ class Mailbox(Transport):
     # Values.
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
-        """Start to send; the tensors are kept until they have left.
-
-        Raises:
-            ShapeError: they cannot be sent, or do not look as for a micro-batch of the
-                same shapes.
-        """
+        """Start to send; the tensors are kept until they have left."""
         if isinstance(value, Value):
             header = self._shapes.header(value, tensors)
             if header is not None:
@@ -263,11 +247,8 @@ class Mailbox(Transport):
         """Tell the other stages why this one stops, or cannot begin a step.
 
         A NonFiniteError or SumsError they find in the same sums themselves. Until then
-        they send what this stage has posted, which it receives.
-
-        Args:
-            error: the cause; gets a note that names the rank that failed first.
-            ends: break the connections, so that the others learn of it at once.
+        they send what this stage has posted, which it receives. Any other error that
+        ``ends`` the pipeline breaks the connections, so that they learn of it at once.
         """
         if self._failures.has_failed or isinstance(error, PeerError):
             return

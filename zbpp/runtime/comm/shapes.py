@@ -77,12 +77,11 @@ class Spec(NamedTuple):
 
 def _refuse_others(value: Value, tensor: Tensor) -> None:
     """Refuse what has its numbers elsewhere, as a DTensor or a sparse tensor does."""
-    kind = type(tensor).__name__
     if inner_tensors(tensor) is not None:
-        hint = "return a plain one (x.to_local()) and wrap it in the next layer"
-        if kind != "DTensor":
-            hint = "return the plain tensors in it and wrap them in the next layer"
-        raise ShapeError(f"{value}: a {kind} cannot be sent between stages; {hint}")
+        raise ShapeError(
+            f"{value}: a {type(tensor).__name__} cannot be sent between stages; return "
+            "the plain tensors in it (x.to_local()) and wrap them in the next layer"
+        )
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         raise ShapeError(
