@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,40 +163,31 @@ def _put_aside(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for one run, which is made if it is not there.
+    """Lock a folder for one run; it is made if it is not there.
 
     The lock is the operating system's, on the folder itself: it ends with its process,
-    however that ends, and leaves no file. Where a file system has no locks, there is
-    none.
+    however that ends, and leaves no file. A file system without locks ignores it.
 
     Raises:
-        CheckpointError: another process holds it, or it cannot be made.
+        CheckpointError: another process has locked it, or it cannot be made.
     """
+    import fcntl  # Windows has none
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY) if sys.platform != "win32" else None
+        handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error.strerror}") from error
     try:
-        if handle is not None and not _try_to_lock(handle):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             raise CheckpointError(
                 f"another run saves its checkpoints in {folder}; wait for its end, or "
                 "give another folder"
-            )
+            ) from error
+        except OSError:
+            pass  # a file system without locks
         yield
     finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def _try_to_lock(handle: int) -> bool:
-    """Lock an open folder; False if another process has done so."""
-    import fcntl
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # no locks here, on a network's file system for instance
-        return True
-    return True
+        os.close(handle)
