@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.runtime.backward.plan import PlanCache
-from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.backward.split import SplitGraph, WeightQueue
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -189,24 +189,32 @@ def plans_of(module: nn.Module) -> PlanCache:
     return _plans.setdefault(module, PlanCache())
 
 
-def full(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
+def full(
+    module: nn.Module, x: Tensor, y: Tensor, dy: Tensor, queue: WeightQueue
+) -> Halves:
     """One backward; nothing is left for W."""
     return (lambda: torch.autograd.backward(y, dy)), (lambda: None)
 
 
-def ours(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
+def ours(
+    module: nn.Module, x: Tensor, y: Tensor, dy: Tensor, queue: WeightQueue
+) -> Halves:
     """The split of zbpp."""
-    graph = SplitGraph([y], [x], plans=plans_of(module))
+    graph = SplitGraph([y], [x], queue, plans=plans_of(module))
     return (lambda: _drop(graph.backward_input(dy))), graph.backward_weight
 
 
-def ours_in_place(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
+def ours_in_place(
+    module: nn.Module, x: Tensor, y: Tensor, dy: Tensor, queue: WeightQueue
+) -> Halves:
     """The same with weight gradients added within the product's kernel."""
-    graph = SplitGraph([y], [x], is_exact=False, plans=plans_of(module))
+    graph = SplitGraph([y], [x], queue, is_exact=False, plans=plans_of(module))
     return (lambda: _drop(graph.backward_input(dy))), graph.backward_weight
 
 
-def torchs(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
+def torchs(
+    module: nn.Module, x: Tensor, y: Tensor, dy: Tensor, queue: WeightQueue
+) -> Halves:
     """The split of torch.distributed.pipelining."""
     groups: list[Any] = []
 
@@ -266,8 +274,10 @@ class LiveBytes(TorchDispatchMode):
 def start(module: nn.Module, x: Tensor, technique: Any) -> Halves:
     """F; return the two half backwards."""
     x = torch.randn_like(x, requires_grad=True)
-    y = module(x)
-    return technique(module, x, y, torch.ones_like(y))
+    queue = WeightQueue()
+    with queue:  # as a stage runs its forwards
+        y = module(x)
+    return technique(module, x, y, torch.ones_like(y), queue)
 
 
 def now(device: torch.device) -> float:
