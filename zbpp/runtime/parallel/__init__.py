@@ -1,4 +1,4 @@
-"""Stages beside data and tensor parallelism, on one mesh.
+"""Stages with data and tensor parallelism, on one mesh.
 
 mesh       the mesh, and this process's place on it        read this first
 sums       the collectives of a stage: unshard, reshard, reduce, wait

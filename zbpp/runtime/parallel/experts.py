@@ -4,7 +4,7 @@
     layers.3.experts.up (ep 0) experts 0 .. E/2 - 1      summed over dp x cp
     layers.3.experts.up (ep 1) experts E/2 .. E - 1      summed over dp x cp
 
-What moves tokens to their experts is the layers' own.
+The layers move tokens to their experts.
 """
 
 from collections.abc import Sequence

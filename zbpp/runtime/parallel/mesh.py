@@ -138,15 +138,15 @@ def _check_mesh(mesh: DeviceMesh, n_stages: int | None) -> None:
         )
 
 
-def shard_mesh(mesh: DeviceMesh, kept: Collection[str] = ()) -> DeviceMesh | None:
+def shard_mesh(mesh: DeviceMesh, without: Collection[str] = ()) -> DeviceMesh | None:
     """The part of a mesh that parameters are dealt out over; None: there is none.
 
     All processes of the mesh must call. With ``dp_replicate`` it has two dimensions,
-    the second one that of the shards; several dimensions of shards are made one.
-    Dimensions in ``kept`` are left out.
+    the second one that of the shards; several dimensions of shards become one.
+    Dimensions in ``without`` are left out.
     """
     names = mesh.mesh_dim_names or ()
-    dims = [dim for dim in names if dim in DATA_DIMS and dim not in kept]
+    dims = [dim for dim in names if dim in DATA_DIMS and dim not in without]
     copies = [dim for dim in dims if dim == REPLICATE_DIM]
     shards = [dim for dim in dims if dim != REPLICATE_DIM]
     several = [dim for dim in shards if mesh[dim].size() > 1] or shards[:1]

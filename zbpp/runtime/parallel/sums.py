@@ -1,15 +1,15 @@
-"""The collectives of one stage, chunk by chunk, at the times that its order says.
+"""The collectives of one stage, chunk by chunk, at the times of its order.
 
     UNSHARD      gather parameters that `fully_shard` keeps in parts
     RESHARD      drop what was gathered: W needs no parameters
     REDUCE_GRAD  start to sum gradients over the replicas; the last W of a chunk, or
                  every W, has done so for each layer that it was done with
-    REDUCE_WAIT  have them
+    REDUCE_WAIT  wait for the sums
 
 Layers may be wrapped by `fully_shard` or `replicate`, as a whole or in parts; those
 that nobody has wrapped are the same on all replicas, and their gradients are summed
-here. Torch's own gathers ahead are off: what is gathered, a job has asked for, the pass
-that needs it, or with alternating buffers the one before.
+here. FSDP2's prefetches are off: a job gathers a layer, or the pass that needs it, or
+with alternating buffers the pass before.
 
 A sum is of all layers of a chunk, the last one first, and of all their parameters that
 learn: what this replica has not used counts with zeros, and so does what none has.

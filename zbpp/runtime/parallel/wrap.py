@@ -83,7 +83,7 @@ def wrap(
     mesh = shard_mesh(place.mesh)
     assert mesh is not None
     resharded = shard == "parameters"
-    expert_mesh = shard_mesh(place.mesh, kept=(EXPERT_DIM,))
+    expert_mesh = shard_mesh(place.mesh, without=(EXPERT_DIM,))
     is_apart = expert_mesh is not None and expert_mesh.size() > 1
     for layer in dict.fromkeys(layers):
         parameters = set(layer.parameters())
@@ -107,12 +107,12 @@ def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Mod
     """The largest modules in a layer that hold nothing but experts.
 
     Raises:
-        RequestError: a module holds others beside them.
+        RequestError: a module has other parameters too.
     """
-    held = set(layer.parameters())
-    if not held & experts:
+    parameters = set(layer.parameters())
+    if not parameters & experts:
         return
-    if held <= experts:
+    if parameters <= experts:
         yield layer
         return
     for name, p in layer.named_parameters(recurse=False):

@@ -1,6 +1,6 @@
-"""Modules that `fully_shard` or `replicate` has wrapped, without torch's own schedule.
+"""Modules that `fully_shard` or `replicate` has wrapped, without FSDP2's schedule.
 
-Torch gives no public way to reduce a module's gradients at a time of one's own, nor to
+FSDP2 has no public way to reduce a module's gradients at the time of a job, nor to
 leave out its prefetches, nor to widen gradients later than a backward leaves them. So
 `Unit` uses names that torch does not document, and refuses a torch that lacks one of
 `_NAMES`: a part of the work would be left out without a word. No other file touches

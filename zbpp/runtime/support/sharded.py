@@ -41,8 +41,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """The way in which a DTensor lies on its mesh; empty for a plain tensor."""
-    held: Any = tensor
-    return (held.device_mesh, held.placements) if is_sharded(tensor) else ()
+    sharded: Any = tensor
+    return (sharded.device_mesh, sharded.placements) if is_sharded(tensor) else ()
 
 
 @torch.no_grad()
@@ -68,16 +68,15 @@ def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
         return shard
     from torch.distributed.tensor import DTensor
 
-    held: Any = like
-    made: Tensor = DTensor.from_local(
+    sharded: Any = like
+    return DTensor.from_local(
         shard,
-        held.device_mesh,
-        held.placements,
+        sharded.device_mesh,
+        sharded.placements,
         run_check=False,
-        shape=held.shape,
-        stride=held.stride(),
+        shape=sharded.shape,
+        stride=sharded.stride(),
     )
-    return made
 
 
 @torch.no_grad()
@@ -90,12 +89,12 @@ def place_gradients(parameters: Iterable[Tensor]) -> None:
     must call.
     """
     for p in parameters:
-        held: Any = p.grad
-        if held is None or not is_sharded(held):
+        gradient: Any = p.grad
+        if gradient is None or not is_sharded(gradient):
             continue
         placements = cast(Any, p).placements
-        if held.placements != placements:
-            p.grad = held.redistribute(placements=placements)
+        if gradient.placements != placements:
+            p.grad = gradient.redistribute(placements=placements)
 
 
 @torch.no_grad()
@@ -105,15 +104,17 @@ def local_part(tensor: Tensor) -> Part:
         return Part(tensor)
     from torch.distributed.tensor import Replicate
 
-    held: Any = tensor
-    if any(placement.is_partial() for placement in held.placements):
-        held = held.redistribute(
-            placements=[Replicate() if p.is_partial() else p for p in held.placements]
+    sharded: Any = tensor
+    if any(placement.is_partial() for placement in sharded.placements):
+        sharded = sharded.redistribute(
+            placements=[
+                Replicate() if p.is_partial() else p for p in sharded.placements
+            ]
         )
-    mesh, names = held.device_mesh, held.device_mesh.mesh_dim_names
+    mesh, names = sharded.device_mesh, sharded.device_mesh.mesh_dim_names
     dims = [
         names[i] if names else "without a name"
-        for i, placement in enumerate(held.placements)
+        for i, placement in enumerate(sharded.placements)
         if not placement.is_replicate() and mesh.size(i) > 1
     ]
-    return Part(held.to_local(), tuple(dims))
+    return Part(sharded.to_local(), tuple(dims))

@@ -5,7 +5,7 @@ bind    a parameter for each layer, on one memory
 stage   the ties of one stage in a step: gradients sent and added
 
 In one process a tied parameter is one memory; every other process has a copy. A layer's
-uses of it add up to a gradient of the layer's own over the micro-batches, and the
-layers' gradients are added in layer order at the end: so the sum has the same bits
+uses of it add up to one gradient a layer over the micro-batches, and the layers'
+gradients are added in layer order at the end: so the sum has the same bits
 under every schedule, for any number of stages.
 """

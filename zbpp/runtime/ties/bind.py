@@ -1,4 +1,4 @@
-"""Give each layer that holds a tied parameter one of its own, on the same memory.
+"""Give each layer that uses a tied parameter an alias of it, on the same memory.
 
     layer 0   weight               gradient of layer 0's uses
     layer 5   alias of weight      gradient of layer 5's uses
@@ -98,8 +98,8 @@ def _places(
                 yield module, key
 
 
-def _refuse_other_kind(one: nn.Parameter, other: nn.Parameter, tie: str) -> None:
-    kinds = {(p.shape, p.dtype, *layout_of(p)) for p in (one, other)}
+def _refuse_other_kind(a: nn.Parameter, b: nn.Parameter, tie: str) -> None:
+    kinds = {(p.shape, p.dtype, *layout_of(p)) for p in (a, b)}
     if len(kinds) > 1:
         raise RequestError(
             f"the parameters of the tie {tie} differ in shape, dtype or the parts of "

@@ -1,7 +1,7 @@
 """The ties of one stage: gradients that are sent and added.
 
-    backward   each layer that holds the parameter adds up a gradient of its own
-    send       a chunk's own, after its last W, to the other stages that hold it
+    backward   each layer that holds the parameter adds up one gradient
+    send       a chunk's gradients, after its last W, to the other stages
     add        all layers' gradients, in layer order: each stage gets the same bits
     step       each process steps its copy; the norm counts the first layer's alone
 
