@@ -8,8 +8,7 @@ and then ``PipelineStage(module, ..., dw_builder=module.dw_builder)``: when torc
 the module's backward, only B runs, and what ``dw_builder`` returns is W.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,14 +49,14 @@ class _RunB(torch.autograd.Function):
 
 
 class SplitModule(nn.Module):
-    """Computes what its module does; its backward leaves W to `dw_builder`."""
+    """Runs a module; its backward leaves W to `dw_builder`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         check_split()
         self.module = module
         self.left: list[SplitGraph] = []
-        """Graphs whose B has run, and whose W no one has asked for yet."""
+        """Graphs after B and before `dw_builder`, in the order of B."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -65,7 +64,7 @@ class SplitModule(nn.Module):
             return self.module(*args, **kwargs)
         graph = split_forward(self.module, *args, **kwargs)
         inputs, result = _trainable((args, kwargs)), graph.outputs
-        graph.outputs = None  # held by the caller alone
+        graph.outputs = None  # the caller alone decides how long they live
         outputs = _trainable(result)
         if not outputs:
             return result
@@ -77,22 +76,21 @@ class SplitModule(nn.Module):
         return map_tensors(result, lambda y: next(rest) if y.requires_grad else y)
 
     def dw_builder(self) -> Callable[[], None]:
-        """Return W of all backwards that have run since the last call.
+        """Return W of all backwards since the last call.
 
-        torch calls it after each, so that it is W of one micro-batch.
+        torch calls it after each backward, so it is W of one micro-batch.
         """
         graphs, self.left = self.left, []
-        return partial(_run_w, graphs)
+
+        def run_w() -> None:
+            for graph in graphs:
+                graph.backward_weight()
+
+        return run_w
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave W to the original: a copied parameter has no gradient either."""
+        """Copy no graphs, as torch copies no gradients of parameters."""
         return {**vars(self), "left": []}
-
-
-def _run_w(graphs: Sequence[SplitGraph]) -> None:
-    """Run W of some graphs, in the order of their B."""
-    for graph in graphs:
-        graph.backward_weight()
 
 
 def _trainable(thing: Any) -> list[Tensor]:

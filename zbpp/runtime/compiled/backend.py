@@ -5,14 +5,13 @@
          └── permute ── mm ── permute ── dw    goes to W; B puts dy and x out instead
     x  ─────────────────┘
 
-Inductor compiles as ever: its decompositions, what it saves and what it computes again.
-Each backward graph that it has finished comes by here, and loses the last product on
-the way to a weight's gradient, with the views and casts behind it. They become a small
-graph of their own, which W runs operator by operator: a product is one kernel already.
-Where nobody waits for the pieces, all are computed at once, so that ``loss.backward()``
-does what it always did.
+Inductor decomposes and partitions the block as usual. This backend then cuts the last
+product on the way to each weight's gradient out of the backward graph, with the views
+and casts behind it. Such a piece becomes a small graph, which W runs operator by
+operator: a product is one kernel already. In a plain ``loss.backward()`` nothing waits,
+and the backward computes all pieces at once.
 
-torch finds the backend by its name, through the entry point of the package.
+torch finds the backend by name, through the entry point of the package.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +21,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbpp.runtime.support.compile_internals import (
+    can_split,
     compile_graph,
     compile_with,
     current_node,
     inductor_options,
-    missing,
 )
 
 __all__ = [
@@ -41,16 +40,16 @@ __all__ = [
 ]
 
 Compiling = Literal["blocks"] | bool
-"""The parts that are compiled: ``"blocks"`` or True, each layer by itself."""
+"""``"blocks"`` or True: compile each layer by itself."""
 
 Call = Callable[[object], object]
 
 _MAX_KINDS = 64
-"""Compilations of one function before torch gives up: layers that differ in a number of
-their own (``layer_idx``) need one each, and torch's 8 are few."""
+"""Compilations of one function: layers with different numbers (``layer_idx``) need one
+each, more than torch's 8."""
 
 _NO_GRAPHS = {"triton.cudagraphs": False}
-"""A captured graph's next run writes where W still reads."""
+"""A CUDA graph's next run would overwrite tensors that W still reads."""
 
 _ATEN = torch.ops.aten
 _PRODUCTS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN._grouped_mm.default)
@@ -76,19 +75,16 @@ _BEHIND = (
 
 
 class Piece(NamedTuple):
-    """The gradient of one weight, to be computed in W.
-
-    Args:
-        slot: its place among the results of the backward.
-        edge: number of the node's edge that it goes to.
-        operands: places of what it is computed of, among all that B puts out for W.
-        compute: takes the operands; returns the gradient, in a tuple.
-    """
+    """The gradient of one weight, which W can compute."""
 
     slot: int
+    """Its place among the results of the backward."""
     edge: int
+    """Number of the node's edge to the weight."""
     operands: Sequence[int]
+    """Places of its operands, among all that B returns for W."""
     compute: Callable[..., tuple[Tensor]]
+    """Takes the operands; returns the gradient, in a tuple."""
 
 
 # ---- Compilation.
@@ -104,32 +100,28 @@ def zbpp(
     """Compile a graph by Inductor, so that its weight gradients can wait for W.
 
     Args:
-        graph: as Dynamo hands it over.
-        inputs: its examples.
+        graph: of Dynamo.
+        inputs: examples.
         mode: of `torch.compile`.
         options: of Inductor.
 
     Raises:
         RuntimeError: Inductor has no such mode or option.
     """
-    chosen = inductor_options(mode, options) | _NO_GRAPHS
-    compiler = None if missing() else _Compiler(inputs)
-    return compile_with(compiler, graph, inputs, chosen)
+    compiler = _Compiler(inputs) if can_split() else None
+    settings = inductor_options(mode, options) | _NO_GRAPHS
+    return compile_with(compiler, graph, inputs, settings)
 
 
 class _Compiler:
-    """Compiles the graphs of one region.
-
-    Args:
-        inputs: examples of the region's.
-    """
+    """Compiles the graphs of one region, for examples of its inputs."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.__name__ = "zbpp"
         self._n_inputs, self._n_forward = len(inputs), -1
         self._edges: dict[int, int] = {}
-        """Of each weight by the place of its gradient among the backward's results, the
-        number of the node's edge: numbers among the inputs have none."""
+        """Edge of the node by the place of a weight's gradient among the backward's
+        results: inputs that are numbers have no edge."""
         self._n_tensors = 0
         for slot, x in enumerate(inputs):
             if isinstance(x, nn.Parameter) and x.requires_grad:
@@ -143,7 +135,7 @@ class _Compiler:
             return compile_graph(graph, inputs, **how)
         (results,) = next(iter(reversed(graph.graph.nodes))).args
         pieces: list[Piece] = []
-        # else inputs share memory, or are several tensors (DTensors): other places
+        # the places differ where inputs share memory, or are several tensors (DTensor)
         if self._n_forward == self._n_inputs <= len(results):
             pieces = cut_weights(graph.graph, self._edges)
             graph.recompile()
@@ -152,17 +144,14 @@ class _Compiler:
 
 
 def cut_weights(graph: fx.Graph, edges: Mapping[int, int]) -> list[Piece]:
-    """Take the weights' products out of a backward's graph, in place.
+    """Cut the weights' products out of a backward's graph, in place.
 
-    The graph puts None out in their place, and their operands after all else.
-
-    Args:
-        graph: its first results are the gradients of its inputs.
-        edges: `Piece.edge` of the gradients that may wait, by their places.
+    The graph then returns None in their places, and their operands behind all results.
+    `edges` has `Piece.edge` of each gradient that may wait, by its place.
     """
     output = next(iter(reversed(graph.nodes)))
     results: list[Any] = list(output.args[0])
-    held: list[fx.Node] = []
+    for_w: list[fx.Node] = []
     pieces = []
     for slot, edge in edges.items():
         body = _body(results[slot], output)
@@ -176,8 +165,8 @@ def cut_weights(graph: fx.Graph, edges: Mapping[int, int]) -> list[Piece]:
         for node in ordered:
             copies[node] = piece.node_copy(node, copies.__getitem__)
         piece.output((copies[results[slot]],))
-        held += [x for x in operands if x not in held]
-        places = [held.index(x) for x in operands]
+        for_w += [x for x in operands if x not in for_w]
+        places = [for_w.index(x) for x in operands]
         compute = fx.GraphModule({}, piece).forward
         pieces.append(Piece(slot, edge, places, compute))
         results[slot] = None
@@ -186,18 +175,13 @@ def cut_weights(graph: fx.Graph, edges: Mapping[int, int]) -> list[Piece]:
         output.meta["user_visible_output_idxs"] = [
             i for i in visible if results[i] is not None
         ]
-    output.args = ((*results, *held),)
+    output.args = ((*results, *for_w),)
     graph.eliminate_dead_code()
     return pieces
 
 
 def _body(node: Any, user: fx.Node) -> set[fx.Node]:
-    """Return what leads from products to a result and serves nothing else, or nothing.
-
-    Args:
-        node: the result.
-        user: of it.
-    """
+    """Return the nodes from products to one that only `user` uses; empty: none fit."""
     if not isinstance(node, fx.Node) or list(node.users) != [user]:
         return set()
     above = node.all_input_nodes  # with symbols for sizes there are more
@@ -216,22 +200,19 @@ def _body(node: Any, user: fx.Node) -> set[fx.Node]:
 def _run_with(
     run: Callable[..., Any], n_results: int, pieces: Sequence[Piece], n_edges: int
 ) -> Any:
-    """Return what autograd runs in place of a compiled backward.
+    """Return the function that autograd runs in place of a compiled backward.
 
-    Args:
-        run: what is left of it; puts operands of the pieces out after its results.
-        n_results: of the backward as it was.
-        pieces: that were cut off.
-        n_edges: of the backward's node; another number is another way of calling.
+    `run` is the backward without the pieces, whose operands follow its `n_results`. A
+    node without `n_edges` edges belongs to another kind of call.
     """
 
     def backward(args: list[Any]) -> list[Any]:
         results: list[Any] = list(run(args))
-        held = results[n_results:]
+        for_w = results[n_results:]
         del results[n_results:]
         waiting = getattr(current_node(), "zbpp_waiting", None) or {}
         for slot, _, operands, compute in pieces:
-            values = [held[i] for i in operands]
+            values = [for_w[i] for i in operands]
             put = waiting.get(slot)
             if put is not None:
                 put(values)
@@ -245,7 +226,7 @@ def _run_with(
 
 
 def pieces_of(node: Any) -> Sequence[Piece]:
-    """Return what can wait of a node's backward: empty, if it is not compiled here."""
+    """Return the pieces of a node's backward, if this backend has compiled it."""
     forward = getattr(type(node), "_forward_cls", None)
     compiled_backward = getattr(forward, "compiled_bw", None)
     pieces, n_edges = getattr(compiled_backward, "zbpp_pieces", ((), -1))
@@ -255,14 +236,9 @@ def pieces_of(node: Any) -> Sequence[Piece]:
 def defer_piece(
     node: Any, slot: int, put: Callable[[Sequence[Tensor]], None] | None
 ) -> None:
-    """Let the operands of a piece be kept when its node runs; it is not computed then.
+    """Pass the operands of a piece to `put` when its node runs, and do not compute it.
 
-    This is noted on the node, so that passes that run at once do not meet.
-
-    Args:
-        node: of the compiled part.
-        slot: of the piece.
-        put: takes the operands; None: nothing does any more.
+    The node has the note, so passes that overlap do not share it. None ends it.
     """
     waiting = getattr(node, "zbpp_waiting", None) or {}
     node.zbpp_waiting = {**waiting, slot: put}
@@ -272,12 +248,12 @@ def defer_piece(
 
 
 def is_worth_it(layer: nn.Module) -> bool:
-    """True for layers of several modules: in a lone one there is nothing to fuse."""
+    """True for layers of several modules: a single one has nothing to fuse."""
     return any(True for _ in layer.children())
 
 
 def compiled(call: Call) -> Call:
-    """Return a call that is compiled when it first runs, and split by zbpp."""
+    """Compile a call at its first run, with this backend."""
     compile: Any = torch.compile
     wrapped: Call = compile(call, backend=zbpp, recompile_limit=_MAX_KINDS)
     return wrapped

@@ -1,6 +1,6 @@
-"""Questions to graphs and nodes by names of torch's own; see `private_names`."""
+"""Private functions and attributes of autograd; see `private_names`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def accumulates() -> bool:
 
 
 def is_built_in(node: Any) -> bool:
-    """True if a node is torch's own: it cannot ask which kind of backward runs."""
+    """True for nodes of torch, which act alike in each kind of backward."""
     kind = type(node)
     return kind.__module__ == "builtins" and kind.__name__ != "CppFunction"
 
@@ -47,29 +47,28 @@ class _Handles(dict[Any, Any]):
             super().__setitem__(key, value)
 
 
-def no_hook_packed(node: Any, raw_names: Iterable[str]) -> bool:
-    """True if saved tensors of a node are there as they are."""
+def _packed(node: Any, raw_names: Iterable[str]) -> Iterator[Any]:
+    """Yield the saved tensors of a node that a hook has packed."""
     for name in raw_names:
         raw = getattr(node, name)
-        if isinstance(raw, tuple):
-            if any(x.unpack_hook is not None for x in raw):
-                return False
-        elif raw.unpack_hook is not None:
-            return False
-    return True
+        for saved in raw if isinstance(raw, tuple) else (raw,):
+            if saved.unpack_hook is not None:
+                yield saved
+
+
+def no_hook_packed(node: Any, raw_names: Iterable[str]) -> bool:
+    """True if no hook has packed these saved tensors."""
+    return next(_packed(node, raw_names), None) is None
 
 
 def may_be_read(node: Any, raw_names: Iterable[str]) -> bool:
-    """True if saved tensors of a node may be read once more than autograd does.
+    """True if these saved tensors may be read once more than autograd reads them.
 
-    A tensor that activation checkpointing has packed is recomputed when it is first
-    read, and refused when it is read again, though it lives as long as its node. We
-    lift the refusal. Other hooks (offloading, say) are left alone.
+    Activation checkpointing recomputes a tensor at its first read, and refuses a
+    second one although the tensor lives as long as its node. This lifts the refusal.
+    Tensors of other hooks (offloading, say) may not be read again.
     """
-    for name in raw_names:
-        saved = getattr(node, name)
-        if saved.unpack_hook is None:
-            continue
+    for saved in _packed(node, raw_names):
         handles = getattr(saved.data, "handles", None)
         if type(handles) is dict:
             saved.data.handles = _Handles(handles)
@@ -84,13 +83,13 @@ _n_own_hooks = 0
 
 
 def hooks_made() -> int | None:
-    """Count the hooks that others have registered so far; None: unknown."""
+    """Count the hooks that users have registered so far; None: unknown."""
     n = getattr(RemovableHandle, "next_id", None)
     return None if n is None else n - _n_own_hooks
 
 
 def add_hook(register: Callable[..., RemovableHandle], hook: Any) -> RemovableHandle:
-    """Register a hook of our own; return its handle."""
+    """Register a hook of zbpp, which `hooks_made` leaves out; return its handle."""
     global _n_own_hooks
     _n_own_hooks += 1
     return register(hook)

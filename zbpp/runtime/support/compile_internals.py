@@ -1,21 +1,23 @@
-"""Questions to torch's compiler by names of its own; see `private_names`."""
+"""Private functions of torch's compiler; see `private_names`."""
 
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 
+from zbpp.runtime.support.private_names import missing_names
+
 __all__ = [
     "Inner",
+    "can_split",
     "compile_graph",
     "compile_with",
     "current_node",
     "inductor_options",
-    "missing",
 ]
 
 Inner = Callable[..., Any]
@@ -28,27 +30,18 @@ _SETTINGS = {
     "bundled_autograd_cache": False,
     "force_autograd_cache": False,
 }
-"""Of AOTAutograd, while a region is compiled. Its cache knows nothing of the split: an
-entry of a stock compilation would be taken, and nothing would wait for W. (Inductor's
-own cache goes by the graph that it is given, so it is left on.) A backward that is
-lowered when it first runs could not tell B in advance what is left to W."""
+"""Of AOTAutograd, while a region is compiled. Its cache does not distinguish a split
+region from a plain one, of which nothing would wait for W. (Inductor's cache does: its
+key is the graph.) And a backward that is lowered when it first runs has no pieces when
+B is planned."""
 
 
-def missing() -> str | None:
-    """The name that this torch lacks, without which no region is split."""
-    for place, names in _NAMES.items():
-        module = _module(place)
-        for name in names:
-            if not hasattr(module, name):
-                return f"{place}.{name}"
-    return None
+_PLACES = ("torch._C:", "torch._inductor.", "torch._functorch.")
 
 
-_NAMES = {
-    "torch._C": ("_current_autograd_node",),
-    "torch._inductor.compile_fx": ("compile_fx", "compile_fx_inner"),
-    "torch._functorch.config": ("patch", *_SETTINGS),
-}
+def can_split() -> bool:
+    """True if this torch has the names of its compiler that a split needs."""
+    return not any(name.startswith(_PLACES) for name in missing_names())
 
 
 def _module(name: str) -> Any:
@@ -63,51 +56,44 @@ def compile_with(
     inputs: Sequence[Any],
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Compile as Inductor does, each finished graph by a function of ours.
+    """Compile a graph of Dynamo by Inductor, with `inner` for each finished graph.
 
-    Args:
-        inner: of ours; None: Inductor's own, and nothing of the rest changes.
-        graph: as Dynamo hands it to a backend.
-        inputs: its examples.
-        options: of Inductor.
+    Without `inner` it is a plain compilation.
     """
-    module = _module("torch._inductor.compile_fx")
+    compile_fx = _module("torch._inductor.compile_fx").compile_fx
+    result: Callable[..., Any]
     if inner is None:
-        made: Callable[..., Any] = module.compile_fx(
-            graph, inputs, config_patches=dict(options)
-        )
-        return made
+        result = compile_fx(graph, inputs, config_patches=dict(options))
+        return result
     config = _module("torch._functorch.config")
-    with ExitStack() as stack:
-        patched: AbstractContextManager[object] = config.patch(_SETTINGS)
-        stack.enter_context(patched)
-        made = module.compile_fx(
+    patched: AbstractContextManager[object] = config.patch(_SETTINGS)
+    with patched:
+        result = compile_fx(
             graph, inputs, inner_compile=inner, config_patches=dict(options)
         )
-    return made
+    return result
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:
-    """Compile a finished graph by Inductor; what is returned takes a list."""
+    """Compile a finished graph by Inductor to a function of a list."""
     module = _module("torch._inductor.compile_fx")
     return module.compile_fx_inner(graph, inputs, **about)
 
 
 def inductor_options(
-    mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None = None
+    mode: str | None, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return Inductor's options for what `torch.compile` is given.
+    """Return Inductor's options for arguments of `torch.compile`.
 
     Raises:
         RuntimeError: there is no such mode or option.
     """
     wrapper: Any = torch._TorchCompileInductorWrapper  # typed from torch 2.14 on
-    made = wrapper(mode, None if options is None else dict(options), dynamic)
-    return dict(made.config)
+    return dict(wrapper(mode, None if options is None else dict(options), None).config)
 
 
 def _no_node() -> None:
-    """Tell of no node."""
+    """Return no node, where torch cannot name it."""
 
 
 current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", _no_node)

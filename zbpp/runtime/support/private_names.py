@@ -13,7 +13,10 @@ __all__ = ["PRIVATE_NAMES", "missing_names"]
 PRIVATE_NAMES = (
     "torch:_TorchCompileInductorWrapper",
     "torch._C:_current_autograd_node",
+    "torch._functorch.config:bundled_autograd_cache",
     "torch._functorch.config:enable_autograd_cache",
+    "torch._functorch.config:enable_remote_autograd_cache",
+    "torch._functorch.config:force_autograd_cache",
     "torch._functorch.config:force_non_lazy_backward_lowering",
     "torch._functorch.config:patch",
     "torch._inductor.compile_fx:compile_fx",

@@ -1,4 +1,4 @@
-"""Questions to torch by names of its own; see `private_names`."""
+"""Private functions and attributes of torch; see `private_names`."""
 
 import importlib
 import sys
@@ -39,7 +39,7 @@ def profiling() -> bool:
 
 
 class _Arrived(torch.autograd.Function):
-    """The result of a collective that is under way, awaited."""
+    """Waits for the result of a running collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -51,7 +51,7 @@ class _Arrived(torch.autograd.Function):
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """Await what a collective still writes, as tensor parallelism hands it on."""
+    """Wait for a collective that tensor parallelism has left running."""
     if not hasattr(tensor, "trigger_wait"):
         return tensor
     apply: Any = _Arrived.apply  # typed from torch 2.14 on
@@ -59,7 +59,7 @@ def arrived(tensor: Tensor) -> Tensor:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
-    """The tensors that one of a library's class is made of; None: it is none such."""
+    """The tensors inside one of a library's class; None: a tensor of torch."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return None
     names, _ = tensor.__tensor_flatten__()
@@ -74,29 +74,25 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def outside_fake_mode() -> AbstractContextManager[object]:
-    """Within this, tensors that are made are none of a mode of fake ones."""
+    """Within this, new tensors are real, even in a mode of fake ones."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     unset = getattr(module, "unset_fake_temporarily", None)
     return nullcontext() if unset is None else unset()
 
 
 def copying(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Within this, a deep copy has fake tensors for fake ones, and real for real.
+    """Within this, a deep copy of these tensors has fake ones for fake ones.
 
-    By itself torch copies a fake tensor together with its mode, and memory is corrupted
-    then; its mode for copies makes new fakes of the old mode.
-
-    Args:
-        tensors: of what is copied.
+    A plain deep copy of a fake tensor copies its mode, too, and corrupts memory;
+    torch's mode for copies makes new fake tensors of the old mode.
     """
     modes = (getattr(tensor, "fake_mode", None) for tensor in tensors)
     mode = next((mode for mode in modes if mode is not None), None)
     if mode is None:
         return outside_fake_mode()
-    made: AbstractContextManager[object] = sys.modules[
-        "torch._subclasses.fake_tensor"
-    ].FakeCopyMode(mode)
-    return made
+    module: Any = sys.modules["torch._subclasses.fake_tensor"]
+    copy_mode: AbstractContextManager[object] = module.FakeCopyMode(mode)
+    return copy_mode
 
 
 _DATA_PARALLEL = {
@@ -128,7 +124,7 @@ def is_in_ddp() -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a step of this optimizer calls functions of others."""
+    """True if a step of this optimizer calls hooks."""
     module = importlib.import_module("torch.optim.optimizer")
     hooks = [
         *(getattr(module, f"_global_optimizer_{when}_hooks", None) for when in _WHEN),
