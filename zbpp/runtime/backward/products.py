@@ -1,4 +1,4 @@
-"""Products whose weight gradients can wait: what W holds of each, and its formula.
+"""Products whose weight gradients can wait: the operands of W, and its formula.
 
     Mm             y = x w           dx = dy w^T         dw = x^T dy
     Addmm          y = b + x w
@@ -22,25 +22,21 @@ Sizes = Sequence[int]
 
 
 class Rule(NamedTuple):
-    """The second half of one kind of product's backward.
-
-    Args:
-        gradients: takes the gradient of the product, the operands and the settings;
-            returns the gradients of the weights.
-        weights: the node's operands whose gradients may wait: the first one must, the
-            others may need none.
-        operands: names of the saved tensors that W holds.
-        settings: names of other saved values.
-        transposed: of the only weight's gradient, the transpose, without a detour.
-        add: takes a sum first, and adds the gradient in the product's own kernel.
-    """
+    """The second half of one kind of product's backward."""
 
     gradients: Callable[..., Sequence[Tensor | None]]
+    """Takes the gradient of the product, the operands and the settings; returns the
+    gradients of the weights."""
     weights: tuple[int, ...] = ()
+    """The node's operands whose gradients may wait; all but the first may need none."""
     operands: tuple[str, ...] = ()
+    """Names of the saved tensors that W needs."""
     settings: tuple[str, ...] = ()
+    """Names of other saved values."""
     transposed: Callable[..., Tensor] | None = None
+    """Returns the only weight's gradient transposed, without a second transpose."""
     add: Callable[..., object] | None = None
+    """Takes a sum first, and adds the gradient to it in the product's kernel."""
 
 
 def _is_column_major(sizes: Sizes, strides: Sizes) -> bool:

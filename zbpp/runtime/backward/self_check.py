@@ -1,7 +1,7 @@
-"""Before the first split of a process: is a split backward a plain one, to the bit?
+"""Compare a split backward with a plain one before the first split of a process.
 
-What torch does not document may change in a release that nobody has tried (see
-`private_names`). A small network then tells, in milliseconds, and nobody trains wrong.
+Private parts of torch (see `private_names`) may change in a new release. A small
+network finds out in milliseconds, before a training gets wrong gradients.
 """
 
 from functools import cache
@@ -43,8 +43,7 @@ def check_split() -> None:
 def _gradients(way: str) -> list[Tensor | None]:
     """Compute the gradients of the leaves of a small network.
 
-    Two products, one of them twice, a normalisation, a residual: no random number is
-    drawn, and nothing depends on the user's defaults.
+    It draws no random numbers, and does not depend on the user's defaults.
     """
     n = _SIZE
     numbers = torch.linspace(
@@ -61,7 +60,7 @@ def _gradients(way: str) -> list[Tensor | None]:
         return x + functional.layer_norm(twice, (n,), scale)
 
     if way == "autograd":
-        total = (network(x) * dy).sum()  # a gradient that is given imports sympy
+        total = (network(x) * dy).sum()  # backward(dy) would import sympy
         torch.autograd.backward(total)
         return [leaf.grad for leaf in leaves]
     graph = split_forward(network, x)

@@ -1,4 +1,4 @@
-"""Wrappers and hooks of modules that do not see what W computes."""
+"""Refuse wrappers and hooks of modules that would miss gradients of W."""
 
 from collections.abc import Iterable
 
@@ -14,17 +14,12 @@ __all__ = ["check_hooks", "check_module"]
 def check_module(
     module: nn.Module, name: str = "the module", *, on_mesh: bool = False
 ) -> None:
-    """Refuse what would silently train on wrong gradients.
+    """Refuse a module that would silently train on wrong gradients.
 
-    `fully_shard` reduces a module's gradients at the end of its B, so that those of W
-    come too late; `replicate` and DistributedDataParallel expect the gradients of one
-    micro-batch after another.
-
-    Args:
-        module: to be split.
-        name: of it, for words.
-        on_mesh: a pipeline reduces what `fully_shard` has wrapped, or the `replicate`
-            that works as it does.
+    `fully_shard` reduces a module's gradients at the end of its B, before W;
+    `replicate` and DistributedDataParallel expect the gradients of one micro-batch
+    after another. With `on_mesh` the pipeline itself reduces units of `fully_shard`,
+    and of the `replicate` that works alike.
 
     Raises:
         RequestError: the module, or one inside, is wrapped by one of them, or has a
@@ -52,7 +47,7 @@ def check_module(
 
 
 def check_hooks(modules: Iterable[nn.Module]) -> None:
-    """Refuse deprecated backward hooks, which are those of single nodes of a graph.
+    """Refuse deprecated backward hooks, which see one node of a graph only.
 
     Raises:
         RequestError: a module has one.
