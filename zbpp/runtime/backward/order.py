@@ -84,7 +84,8 @@ class GradientOrder:
         """B of a micro-batch; see `SplitGraph.backward_input`."""
         if microbatch == self._b.turn and self._each is None:
             input_gradients = graph.backward_input(gradients)
-            self._b.add(microbatch, self._end_addition)
+            self._b[microbatch] = self._end_addition
+            self._b.run_due()
             return input_gradients
         before = [(p, p.grad) for p in self._parameters]
         for p in self._parameters:
@@ -100,15 +101,17 @@ class GradientOrder:
         if self._each is not None:
             self._apart[microbatch] = apart
         else:
-            self._b.add(microbatch, lambda: self._end_b(apart))
+            self._b[microbatch] = lambda: self._end_b(apart)
+            self._b.run_due()
         if not self._n_running_apart:
             self._w.run_due()
         return input_gradients
 
     def run_w(self, microbatch: int, graph: SplitGraph) -> None:
         """W of a micro-batch, or of several whose turn has come."""
-        is_free = not self._n_running_apart
-        self._w.add(microbatch, lambda: self._do_w(microbatch, graph), now=is_free)
+        self._w[microbatch] = lambda: self._do_w(microbatch, graph)
+        if not self._n_running_apart:
+            self._w.run_due()
 
     def _do_w(self, microbatch: int, graph: SplitGraph) -> None:
         each, progress = self._each, None
@@ -141,8 +144,9 @@ class GradientOrder:
             self.run_w(microbatch, graph)
             return input_gradients
         input_gradients = graph.backward(gradients)
-        self._b.add(microbatch, self._end_addition)
-        self._w.add(microbatch, _nothing)
+        self._b[microbatch] = self._w[microbatch] = self._end_addition
+        self._b.run_due()
+        self._w.run_due()
         return input_gradients
 
     def _end_b(self, apart: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -154,28 +158,14 @@ class GradientOrder:
             self._widen()
 
 
-def _nothing() -> None:
-    """A W that has run with its B."""
+class _Turns(dict[int, Callable[[], None]]):
+    """Actions of micro-batches, which run in the order of these."""
 
-
-class _Turns:
-    """Runs actions in micro-batch order: an early one waits for its turn."""
-
-    def __init__(self) -> None:
-        self.turn = 0
-        self._waiting: dict[int, Callable[[], None]] = {}
-
-    def add(
-        self, microbatch: int, action: Callable[[], None], *, now: bool = True
-    ) -> None:
-        """Run an action in its turn; with `now` False not before `run_due`."""
-        self._waiting[microbatch] = action
-        if now:
-            self.run_due()
+    turn = 0
 
     def run_due(self) -> None:
         """Run the actions whose turn has come."""
-        while (action := self._waiting.pop(self.turn, None)) is not None:
+        while (action := self.pop(self.turn, None)) is not None:
             action()
             self.turn += 1
 
