@@ -354,7 +354,7 @@ TABLE = (
      "if tied.earlier_grad is not None", "if False"),
     # ---- executor, and the files beside it
     ("executor", "micro-batches of no weight count", "zbpp/runtime/loss.py",
-     "self._weights[microbatch] != 0", "self._weights[microbatch] is not None"),
+     "weights[microbatch] != 0", "weights[microbatch] is not None"),
     ("executor", "ignored tokens weigh", "zbpp/runtime/microbatches.py",
      "return (targets != IGNORED).sum()", "return int(targets.numel())"),
     ("executor", "later chunks get the odd layer", "zbpp/runtime/partition.py",

@@ -22,7 +22,8 @@ from zbpp.core import (
 )
 from zbpp.emulation.layers import EmulatedLayer, sleep_until
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.transport import Expected, Opening, Reduction, Transport
+from zbpp.runtime.comm.transport import Expected, Reduction, Transport
+from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.parallel.sums import Collectives
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors, with_tensors
@@ -104,9 +105,9 @@ class DelayedTransport(Transport):
         """Tell the other processes why this one stops."""
         self._inner.report(error, ends=ends)
 
-    def begin(self, opening: Opening | None = None) -> int | None:
+    def begin(self, batch: MicroBatches | None = None) -> int | None:
         """Start a step, or an evaluation."""
-        return self._inner.begin(opening)
+        return self._inner.begin(batch)
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Send the time in place of the tensors."""

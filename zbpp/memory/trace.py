@@ -22,6 +22,7 @@ from zbpp.memory.recorder import Recorder, WatchedLayer
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom
+from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import tensors_in
@@ -129,12 +130,9 @@ def trace_chunk(
             autocast=options.autocast,
             exact_sums=options.exact_sums,
         )
-        stage.begin(
-            step=0,
-            inputs=[as_tensors(inputs.inputs)] * 4 if is_first else None,
-            targets=[inputs.targets] * 4 if inputs.targets is not None else None,
-            n_microbatches=4,
-        )
+        targets = [inputs.targets] * 4 if inputs.targets is not None else None
+        read = [as_tensors(inputs.inputs)] * 4 if is_first else None
+        stage.begin(MicroBatches(4, inputs=read, targets=targets))
         learning = {p: None for layer in layers for p in layer.parameters()}
         try:
             microbatch = _Microbatch(stage, index, recorder, inputs)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from zbpp.core import Pass, PassKind, Placement, Value, What
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.transport import Opening
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.values import Tensors, with_tensors
@@ -53,7 +53,7 @@ def capture(
     for stage, executor in executors.items():
         part = microbatch[stage]
         executor.transport.begin(
-            Opening(1, None if part.inputs is None else [part.inputs])
+            MicroBatches(1, inputs=None if part.inputs is None else [part.inputs])
         )
         runners[stage] = stage_like(
             options, list(executor.stage.chunks.values()), n_chunks=placement.n_chunks
@@ -108,10 +108,12 @@ def begin(
     inputs, targets = microbatch.inputs, microbatch.targets
     each = range(n_microbatches)
     stage.begin(
-        step=step,
-        inputs=None if inputs is None else [fresh(inputs) for _ in each],
-        targets=None if targets is None else [_fresh_targets(targets) for _ in each],
-        n_microbatches=n_microbatches,
+        MicroBatches(
+            n_microbatches,
+            step,
+            None if inputs is None else [fresh(inputs) for _ in each],
+            None if targets is None else [_fresh_targets(targets) for _ in each],
+        )
     )
 
 

@@ -22,6 +22,7 @@ from zbpp.core import (
 from zbpp.profiling.capture import Given, begin
 from zbpp.runtime.executor import Executor, drive
 from zbpp.runtime.job_times import JobTimes
+from zbpp.runtime.microbatches import MicroBatches
 from zbpp.schedules import lower
 
 __all__ = ["rehearse", "rehearsed_steps"]
@@ -70,7 +71,7 @@ def rehearse(
             n = 1 + max(1, min(_MOST, int(most_s / max(slowest, 1e-9))))
     rows = executor.times.steps(done - 1)
     executor.times, runner.where, runner.defers = kept
-    runner.begin(step=step, inputs=None, targets=None, n_microbatches=1)
+    runner.begin(MicroBatches(1, step))
     return rows
 
 

@@ -51,9 +51,10 @@ from zbpp.core import (
 )
 from zbpp.core.jobs import StageKind
 from zbpp.core.program import Message
-from zbpp.runtime.comm.transport import Expected, Opening, Transport
+from zbpp.runtime.comm.transport import Expected, Transport
 from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.job_times import JobTimes, Timed
+from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.sums import Collectives
@@ -114,9 +115,8 @@ class Executor:
         self.times = times or JobTimes(stage.device)
         self.overlap = overlap or Overlap(stage.device, stops=False)
         self.replay = Replay(stage)
-        self.opening: Opening | None = Opening(1)
-        """Begins the messages of the next step; None: its shapes are known."""
-        self._is_part = False
+        self.batch: MicroBatches | None = stage.batch
+        """Of the next call; None: it has none, as the end of a step in parts."""
         self.n_filled: int | None = None
         """Micro-batches that have samples in the batch that was last; None: all."""
         self._compute: dict[PassKind, Callable[..., Tensors | None]] = {}
@@ -141,42 +141,14 @@ class Executor:
         self.transport = transport
         self.collectives = collectives
 
-    def begin(
-        self,
-        *,
-        n_microbatches: int,
-        n_inputs: int | None = None,
-        n_targets: int | None = None,
-        n_filled: int | None = None,
-        training: bool = True,
-        is_part: bool = False,
-        **step: Any,
-    ) -> None:
-        """Begin a step or an evaluation: take the micro-batches that the stage reads.
-
-        Args:
-            n_microbatches: of the step.
-            n_inputs: samples of the inputs, where they were cut here.
-            n_targets: samples of the targets, where they were cut here.
-            n_filled: micro-batches that have samples, where the batch is read.
-            training: it is a step.
-            is_part: it is one of several parts of a step, which leaves no times.
-            step: see `Stage.begin`.
-        """
-        self._is_part = is_part
-        self.stage.begin(n_microbatches=n_microbatches, **step)
-        self.opening = Opening(
-            n_microbatches,
-            self.stage.inputs,
-            n_inputs,
-            n_targets,
-            n_filled,
-            training,
-        )
+    def begin(self, batch: MicroBatches) -> None:
+        """Begin a step or an evaluation."""
+        self.batch = batch
+        self.stage.begin(batch)
 
     def begin_end(self) -> None:
         """Begin what a step of several parts does behind them all."""
-        self.opening = None
+        self.batch = None
 
     def run(self, program: Program, *, training: bool = True) -> Iterator[None]:
         """Run a program; yield where another stage of this process must go first.
@@ -190,10 +162,12 @@ class Executor:
             Exception: whatever the model raises, with a note that names the job.
         """
         n = self.n_filled if self.transport.peers.n_peers == 1 else None
-        is_whole = n is None or n == self.stage.n_microbatches
+        is_whole = n is None or n == self.stage.batch.n_microbatches
         if n is not None and not is_whole:
             program = of_first_microbatches(program, n)
-        self.times.begin(training=training and is_whole and not self._is_part)
+        self.times.begin(
+            training=training and is_whole and not self.stage.batch.is_part
+        )
         in_order = self._in_order if training else self._forwards_of
         waits = WAITS if self.transport.is_local else {}
         try:
@@ -247,7 +221,7 @@ class Executor:
         if not self._may_stop:
             self._compute[PassKind.F] = stage.forward
         self.optimizer.begin_backward()
-        if not stage.first and not kinds.isdisjoint((Pass, Segment)):
+        if not stage.batch.first and not kinds.isdisjoint((Pass, Segment)):
             stage.ties.begin()
         if Collective in kinds:
             stage.watch_weights(self.collectives.chunks)
@@ -516,7 +490,7 @@ def drive(
     with random.borrowed(training=training, may_draw=may_draw):
         runs = []
         for stage, executor in executors.items():
-            executor.n_filled = executor.transport.begin(executor.opening)
+            executor.n_filled = executor.transport.begin(executor.batch)
             runs.append(executor.run(programs[stage], training=training))
         while runs:
             for run in list(runs):

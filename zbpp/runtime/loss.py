@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.layer_random import draws_nothing
-from zbpp.runtime.microbatches import mean_by_weight, shares
+from zbpp.runtime.microbatches import MicroBatches, mean_by_weight, shares
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 
@@ -54,40 +54,18 @@ class Loss:
         self.adds = False
         """The loss of the batch is the sum over micro-batches, not their mean."""
         self._all_weights: list[float] = []
-        self.begin(None, None, n_microbatches=1)
+        self.begin(MicroBatches(1))
 
-    def begin(
-        self,
-        targets: Sequence[object] | None,
-        weights: Sequence[float] | None,
-        *,
-        n_microbatches: int,
-        first: int = 0,
-        total: Callable[[], float] | None = None,
-        loss_fn: LossFn | None = None,
-    ) -> None:
-        """Start a step, or the next part of one: take its targets.
-
-        Args:
-            targets: of each micro-batch; None: there is no loss here.
-            weights: of each micro-batch; None: all alike.
-            n_microbatches: their number.
-            first: micro-batches of the step's earlier parts, whose losses stay.
-            total: weight of the whole batch, of which others have parts; None: there
-                is no more than these. Asked for once, before the first backward.
-            loss_fn: in place of the usual one.
-        """
-        self._used_fn = loss_fn or self._loss_fn
+    def begin(self, batch: MicroBatches) -> None:
+        """Start a step, or the next part of one, which keeps the losses before it."""
+        self._used_fn = batch.loss_fn or self._loss_fn
         self.draws_nothing = draws_nothing(self._used_fn)
-        self.targets = targets
-        self._n_microbatches = n_microbatches
-        self._first = first
-        earlier = self._all_weights if first else []
-        self._all_weights = [*earlier, *(weights or [1.0] * n_microbatches)]
-        self._weights = weights
+        self._batch, self._total = batch, batch.total
+        weights = batch.weights
+        earlier = self._all_weights if batch.first else []
+        self._all_weights = [*earlier, *(weights or [1.0] * batch.n_microbatches)]
         self._shares = None if weights is None else shares(weights)
-        self._total = total
-        if not first:
+        if not batch.first:
             self.values: dict[int, Tensor] = {}
             """Losses by the number of the micro-batch in the step."""
             self.metrics: dict[int, Metrics] = {}
@@ -99,14 +77,15 @@ class Loss:
             RequestError: it is no scalar tensor.
         """
         loss: object
-        if self.targets is None or not self.counts(microbatch):
+        targets = self._batch.targets
+        if targets is None or not self.counts(microbatch):
             loss = _nothing(outputs, self._device)
         else:
             move = partial(sent_ahead, device=self._device)
-            loss = self._used_fn(outputs, map_tensors(self.targets[microbatch], move))
+            loss = self._used_fn(outputs, map_tensors(targets[microbatch], move))
             if type(loss) is tuple and len(loss) == 2:
                 loss, metrics = loss
-                self.metrics[self._first + microbatch] = _numbers(metrics)
+                self.metrics[self._batch.first + microbatch] = _numbers(metrics)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise RequestError(
                 "loss_fn must return a scalar tensor, the mean over a micro-batch, or "
@@ -118,7 +97,7 @@ class Loss:
                 "in floating point: of a complex one, its abs() or real part"
             )
         # A copy: mse_loss's scalar holds the memory of all its summands.
-        self.values[self._first + microbatch] = loss.detach().clone()
+        self.values[self._batch.first + microbatch] = loss.detach().clone()
         return loss
 
     def changed_buffer(self) -> str | None:
@@ -140,20 +119,23 @@ class Loss:
 
     def discard(self) -> None:
         """Forget the losses of this part of the step; they will be computed again."""
-        for number in range(self._first, self._first + self._n_microbatches):
+        first = self._batch.first
+        for number in range(first, first + self._batch.n_microbatches):
             self.values.pop(number, None)
             self.metrics.pop(number, None)
 
     def counts(self, microbatch: int) -> bool:
         """False for a micro-batch of weight 0."""
-        return self._weights is None or self._weights[microbatch] != 0
+        weights = self._batch.weights
+        return weights is None or weights[microbatch] != 0
 
     def _scaled_share(self, microbatch: int, scale: float) -> float:
         """Share of a micro-batch in the loss of the batch, times the loss scale."""
-        if self._total is not None and self._weights is not None:
-            self._shares, self._total = _parts(self._weights, self._total()), None
+        weights = self._batch.weights
+        if self._total is not None and weights is not None:
+            self._shares, self._total = _parts(weights, self._total()), None
         if self._shares is None:
-            return scale / self._n_microbatches
+            return scale / self._batch.n_microbatches
         return scale * self._shares[microbatch]
 
     def gradients(

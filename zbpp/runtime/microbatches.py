@@ -2,6 +2,7 @@
 
 from collections import UserDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from zbpp.runtime.values import Tensors, UnfitValueError, as_tensors
 __all__ = [
     "Batch",
     "CutBatch",
+    "MicroBatches",
     "Weigh",
     "WeighName",
     "check_filled",
@@ -48,6 +50,44 @@ IGNORED = -100
 
 Move = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 """From a micro-batch and a function of its tensors to the same with other tensors."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one call; stages read the parts that their chunks need.
+
+    Args:
+        n_microbatches: their number.
+        step: number of the step, for seeds.
+        inputs: of each micro-batch, where the first chunk is.
+        targets: where the last chunk is; without any, no loss is computed.
+        weights: of each micro-batch, with the targets; None: all alike.
+        total: weight of the whole batch, of which others have parts; None: the sum of
+            the weights. Called once, before the first backward.
+        first: micro-batches of the step's earlier calls.
+        is_part: the step has several calls; such a call leaves no times.
+        training: backwards follow the forwards.
+        keeps_outputs: keep what the last chunk puts out, before the loss.
+        loss_fn: of this call; None: the usual one.
+        n_inputs: samples of the inputs, where they were cut.
+        n_targets: samples of the targets, where they were cut.
+        n_filled: micro-batches that have samples, where the batch is read.
+    """
+
+    n_microbatches: int
+    step: int = 0
+    inputs: Sequence[Tensors] | None = None
+    targets: Sequence[object] | None = None
+    weights: Sequence[float] | None = None
+    total: Callable[[], float] | None = None
+    first: int = 0
+    is_part: bool = False
+    training: bool = True
+    keeps_outputs: bool = False
+    loss_fn: Callable[..., Any] | None = None
+    n_inputs: int | None = None
+    n_targets: int | None = None
+    n_filled: int | None = None
 
 
 def split_inputs(batch: Batch, n: int) -> list[Tensors]:

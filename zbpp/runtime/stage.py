@@ -24,6 +24,7 @@ from zbpp.runtime.backward.wrappers import check_module
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
 from zbpp.runtime.loss import Loss, LossFn, refuse_foreign
+from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.streams import sent_ahead
@@ -119,7 +120,7 @@ class Stage:
         }
         self.loss_scale = 1.0
         """Factor of the loss in the next backwards."""
-        self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
+        self.begin(MicroBatches(1))
 
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer, chunk after chunk."""
@@ -142,54 +143,19 @@ class Stage:
         """Choose the layers whose graph B computes again, from the next step on."""
         self._recomputed = recomputed_of(self.chunks.values(), layers, self.random)
 
-    def begin(
-        self,
-        *,
-        step: int,
-        inputs: Sequence[Tensors] | None,
-        targets: Sequence[object] | None,
-        n_microbatches: int,
-        first: int = 0,
-        weights: Sequence[float] | None = None,
-        total: Callable[[], float] | None = None,
-        loss_fn: LossFn | None = None,
-        keeps_outputs: bool = False,
-    ) -> None:
-        """Start a step: take its micro-batches, forget what an earlier one left.
-
-        Or start the next part of a step, which adds to the gradients and losses of the
-        parts before it.
-
-        Args:
-            step: its number.
-            inputs: of each micro-batch, where this stage holds the first chunk.
-            targets: where it holds the last; without any, no loss is computed.
-            n_microbatches: their number.
-            first: micro-batches of the step's earlier parts.
-            weights: of each micro-batch, with the targets; None: all alike.
-            total: of the whole batch's, if replicas or other parts have some of it.
-            loss_fn: in place of the usual one.
-            keeps_outputs: keep what the last chunk puts out, before the loss.
-        """
+    def begin(self, batch: MicroBatches) -> None:
+        """Start a step, or the next part of one, which adds to the gradients so far."""
         torch.clear_autocast_cache()  # weights may have changed since they were cast
         self.ties.refresh()
-        self.step, self.inputs = step, inputs
-        self.loss.begin(
-            targets,
-            weights,
-            n_microbatches=n_microbatches,
-            first=first,
-            total=total,
-            loss_fn=loss_fn,
-        )
+        self.batch = batch
+        self.loss.begin(batch)
         self._may_draw = {
             i: i not in self._quiet
             or has_hooks(self._quiet[i])
             or (i == self._last and not self.loss.draws_nothing)
             for i in self.chunks
         }
-        self.outputs: dict[int, object] | None = {} if keeps_outputs else None
-        self.n_microbatches, self.first = n_microbatches, first
+        self.outputs: dict[int, object] | None = {} if batch.keeps_outputs else None
         self._saved: dict[tuple[int, int], Saved] = {}
         self._lent = {i: c.gathered() for i, c in self.chunks.items() if c.shards}
         for order in self._orders.values():
@@ -203,7 +169,7 @@ class Stage:
     def watch_weights(self, watches: Mapping[int, Summing]) -> None:
         """Let the last W's of this step's chunks tell how far they are, or all W's."""
         for chunk, progress in watches.items():
-            self._orders[chunk].listen(self.n_microbatches, progress)
+            self._orders[chunk].listen(self.batch.n_microbatches, progress)
 
     def discard(self) -> None:
         """Forget the forwards so far; they will run once more, with other weights."""
@@ -228,7 +194,8 @@ class Stage:
                 as_value(read), self._recomputed, self._seeds(chunk, microbatch)
             )
             outputs = mapped(self._finish(chunk, microbatch, value), isolated)
-        has_loss = self.loss.targets is not None  # then it has kept what came before it
+        has_loss = self.batch.targets is not None
+        # with a loss, `_finish` has kept what came before it
         if chunk == self._last and self.outputs is not None and not has_loss:
             self.outputs[microbatch] = as_value(outputs)
         return outputs
@@ -331,21 +298,23 @@ class Stage:
 
     def own_batch(self, chunk: int, microbatch: int) -> list[object]:
         """The parts of the batch that a forward of this chunk reads, if any."""
-        parts = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)
+        batch = self.batch
+        parts = (chunk == 0, batch.inputs), (chunk == self._last, batch.targets)
         return [part[microbatch] for reads, part in parts if reads and part is not None]
 
     def _first_inputs(self, microbatch: int) -> Tensors:
         """The step's inputs of a micro-batch, on the device."""
-        if self.inputs is None:
+        if self.batch.inputs is None:
             raise RuntimeError("the stage of the first chunk has no inputs")
-        return mapped(self.inputs[microbatch], partial(sent_ahead, device=self.device))
+        inputs = self.batch.inputs[microbatch]
+        return mapped(inputs, partial(sent_ahead, device=self.device))
 
     def _seeds(self, chunk: int, microbatch: int) -> Callable[[int], None] | None:
         """The call that seeds the generators before each layer; None: nothing draws."""
         if not self._may_draw[chunk]:
             return None
-        number = self.first + microbatch
-        return partial(self.random.seed_layer, self.step, number)
+        number = self.batch.first + microbatch
+        return partial(self.random.seed_layer, self.batch.step, number)
 
     def _finish(self, chunk: int, microbatch: int, value: object) -> Tensors:
         """Return what a chunk puts out: a value as it travels, or the loss.
@@ -353,7 +322,7 @@ class Stage:
         Raises:
             RequestError: the value cannot travel.
         """
-        if chunk == self._last and self.loss.targets is not None:
+        if chunk == self._last and self.batch.targets is not None:
             if self.outputs is not None:
                 self.outputs[microbatch] = map_tensors(value, isolated)
             value = self.loss(value, microbatch)
@@ -374,7 +343,7 @@ class Stage:
         Raises:
             RequestError: so it is.
         """
-        if self.loss.targets is None:
+        if self.batch.targets is None:
             return
         learning = chain(inputs, self.chunks[chunk].leaves_once())
         if any(x.requires_grad for x in learning):

@@ -63,7 +63,7 @@ def inject(fault: str) -> ExitStack:
     running: list[Any] = [None]
 
     def strike() -> None:
-        if running[0].stage.step != int(step):
+        if running[0].stage.batch.step != int(step):
             return
         if kind in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[kind])

@@ -9,7 +9,6 @@ Both carry the same tensors, hence the same bits.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,26 +16,12 @@ from torch import Tensor
 
 from zbpp.core import Job, Message
 from zbpp.runtime.comm.place import ALONE, Place
+from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import HostCopy
 from zbpp.runtime.values import Tensors
 
-__all__ = ["Expected", "LocalHub", "LocalMailbox", "Opening", "Reduction", "Transport"]
-
-
-@dataclass(frozen=True)
-class Opening:
-    """What messages need to know of a batch; None: not known in this process."""
-
-    n_microbatches: int
-    inputs: Sequence[Tensors] | None = None
-    """Of each micro-batch."""
-    n_inputs: int | None = None
-    """Samples, unless the caller has cut the batch."""
-    n_targets: int | None = None
-    n_filled: int | None = None
-    """Micro-batches that have samples."""
-    training: bool = True
+__all__ = ["Expected", "LocalHub", "LocalMailbox", "Reduction", "Transport"]
 
 
 class Reduction:
@@ -85,13 +70,13 @@ class Transport:
     on_device: bool = False
     """A receive occupies the device until its value comes."""
 
-    def begin(self, opening: Opening | None = None) -> int | None:
-        """Start a step or an evaluation; without an opening it has no batch.
+    def begin(self, batch: MicroBatches | None = None) -> int | None:
+        """Start a step or an evaluation; without a batch, its shapes are known.
 
         Returns:
             Micro-batches that have samples; None: all of them.
         """
-        return None if opening is None else opening.n_filled
+        return None if batch is None else batch.n_filled
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Start to send a value, and return at once."""

@@ -16,6 +16,7 @@ from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import (
     Batch,
     CutBatch,
+    MicroBatches,
     Weigh,
     WeighName,
     check_filled,
@@ -198,23 +199,24 @@ class Batches:
             whole = partial(_number, self._transport.sum_numbers(numbers))
         elif part_total is not None:
             whole = partial(float, part_total)
-        for stage, executor in self._executors.items():
-            executor.begin(
-                step=step,
-                inputs=cut_inputs if stage == self._first else None,
-                targets=cut_targets if stage == self._last else None,
-                n_microbatches=m,
-                n_inputs=n_inputs,
-                n_targets=n_targets,
-                n_filled=n_filled,
-                training=training,
-                weights=weights if stage == self._last else None,
-                total=whole,
-                is_part=part is not None,
-                first=0 if part is None else part.first,
-                loss_fn=loss_fn,
-                keeps_outputs=predicts or keeps_outputs,
-            )
+        batch = MicroBatches(
+            m,
+            step,
+            inputs=cut_inputs,
+            targets=cut_targets,
+            weights=weights,
+            total=whole,
+            first=0 if part is None else part.first,
+            is_part=part is not None,
+            training=training,
+            keeps_outputs=predicts or keeps_outputs,
+            loss_fn=loss_fn,
+            n_inputs=n_inputs,
+            n_targets=n_targets,
+            n_filled=n_filled,
+        )
+        for executor in self._executors.values():
+            executor.begin(batch)
 
     def samples(self, inputs: Batch, targets: Batch) -> tuple[int | None, int | None]:
         """Samples of inputs and targets where this process reads them, else None."""

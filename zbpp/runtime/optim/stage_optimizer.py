@@ -129,7 +129,7 @@ class StageOptimizer:
             norms,
             losses if peers.counts_losses else torch.zeros_like(losses),
             norms[:0] if self.samples is None else self.samples.vector(stage.device),
-            step=stage.step,
+            step=stage.batch.step,
             adds=stage.loss.adds,
         )
         speculative = self.history.speculates
