@@ -15,7 +15,6 @@ from zbpp.pipeline import Pipeline
 from zbpp.planning import Plan
 from zbpp.planning.answer import recomputed_layers
 from zbpp.profiling.prediction import Prediction
-from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
 from zbpp.simulator import bubble_rate, simulate, write_trace
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
@@ -28,6 +27,7 @@ from zbpp.training.setup import (
     measures_first,
     model_of,
 )
+from zbpp.training.stop_request import StopRequest, stop_requests
 
 __all__ = ["load_text", "train"]
 

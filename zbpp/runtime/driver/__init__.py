@@ -1,6 +1,5 @@
 """Serve `zbpp.Pipeline`: the stages of one process, from start to end.
 
 `build` makes their executors, `agreement` compares what the ranks begin with, `stages`
-runs them and settles their steps, `batches` hands out a batch, `stop_request` ends a
-run that was sent a signal.
+runs them and settles their steps, `batches` gives them the micro-batches of a call.
 """
