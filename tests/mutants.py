@@ -318,7 +318,7 @@ TABLE = (
      "if not _same(ours[name], after.get(name))", "if False"),
     ("optim", "writes before the validation pass",
      "zbpp/runtime/optim/stage_optimizer.py",
-     "{p for p, at in marks if mark(p) != at}", "set[Tensor]()"),
+     "{p for p, at in marks if _mark(p) != at}", "set[Tensor]()"),
     ("optim", "the loss scale grows one step late", "zbpp/runtime/policies.py",
      "if self._good_steps == self._growth_interval",
      "if self._good_steps > self._growth_interval"),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpp.core import Job, RequestError
 from zbpp.runtime.chunk import OwnName
@@ -28,7 +28,6 @@ from zbpp.runtime.optim.same_samples import SameSamples
 from zbpp.runtime.optim.step_state import History, StepRules
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.errors import NonFiniteError, SumsError
-from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.sharded import is_sharded, place_gradients
 
 __all__ = ["StageOptimizer"]
@@ -49,7 +48,14 @@ class _Pending:
     sums: StepSums
     speculative: bool
     gradients: Sequence[tuple[Tensor, Tensor | None]] | None = None
-    marks: Sequence[tuple[Tensor, Mark]] = ()
+    marks: Sequence[tuple[Tensor, object]] = ()
+
+
+def _mark(parameter: Tensor) -> object:
+    """Return what changes with a write or with other memory; None: unknown here."""
+    if type(parameter) not in (Tensor, nn.Parameter):
+        return None
+    return parameter._version, parameter.data_ptr()
 
 
 class StageOptimizer:
@@ -162,7 +168,7 @@ class StageOptimizer:
             parameters = self.optimizers.parameters()
             pending.gradients = [(p, p.grad) for p in parameters]
             self.optimizers.zero_grad()  # the caller might do so too
-            pending.marks = [(p, mark(p)) for p in parameters]
+            pending.marks = [(p, _mark(p)) for p in parameters]
 
     @property
     def may_replay(self) -> bool:
@@ -222,7 +228,7 @@ class StageOptimizer:
             RequestError: names the parameters.
         """
         marks = () if self._pending is None else self._pending.marks
-        changed = {p for p, at in marks if mark(p) != at}
+        changed = {p for p, at in marks if _mark(p) != at}
         if not changed:
             return
         names = [name for _, name, p in self._stage.named_stepped() if p in changed]
