@@ -332,6 +332,8 @@ def test_a_profile_comes_before_the_first_step_and_leaves_the_weights() -> None:
     x = torch.randn(4, WIDTH)
     with pipeline_of(layers(), "ZBH1") as pipeline:
         before = {name: p.tolist() for name, p in pipeline.named_parameters()}
+        with pytest.raises(RequestError, match="rounds is 0"):
+            pipeline.profile(x, x, rounds=0)  # the pipeline goes on
         pipeline.profile(x, x, rounds=2, memory=False)
         assert before == {name: p.tolist() for name, p in pipeline.named_parameters()}
         pipeline.step(x, x)

@@ -755,34 +755,18 @@ class Pipeline:
             PeerError: another stage died, did not answer, or does not profile.
         """
         self._refuse_between_parts()
-        executors = self.stages.executors
-        if any(x.collectives.has_units for x in executors.values()):
-            raise RequestError(
-                "layers that are sharded cannot be profiled, as they cannot be copied; "
-                "profile the bare ones, in a pipeline with shard='none': their passes "
-                "are the same"
-            )
-        if self._n_steps != self._options.numerics.first_step:
-            raise RequestError(
-                "profile() comes before the first step, as it clears the optimizers' "
-                "state; profile a new Pipeline, or use "
-                "zbpp.diagnostics.measured_costs(pipeline) during a training"
-            )
-        self.synchronize()
-        inputs, targets = self._batches.pair(inputs, targets)
-        self.stages.transport.doing = "profile"
-        parts = Profiled(
-            executors,
+        profiled = Profiled(
+            self.stages,
             self.schedule,
-            tuple(len(layers) for layers in self.split),
+            tuple(map(len, self.split)),
             self._options,
             self._n_steps,
             self.place,
         )
-        with self.stages.running():
-            return measure(
-                parts, inputs, targets, rounds=rounds, most_s=most_s, memory=memory
-            )
+        inputs, targets = self._batches.pair(inputs, targets)
+        return measure(
+            profiled, inputs, targets, rounds=rounds, most_s=most_s, memory=memory
+        )
 
     # State.
 

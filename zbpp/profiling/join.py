@@ -16,7 +16,7 @@ from zbpp.profiling.stopwatch import Spread
 from zbpp.profiling.window import Wires
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.driver.build import StageOptions
-from zbpp.runtime.executor import Executor
+from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.support.devices import device_name
 
 __all__ = ["Profiled", "join", "most_in_flight"]
@@ -26,7 +26,7 @@ __all__ = ["Profiled", "join", "most_in_flight"]
 class Profiled:
     """The parts of a pipeline that a profile needs."""
 
-    executors: Mapping[int, Executor]
+    stages: LocalStages
     schedule: Schedule
     split: Sequence[int]
     options: StageOptions

@@ -34,30 +34,40 @@ def measure(
     most_s: float,
     memory: bool,
 ) -> Profile:
-    """Measure (every rank must call, with its last step validated).
-
-    Args:
-        pipeline: what to measure.
-        inputs, targets: a batch as for a step; its first micro-batch is used.
-        rounds: passes to count, after a warm-up.
-        most_s: seconds after which fewer rounds will do.
-        memory: also measure what the passes leave and need.
+    """Measure the costs of every layer; `zbpp.Pipeline.profile` explains the arguments.
 
     Raises:
-        RequestError: the batch does not fit, or a number is none.
+        RequestError: layers are sharded, steps were taken, a number is not above 0, or
+            the batch does not fit; only the last of these ends the pipeline.
     """
     if rounds < 1 or not most_s > 0:
         raise RequestError(
             f"rounds is {rounds} and most_s {most_s}; they must be above 0"
         )
-    microbatch = _given(pipeline, inputs, targets)
-    with training_kept(pipeline.executors, pipeline.options.device):
-        figures = _measure_own(pipeline, microbatch, rounds, most_s, memory)
-    sent = {c: n for part in microbatch.values() for c, n in part.out_bytes.items()}
-    wires = measure_wires(pipeline.executors, pipeline.schedule.placement, sent)
-    transport = next(iter(pipeline.executors.values())).transport
-    parts = transport.gather(figures)
-    return join(pipeline, parts, wires)
+    stages, device = pipeline.stages, pipeline.options.device
+    executors = stages.executors
+    if any(x.collectives.has_units for x in executors.values()):
+        raise RequestError(
+            "layers that are sharded cannot be profiled, as they cannot be copied; "
+            "profile the bare ones, in a pipeline with shard='none': their passes "
+            "are the same"
+        )
+    if pipeline.step != pipeline.options.numerics.first_step:
+        raise RequestError(
+            "profile() comes before the first step, as it clears the optimizers' "
+            "state; profile a new Pipeline, or use "
+            "zbpp.diagnostics.measured_costs(pipeline) during a training"
+        )
+    stages.synchronize()
+    stages.transport.doing = "profile"
+    with stages.running():
+        microbatch = _given(pipeline, inputs, targets)
+        with training_kept(executors, device):
+            figures = _measure_own(pipeline, microbatch, rounds, most_s, memory)
+        sent = {c: n for part in microbatch.values() for c, n in part.out_bytes.items()}
+        wires = measure_wires(executors, pipeline.schedule.placement, sent)
+        parts = stages.transport.gather(figures)
+        return join(pipeline, parts, wires)
 
 
 def _given(
@@ -70,7 +80,7 @@ def _given(
             split_inputs(inputs, m)[0] if stage == first else None,
             split_targets(targets, m)[0] if stage == last else None,
         )
-        for stage in pipeline.executors
+        for stage in pipeline.stages.executors
     }
 
 
@@ -82,7 +92,7 @@ def _measure_own(
     memory: bool,
 ) -> dict[str, Any]:
     """Measure the stages of this process; what is found can be pickled."""
-    executors, placement = pipeline.executors, pipeline.schedule.placement
+    executors, placement = pipeline.stages.executors, pipeline.schedule.placement
     options = pipeline.options
     capture(executors, placement, options, microbatch, step=pipeline.step)
     watches = {stage: Stopwatch(options.device) for stage in executors}
