@@ -105,7 +105,7 @@ def _compiled(module: Any) -> Callable[..., Any]:
 
     from zbpp.runtime.chunk import Chunk
     from zbpp.runtime.compiled.backend import compiled
-    from zbpp.runtime.driver.compile_chunks import compiled_chunk
+    from zbpp.runtime.driver.build import compiled_chunk
 
     if not isinstance(module, nn.Sequential):
         return compiled(module)

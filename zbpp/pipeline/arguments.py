@@ -79,6 +79,10 @@ def check_arguments(
     ):
         if not isinstance(value, kind):
             raise RequestError(f"{name} is {a_kind(value)}; give {text}")
+    if execution.compile not in ("blocks", True, False):
+        raise RequestError(
+            f'compile is {execution.compile!r}; it must be "blocks" or False'
+        )
     if numerics.autocast is torch.float16 and step.loss_scale is None:
         warnings.warn(
             "autocast is torch.float16 without a loss_scale: small gradients become 0; "

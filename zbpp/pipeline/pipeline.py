@@ -56,10 +56,9 @@ from zbpp.runtime.driver.build import (
     build_layers,
     describe_layers,
     make_transports,
+    release,
     share_first_bits,
 )
-from zbpp.runtime.driver.compile_chunks import check_compile
-from zbpp.runtime.driver.release import release
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
 from zbpp.runtime.executor import drive
 from zbpp.runtime.layer_random import next_seed
@@ -156,7 +155,6 @@ class Pipeline:
                 step=step,
                 execution=execution,
             )
-            check_compile(execution.compile)
             check_shard(
                 replicas.shard, self.place, alternating=replicas.alternating_buffers
             )

@@ -1,9 +1,10 @@
 """Build transports, layers, optimizers and executors of one process."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.comm.mailbox import Mailbox
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.transport import LocalHub, Transport
-from zbpp.runtime.driver.compile_chunks import compiled_chunk
+from zbpp.runtime.compiled.backend import Call, Compiling, compiled, is_worth_it
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.layer_random import LayerRandom
@@ -43,13 +44,18 @@ __all__ = [
     "StageOptions",
     "build_executors",
     "build_layers",
+    "compiled_chunk",
     "describe_layers",
     "make_transports",
+    "release",
     "share_first_bits",
 ]
 
 StageLayers = Mapping[int, tuple[Sequence[Chunk], StageTies]]
 """Chunks and ties of each stage of this process."""
+
+_PART = "compiles"
+"""Attribute of a layer that says which module in it is compiled; None: none is."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +86,7 @@ def make_transports(
     *,
     execution: Execution,
 ) -> dict[int, Transport]:
-    """The transports of this process's stages: its own, or where it is alone all.
-
-    Args:
-        programs: of the stages.
-        place: of this process.
-        device: of this process.
-        execution: says how long to wait.
-    """
+    """Make the transport of this process's stage, or of all where it is alone."""
     if place.everyone is None or place.n_ranks == 1:
         return dict(enumerate(LocalHub(len(programs)).transports()))
     mailbox = Mailbox(
@@ -109,18 +108,7 @@ def build_layers(
     *,
     seed: int | None = None,
 ) -> StageLayers:
-    """Build the layers of this process's stages, on its device.
-
-    Args:
-        build: makes the layers of a range of global indices.
-        plan: chunks, their placement, and the parameters that layers share.
-        stages: of this process.
-        device: of this process.
-        seed: for a function that builds layers; None: they are there.
-
-    Raises:
-        RequestError: the builder or the sharing of parameters is wrong.
-    """
+    """Build the layers of these stages; the seed is for a function that makes them."""
     chunks_of = {stage: plan.placement.chunks_of[stage] for stage in stages}
     here = list(chain.from_iterable(chunks_of.values()))
     is_whole = len(here) == len(plan.ranges)
@@ -189,18 +177,7 @@ def build_executors(
     options: StageOptions,
     place: Place,
 ) -> dict[int, Executor]:
-    """Build the optimizer and the executor of each local stage.
-
-    Args:
-        layers: of these stages.
-        plan: chunks, and their placement.
-        transports: of the stages of this process.
-        options: of every stage.
-        place: of this process.
-
-    Raises:
-        RequestError: layers cannot be shared by replicas as the options ask.
-    """
+    """Build the optimizer and the executor of each local stage."""
     placement = plan.placement
     numerics, execution = options.numerics, options.execution
     random = LayerRandom(options.device, (place.replica, place.sequence_slice))
@@ -276,11 +253,7 @@ def share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
 
 
 def _refuse_meta(layer: nn.Module, index: int, device: torch.device) -> None:
-    """Refuse a layer without weights on a device that computes.
-
-    Raises:
-        RequestError: names its first such tensor.
-    """
+    """Refuse a layer without weights on a device that computes."""
     if device.type == "meta":
         return
     for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
@@ -291,3 +264,97 @@ def _refuse_meta(layer: nn.Module, index: int, device: torch.device) -> None:
                 "zbpp.cut(model, blocks, weights=...); if another zbpp.Pipeline has "
                 "released it, give a new model"
             )
+
+
+def compiled_chunk(chunk: Chunk, how: Compiling) -> Chunk:
+    """Return a chunk whose layers' calls are compiled; its modules stay as they are."""
+    if not how:
+        return chunk
+    calls = {
+        index: call
+        for index, layer in chunk.numbered()
+        if (call := compiled_layer(layer)) is not None
+    }
+    return replace(chunk, calls=calls)
+
+
+def compiled_layer(
+    layer: nn.Module, compile: Callable[[Call], Call] = compiled
+) -> Call | None:
+    """Return the call of a layer, compiled as a whole or in part; None: neither."""
+    name = getattr(layer, _PART, "")
+    if name:
+        return _WithPart(layer, name, compile)
+    return compile(layer) if name is not None and is_worth_it(layer) else None
+
+
+class _WithPart:
+    """Runs a layer with a module in it compiled."""
+
+    def __init__(
+        self, layer: nn.Module, name: str, compile: Callable[[Call], Call]
+    ) -> None:
+        self._layer, self._name = layer, name
+        self._compiled: Any = compile(layer._modules[name])  # type: ignore[arg-type]
+
+    def __call__(self, value: object) -> object:
+        modules = self._layer._modules
+        module, modules[self._name] = modules[self._name], self._compiled
+        try:
+            output: object = self._layer(value)
+        finally:
+            modules[self._name] = module
+        return output
+
+
+class _Released:
+    """A hook that refuses the use of a module; so does a copy or pickle of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any) -> NoReturn:
+        raise RequestError(
+            f"{self._name} is trained by another process, and zbpp.Pipeline has "
+            "released its initial weights here: pipeline.save(folder) on every rank "
+            "writes the whole model, and zbpp.checkpoint.load(folder, new_model) loads "
+            "it into a plain one; pipeline.evaluate and pipeline.predict run it"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        self()
+
+
+def release(parts: Mapping[str, nn.Module], layers: Iterable[nn.Module]) -> None:
+    """Move what no layer of this process uses to the meta device, and refuse its use.
+
+    Nothing updates these weights: to read them after a step is to read stale values.
+    """
+    modules = dict.fromkeys(m for layer in layers for m in layer.modules())
+    used = {
+        id(tensor)
+        for module in modules
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+    }
+    for name, part in parts.items():
+        refuse = _Released(name)
+        for module in part.modules():
+            if module not in modules and _empty(module, used):
+                module.register_forward_pre_hook(refuse)
+                hooked: Any = module  # torch has no type for this method
+                hooked.register_state_dict_pre_hook(refuse)
+
+
+def _empty(module: nn.Module, used: set[int]) -> bool:
+    """Move a module's tensors to the meta device; True if there were any."""
+    moved = False
+    homes: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+    for tensors in homes:
+        for key, tensor in tensors.items():
+            if tensor is not None and id(tensor) not in used and not tensor.is_meta:
+                meta = tensor.detach().to("meta")
+                if isinstance(tensor, nn.Parameter):
+                    meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+                tensors[key] = meta
+                moved = True
+    return moved
