@@ -57,11 +57,7 @@ def check_arguments(
     step: Any,
     execution: Any,
 ) -> None:
-    """Refuse values that would end in an error from inside, or in a wrong training.
-
-    Raises:
-        RequestError: names the argument, its value, and what it may be.
-    """
+    """Refuse values that would end in an error from inside, or in a wrong training."""
     _check_loss(loss_fn)
     check_count("n_microbatches", n_microbatches)
     check_count("n_stages", n_stages)
@@ -120,11 +116,7 @@ def _check_loss(loss_fn: Any) -> None:
 def weigh_of(
     loss_fn: LossFn, weigh: WeighName | Weigh | None, default: WeighName | Weigh
 ) -> WeighName | Weigh:
-    """Return what the loss of the batch is a mean over, or ``"sum"``.
-
-    Raises:
-        RequestError: loss_fn is a sum, and weigh asks for a mean.
-    """
+    """Return what the loss of the batch is a mean over, or ``"sum"``."""
     if not is_sum(loss_fn):
         return weigh or default
     if weigh not in (None, "sum"):
@@ -136,11 +128,7 @@ def weigh_of(
 
 
 def loss_of(layered: Layered, loss_fn: LossFn | None) -> LossFn:
-    """Return the caller's loss, or the model's own.
-
-    Raises:
-        RequestError: there is neither.
-    """
+    """Return the caller's loss, or the model's; refuse a model without either."""
     loss_fn = loss_fn or layered.loss_fn
     if loss_fn is None:
         raise RequestError(
@@ -151,11 +139,7 @@ def loss_of(layered: Layered, loss_fn: LossFn | None) -> LossFn:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return this process's device.
-
-    Raises:
-        RequestError: torch knows no such device, or finds none here.
-    """
+    """Return this process's device."""
     try:
         return own_device(device)
     except (RuntimeError, TypeError):
@@ -174,12 +158,8 @@ def join(
 ) -> tuple[Place, DataParallel]:
     """Find the processes of a pipeline, and how their replicas share.
 
-    Where torchrun's variables ask for a process group and there is none yet, this one
-    joins it, and waits so long for the others.
-
-    Raises:
-        PeerError: a process has not come.
-        RequestError: a pipeline cannot run on this mesh.
+    Where torchrun's variables ask for a process group and there is none yet, this
+    process joins it.
     """
     initialise(device, timeout_s=timeout_s)
     replicas = mesh if isinstance(mesh, DataParallel) else DataParallel(mesh=mesh)

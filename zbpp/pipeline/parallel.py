@@ -93,11 +93,7 @@ def parts_of_step(programs: Programs) -> tuple[Programs, Programs]:
 def check_one_queue(environment: Mapping[str, str]) -> None:
     """Look whether all streams of a GPU share one hardware queue.
 
-    There a message that waits for its other end holds up whatever is launched after it,
-    and the other end may stand behind such a message too.
-
-    Raises:
-        RequestError: they do.
+    A message that waits for its other end then delays whatever is launched after it.
     """
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RequestError(

@@ -20,22 +20,17 @@ Gather = Callable[[Any], list[Any]]
 
 @contextmanager
 def refuse_together(gather: Gather) -> Iterator[None]:
-    """Let the first error of any process within this block end it on all.
-
-    Raises:
-        RequestError: a process has refused the request: the same on all.
-        PeerError: another process has failed.
-    """
+    """Let the first error of any process within this block end it on all."""
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    told = None
+    report = None
     if error is not None:
-        told = isinstance(error, RequestError), type(error).__name__, str(error)
-    for rank, first in enumerate(gather(told)):
-        if error is not None and first == told:
+        report = isinstance(error, RequestError), type(error).__name__, str(error)
+    for rank, first in enumerate(gather(report)):
+        if error is not None and first == report:
             raise error
         if first is not None:
             is_request, kind, text = first
@@ -46,16 +41,7 @@ def refuse_together(gather: Gather) -> Iterator[None]:
 
 
 def check_agreement(gather: Gather, facts: Mapping[str, object]) -> None:
-    """Compare what processes know under the same name; all must call.
-
-    Args:
-        gather: see above.
-        facts: of this process; their ``repr`` must be the same in all that know them.
-
-    Raises:
-        RequestError: one differs: sums and messages would mix what does not belong
-            together, and nobody else would notice.
-    """
+    """Refuse facts whose ``repr`` differs between processes; all must call."""
     digests = {
         name: hashlib.sha256(repr(fact).encode()).digest()
         for name, fact in facts.items()
@@ -72,14 +58,7 @@ def check_agreement(gather: Gather, facts: Mapping[str, object]) -> None:
 
 
 def check_chosen(executors: Mapping[int, Executor]) -> str | None:
-    """Look whether the optimizers of all stages train anything; all must call.
-
-    Returns:
-        A warning, if all parameters are frozen.
-
-    Raises:
-        RequestError: parameters could learn, and none of them is stepped.
-    """
+    """Refuse optimizers that train nothing; return a warning if all is frozen."""
     transport = next(iter(executors.values())).transport
     chosen = [x.optimizer.optimizers.chosen() for x in executors.values()]
     every = list(chain.from_iterable(transport.gather(chosen)))

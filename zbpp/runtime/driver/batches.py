@@ -37,19 +37,15 @@ __all__ = ["Batches", "StepPart"]
 
 @dataclass
 class StepPart:
-    """The call that runs now, of several that add up to one step.
-
-    Args:
-        n_microbatches: of each call.
-        n_calls: of the step.
-        n_done: calls before this one.
-        weight: of each call; None: this process does not know it.
-    """
+    """The call that runs now, of several that add up to one step."""
 
     n_microbatches: int
+    """Of each call."""
     n_calls: int
     n_done: int = 0
+    """Calls before this one."""
     weight: float | None = None
+    """Of each call; None: this process does not know it."""
 
     @property
     def first(self) -> int:
@@ -57,11 +53,7 @@ class StepPart:
         return self.n_done * self.n_microbatches
 
     def total(self, weight: float) -> float:
-        """Return the weight of all calls from that of this one.
-
-        Raises:
-            RequestError: an earlier call had another weight.
-        """
+        """Return the weight of all calls; refuse a call of another weight."""
         self.weight = weight if self.weight is None else self.weight
         if weight != self.weight:
             raise RequestError(
@@ -73,25 +65,15 @@ class StepPart:
 
 
 class Batches:
-    """Cuts batches, weighs micro-batches, and compares what belongs together.
-
-    Args:
-        executors: of this process, by stage.
-        placement: of the chunks.
-        cut_batch: makes inputs and targets of a batch that is given as one.
-        weigh: `find_weigh` says what it may be; None: samples.
-
-    Raises:
-        RequestError: weigh is none of what it may be.
-    """
+    """Cuts batches, weighs micro-batches, and compares samples between stages."""
 
     def __init__(
         self,
         executors: Mapping[int, Executor],
         placement: Placement,
-        cut_batch: CutBatch | None = None,
+        cut_batch: CutBatch | None,
         *,
-        weigh: WeighName | Weigh | None = None,
+        weigh: WeighName | Weigh,
     ) -> None:
         self._executors = executors
         self._first, self._last = placement.stage_of[0], placement.stage_of[-1]
@@ -104,7 +86,7 @@ class Batches:
             for module in layer.modules()
         ]
         self._cut_batch = cut_batch
-        self._weigh = find_weigh(weigh or "samples")
+        self._weigh = find_weigh(weigh)
         self._adds = weigh == "sum"
         for executor in executors.values():
             executor.stage.loss.adds = self._adds
@@ -134,24 +116,7 @@ class Batches:
         loss_fn: LossFn | None = None,
         key: Any = None,
     ) -> None:
-        """Begin a step or an evaluation: give the stages the micro-batches they read.
-
-        Args:
-            inputs: for the first chunk.
-            targets: for the last.
-            step: its number.
-            n_microbatches: how many to cut the batch into.
-            training: it is a step.
-            predicts: leave targets and loss out, and keep the outputs.
-            keeps_outputs: keep them beside the loss.
-            part: of a step that is taken behind several calls; None: it is whole.
-            loss_fn: of this call; None: the usual one.
-            key: numbers of the samples.
-
-        Raises:
-            RequestError: a batch is missing, or cannot be cut so; or a module has a
-                hook that is refused.
-        """
+        """Cut the batch of a step or an evaluation, and give it to the stages."""
         m = n_microbatches
         call = "predict" if predicts else "evaluate"
         self._transport.doing = f"step {step}" if training else call

@@ -21,12 +21,7 @@ __all__ = ["LocalStages", "eval_mode"]
 
 
 class LocalStages:
-    """The stages of this process; where it is alone these are all of the pipeline.
-
-    Args:
-        executors: one for each stage, by its number.
-        placement: the chunks of the whole pipeline.
-    """
+    """The stages of this process, by number; all of the pipeline where it is alone."""
 
     def __init__(self, executors: Mapping[int, Executor], placement: Placement) -> None:
         self.executors = executors
@@ -86,11 +81,7 @@ class LocalStages:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within this block programs run; after a failure in it nothing runs again.
-
-        Raises:
-            RuntimeError: an earlier call has failed, or the pipeline is closed.
-        """
+        """Within this block programs run; after a failure in it nothing runs again."""
         self.refuse_after_failure()
         if self._ended is not None:
             raise RuntimeError(f"{self._ended}; build a new Pipeline")
@@ -125,12 +116,7 @@ class LocalStages:
     # State.
 
     def synchronize(self) -> None:
-        """Settle the last step on every stage of this process.
-
-        Raises:
-            RuntimeError: it is called from within a step, say by a signal handler; or
-                a step has failed.
-        """
+        """Settle the last step on every stage; refused within a step."""
         self.refuse_after_failure()
         if self._is_running:
             raise RuntimeError(
@@ -158,11 +144,7 @@ class LocalStages:
             executor.stage.ties.end()
 
     def refuse_after_failure(self) -> None:
-        """Refuse every call after a failure.
-
-        Raises:
-            RuntimeError: a call that ran passes has failed; names the last checkpoint.
-        """
+        """Refuse every call after a failure, and name the last checkpoint."""
         if self._failure is None:
             return
         way_out = "no checkpoint was saved or loaded"
@@ -203,14 +185,7 @@ class LocalStages:
     def mean_loss(
         self, samples: tuple[int | None, int | None]
     ) -> tuple[float, tuple[int | None, int | None]]:
-        """Mean over the samples of all replicas' batches whose forwards have run.
-
-        Args:
-            samples: numbers of inputs and targets, where this process knows them.
-
-        Returns:
-            The mean, and the samples as any process of this pipeline knows them.
-        """
+        """Mean loss over all replicas; numbers of inputs and targets from any stage."""
         sums: list[Reduction] = []
         peers = self.transport.peers
         for executor in self.executors.values():
@@ -242,11 +217,7 @@ class LocalStages:
         return last.stage.loss.mean_metrics()
 
     def last_outputs(self, *, everywhere: bool = False) -> Any:
-        """Take the outputs of all micro-batches, joined; None on other processes.
-
-        Args:
-            everywhere: give them to all processes, on the CPU; all must call.
-        """
+        """Take the outputs of all micro-batches, joined; None on other processes."""
         outputs: Any = None
         if self._last in self.executors:
             last = self.executors[self._last]
@@ -277,14 +248,7 @@ class _Settle:
 
 
 class _StateHooks:
-    """The hooks of one pipeline on its modules and optimizers.
-
-    Args:
-        layers: whose modules get hooks; a model that holds them calls them too.
-        optimizers: that get hooks.
-        action: called before a state is taken or loaded; cheap if there is nothing to
-            do.
-    """
+    """Hooks that call an action before a state is taken or loaded."""
 
     def __init__(
         self,
