@@ -212,7 +212,7 @@ TABLE = (
      "return len(self.vectors) == self._n_stages", "return len(self.vectors) >= 1"),
     ("comm", "an error in the validation of a save is not reported",
      "zbpp/runtime/driver/stages.py",
-     "with self.failures_told():\n            for", "if True:\n            for"),
+     "with self.reporting():\n            for", "if True:\n            for"),
     # ---- parallel
     ("parallel", "sharded norms count once", "zbpp/runtime/comm/place.py",
      "if dim not in dims", "if dim in dims"),

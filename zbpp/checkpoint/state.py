@@ -237,7 +237,7 @@ class Checkpoints:
             peers = self._stages.transport.peers
             return _snapshot(state, peers=peers, rank=self._rank)
 
-        with self._stages.failures_told("save", of_requests=False):
+        with self._stages.reporting("save", of_requests=False):
             self._warn_of_schedulers()
             failure = self._saver.begin(Path(folder), take, keep=keep)
             self._stages.checkpoints = str(folder)
@@ -263,7 +263,7 @@ class Checkpoints:
         """Wait until the last save is on the disk."""
         if not self._saver.is_saving:
             return
-        with self._stages.failures_told("finish saving", of_requests=False):
+        with self._stages.reporting("finish saving", of_requests=False):
             failure = self._saver.finish()
         if failure is not None:
             raise CheckpointError(f"the checkpoint was not saved: {failure}")
@@ -280,13 +280,13 @@ class Checkpoints:
     def load_state_dict(self, state: State, *, model_only: bool) -> None:
         """Load a state."""
         self._stages.synchronize()
-        with self._stages.failures_told("load a state", of_requests=False):
+        with self._stages.reporting("load a state", of_requests=False):
             self._load(lambda: (state, _copy_tensors), model_only=model_only)
 
     def load(self, path: str | Path, *, model_only: bool, missing_ok: bool) -> State:
         """Load a checkpoint, and return its state; empty if none was loaded."""
         self._stages.synchronize()
-        with self._stages.failures_told("load", of_requests=False):
+        with self._stages.reporting("load", of_requests=False):
             if missing_ok and not self._gather(candidates(Path(path)))[0]:
                 return {}
             folder, manifest, damaged = open_newest(

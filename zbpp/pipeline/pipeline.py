@@ -321,7 +321,7 @@ class Pipeline:
             drive(self.stages.executors, self._programs)
         result = self._end_step(return_outputs=return_outputs)
         if self._watcher is not None:
-            with self.stages.failures_told():
+            with self.stages.reporting():
                 self._watcher.after_step(self)
         return result
 
@@ -457,7 +457,7 @@ class Pipeline:
         if not self._has_stepped:
             if (warning := split_warning(self)) is not None:
                 warnings.warn(warning, stacklevel=3)
-            with stages.failures_told():
+            with stages.reporting():
                 self._refuse_lost_buffers()
         self._warn_of_unstepped()
         if (mean_metrics := stages.mean_metrics()) is not None:
@@ -477,7 +477,7 @@ class Pipeline:
             executor.optimizer.optimizers.unstepped.clear()
         is_first, self._has_stepped = not self._has_stepped, True
         if is_first:
-            with self.stages.failures_told():
+            with self.stages.reporting():
                 gathered = self.gather(names)
             names = list(dict.fromkeys(chain(*gathered))) if self.rank == 0 else []
         if names:

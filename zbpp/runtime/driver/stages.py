@@ -87,7 +87,7 @@ class LocalStages:
             raise RuntimeError(f"{self._ended}; build a new Pipeline")
         self._is_running = True
         try:
-            with self.failures_told():
+            with self.reporting():
                 yield
         except BaseException as error:
             self._end_with(error)
@@ -96,7 +96,7 @@ class LocalStages:
             self._is_running = False
 
     @contextmanager
-    def failures_told(
+    def reporting(
         self, doing: str | None = None, *, of_requests: bool = True
     ) -> Iterator[None]:
         """Tell the other processes of an error that leaves this block.
@@ -123,7 +123,7 @@ class LocalStages:
                 "parameters and optimizer state are asked for in the middle of a step; "
                 "note the wish (a signal handler sets a flag) and ask between steps"
             )
-        with self.failures_told():
+        with self.reporting():
             for executor in self.executors.values():
                 try:
                     executor.settle()
