@@ -250,7 +250,7 @@ class Pipeline:
             self.layered.cut_batch,
             weigh=weigh,
         )
-        weakref.finalize(self, self.stages.let_go)
+        weakref.finalize(self, self.stages.abandon)
         self._watcher = make_watcher(execution.watch, self.plan)
         self._checkpoints = Checkpoints(
             self.stages,

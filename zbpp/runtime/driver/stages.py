@@ -171,7 +171,7 @@ class LocalStages:
         for executor in self.executors.values():
             executor.transport.flush()
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """End a pipeline that was dropped without `close`, or when Python ends."""
         if self._ended is not None:
             return
