@@ -32,8 +32,11 @@ from zbpp.training.launch import is_launched, launch, run_launched
 
 __all__ = ["difference", "run_bench", "start_bench"]
 
-_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
-"""Largest relative difference of losses and of gradient norms, by dtype."""
+_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-3}
+"""Largest relative difference of losses and of gradient norms, by dtype.
+
+torch adds the squares of a large fp32 gradient in fp32, which is off by about 1e-5.
+"""
 
 
 def start_bench(request: BenchRequest) -> None:
