@@ -1,22 +1,17 @@
 """What pyproject.toml cannot say: the planner's loops in C, and the index's README."""
 
 import re
+import runpy
 import tomllib
-from hashlib import sha256
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-_LOOPS = "src/zbpp/schedules/planner/compiled"
+_FOLDER = Path("src/zbpp/schedules/planner/compiled")
+_BUILD = runpy.run_path(str(_FOLDER / "build.py"))
 _LINK = re.compile(r"!?\[([^]]*)\]\((?!https?://)([^)]+)\)")
-
-
-def _stamp() -> str:
-    """Tell these sources of the loops from others; `library.py` does the same."""
-    files = sorted(Path(_LOOPS).glob("*.[ch]"))
-    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def _readme() -> str:
@@ -42,6 +37,11 @@ def _readme() -> str:
 class _BuildLibrary(build_ext):
     """Build a library for ctypes, which is no module and needs no Python headers."""
 
+    def build_extension(self, ext: Extension) -> None:
+        """Compile the loops; without them the package has hand-made orders only."""
+        if fault := _BUILD["compile_loops"](Path(self.get_ext_fullpath(ext.name))):
+            self.warn(f"the planner's loops are not built: {fault}")
+
     def get_ext_filename(self, fullname: str) -> str:
         """Name it so that nothing takes it for a module."""
         return str(Path(*fullname.split(".")).with_suffix(".shared"))
@@ -63,17 +63,13 @@ setup(
     long_description=_readme(),
     long_description_content_type="text/markdown",
     cmdclass={"build_ext": _BuildLibrary, "bdist_wheel": _TagByLibrary},
+    # pip fetches it for the build, where there is no other compiler
+    setup_requires=[] if _BUILD["compiler"]() else ["ziglang"],
     ext_modules=[
         Extension(
             "zbpp.schedules.planner.compiled.loops",
-            [
-                f"{_LOOPS}/{name}.c"
-                for name in ("list_scheduler", "critical_path", "lane_scheduler")
-            ],
-            depends=[f"{_LOOPS}/loops.h"],
-            define_macros=[("ZBPP_STAMP", f'"{_stamp()}"')],
-            # no fused operations: plans are those of Python to the last bit
-            extra_compile_args=["-O2", "-ffp-contract=off"],
+            [str(path) for path in _FOLDER.glob("*.c")],
+            depends=[str(path) for path in _FOLDER.glob("*.h")],
             optional=True,
         )
     ],

@@ -46,8 +46,7 @@ from zbpp.core import Costs, Placement, Schedule
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
 from zbpp.schedules.planner.lanes.plan import plan_on_lanes
 from zbpp.schedules.planner.limits import capped, check_limits, check_sizes, needs
-from zbpp.schedules.planner.search.compiled import improve, timed
-from zbpp.schedules.planner.search.critical_path import XorShift64
+from zbpp.schedules.planner.search.critical_path import XorShift64, improve, timed
 from zbpp.schedules.planner.search.local_search import (
     hill_climb,
     improve_top_k,

@@ -7,13 +7,8 @@ order that fits is shorter, and everything that takes a plan accepts it.
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +30,7 @@ from zbpp.core import (
     peaks,
     schedule_text,
 )
-from zbpp.planning import MODES, Plan, PlanRequest, make_plan, plan, read_plan
+from zbpp.planning import MODES, Plan, PlanRequest, make_plan, read_plan
 from zbpp.schedules import (
     add_collectives,
     lower,
@@ -344,35 +339,3 @@ def test_more_effort_is_never_worse(seed):
         for effort in ("fast", "default", "best:0.1")
     ]
     assert spans[1] <= spans[0] * NEAR and spans[2] <= spans[1] * NEAR
-
-
-def planned_texts() -> Iterator[str]:
-    """Schedules of requests that differ in all that the compiled loops are given."""
-    uneven = (1, 1.5, 0.5)
-    parts = Parts(((C, 1), (N, 0.5)), ((N, 0.5), (C, 1)), ((C, 1),))
-    for mode, p, m, costs in (
-        ("ZB", 3, 3, Costs(uneven, 1, 0.7, 0.2, send_occupies=0.1, memory_limit=2)),
-        ("ZBV", 3, 4, Costs(uneven, 1, 0.7, 0.2, memory_limit=2)),
-        ("ZB", 3, 4, Costs(w=uneven, m_w=1.3, peak_b=0.9, peak_w=0.1, memory_limit=4)),
-        ("ZB", 1, 2, Costs(parts=parts, memory_limit=2)),
-    ):
-        sizes = {"n_stages": p, "n_microbatches": m}
-        effort = "default" if m == 3 else "fast"
-        yield schedule_text(plan(mode, **sizes, costs=costs, effort=effort))
-    costs = Costs(w=0.3, memory_limit=(3, 2, 2), splits=(True, False, True))
-    asked = {"placement": Placement((0, 1, 0, 2, 1)), "n_microbatches": 3}
-    yield schedule_text(plan_placement(**asked, costs=costs, effort="fast"))
-
-
-def test_plans_are_the_same_on_every_machine():
-    """In another process, without the compiled loops."""
-    code = "import test_law; print(*test_law.planned_texts())"
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, "ZBPP_COMPILED": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout == " ".join(planned_texts()) + "\n"

@@ -19,7 +19,6 @@ from zbpp.schedules import (
     without_collectives,
 )
 from zbpp.schedules.planner.budget import parse_effort
-from zbpp.schedules.planner.compiled.library import library
 from zbpp.simulator import simulate, span
 from zbpp.training.options import MODE_FLAG, flag
 
@@ -28,7 +27,7 @@ __all__ = ["Plan", "gain_line", "waiting_line"]
 
 _LEAST_S = 15.0
 _US_A_JOB = (3.0, 12.0)
-"""With one chunk a stage or several; effort fast, the larger plans, loops in C."""
+"""With one chunk a stage or several; effort fast, the larger plans."""
 
 _DEFAULT_CHUNKS = {"1F1B": 1, "ZBVZeroBubble": 2, "Interleaved1F1B": 2}
 
@@ -100,9 +99,8 @@ def waiting_line(n_jobs: int, chunks_per_stage: int, effort: str) -> str | None:
         return f"planning {n_jobs:,} jobs, {more}"
     if about < _LEAST_S:
         return None
-    least = "about" if library is not None else "without a C compiler more than"
     hint = "" if kind == "fast" else "; effort fast takes a third of it"
-    return f"planning {n_jobs:,} jobs, {least} {about:.0f} s{hint}"
+    return f"planning {n_jobs:,} jobs, about {about:.0f} s{hint}"
 
 
 def gain_line(span: float, before: float, effort: str) -> str:

@@ -1,10 +1,10 @@
-"""The inner loops of the planner in C, for speed; plans are the same without them.
+"""The inner loops of the planner, in C.
 
-`library` loads them, if they were built when zbpp was installed (a C compiler is all
-that takes). `loops.h` says what they share; each loop is that of the Python file of the
-same name in `search`, which runs where there is no compiler, or where the environment
-variable ``ZBPP_COMPILED`` is 0:
+build     compiles them: for setup.py, and in a checkout whose sources have changed
+binding   loads them, and passes structures and arrays to them
 
-    list_scheduler.c   list_scheduler.py
-    critical_path.c    critical_path.py
+loops.h               what the loops share
+list_scheduler.c      `search.list_scheduler`
+critical_path.c       `search.critical_path`
+lane_scheduler.c      `lanes.scheduler`
 """

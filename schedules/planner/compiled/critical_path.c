@@ -1,4 +1,4 @@
-/* Times of rows, and moves on the critical path: see search/critical_path.py.
+/* Times of rows, and moves on the critical path; search/critical_path.py tells the idea.
 
    A row holds the numbers of a stage in order. Pass i of number q starts at
    begins[q * m + i], at place places[q * m + i] of its row. */
@@ -30,7 +30,7 @@ typedef struct {
     int64_t stage, low, high;
 } Block;
 
-/* See `XorShift64`. */
+/* `XorShift64`. */
 static uint64_t draw(uint64_t *state, uint64_t n) {
     uint64_t x = *state;
     x ^= x << 13;
@@ -52,8 +52,10 @@ static void wake(Clock *clock, int64_t *n_awake, int64_t s) {
     }
 }
 
-/* Time the passes of rows that start at `since` or later, the others have times.
-   DONE, or GIVEN_UP: they come to a deadlock, or the span exceeds `most`. */
+/* Start every pass as early as its row allows. A stage runs until it lacks an input;
+   the stage that computes that input wakes it. Passes that start before `since` keep
+   their times: of rows that differ from timed ones only in passes from `since` on, no
+   earlier pass changes. DONE, or GIVEN_UP: a deadlock, or a span beyond `most`. */
 static int64_t time_rows(Clock *clock, const int32_t *rows, double *begins,
                          double since, double most, double *span, int64_t *longest,
                          int64_t *n_timed) {
@@ -152,7 +154,8 @@ static double begin_at(const Clock *clock, const Plan *plan, int64_t s, int64_t 
     return plan->begins[plan->rows[at] * clock->of->n_microbatches + plan->numbers[at]];
 }
 
-/* See `_blocks_of`. */
+/* Go back along the critical path from the end of the longest stage; each run of two or
+   more passes of a stage without a wait is a block. */
 static int64_t find_blocks(const Clock *clock, const Plan *plan, Block *blocks) {
     const Problem *of = clock->of;
     int64_t n_blocks = 0, s = plan->longest;
@@ -195,7 +198,7 @@ static void swap_again(int32_t *row, int64_t n, int64_t at, int64_t times) {
     }
 }
 
-/* See `_changed`. */
+/* Move a pass of a block, or swap two neighbours there and at their next meetings. */
 static void change(int32_t *row, int64_t n, Block block, uint64_t *state) {
     static const int64_t PASSED[] = {0, 0, 1, 2, 4, 8}, STEPS[] = {-3, -2, -1, 1, 2, 3};
     int64_t low = block.low, high = block.high;
@@ -214,7 +217,7 @@ static void change(int32_t *row, int64_t n, Block block, uint64_t *state) {
     }
 }
 
-/* See `_is_valid`. */
+/* True if a row fits the memory, and each W comes after its B. */
 static int is_valid(const Problem *of, const int32_t *row, int64_t n, int64_t s,
                     int64_t *count) {
     double held = 0.0, most = 0.0, limit = of->limits[s];

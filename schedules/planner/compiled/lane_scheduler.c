@@ -1,5 +1,4 @@
-/* The list scheduler for two lanes; `zbpp.schedules.planner.lanes.scheduler` has the
-   same loop in Python, with the names and the rules explained. */
+/* The list scheduler for two lanes; lanes/scheduler.py explains its rules. */
 
 #include "loops.h"
 

@@ -1,4 +1,4 @@
-/* The list scheduler: see search/list_scheduler.py. */
+/* The list scheduler; search/list_scheduler.py explains its rules. */
 
 #include "loops.h"
 
@@ -6,8 +6,8 @@
 #define ZBPP_STAMP ""
 #endif
 
-/* Of the sources that this was built of: see library.py. */
-const char *zbpp_stamp = ZBPP_STAMP;
+/* A hash of the sources, which binding.py looks for. */
+ZBPP_API const char zbpp_stamp[] = "zbpp sources " ZBPP_STAMP;
 
 /* `Settings`; the order of stage s is order[order_from[s]] to order[order_from[s + 1] - 1]
    (NULL: there is none). */

@@ -14,5 +14,5 @@ Five ideas make plans good:
 5. A lower bound says when to stop (`zbpp.core.bounds`), a span that is too long when to
    give a run up.
 
-`compiled` hands the loops of 2 and 3 to C, where there is a compiler.
+The loops of 2 and 3 are in C (`zbpp.schedules.planner.compiled`).
 """

@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.search.compiled import (
+from zbpp.schedules.planner.search.critical_path import (
     Starts,
+    XorShift64,
     improve,
-    list_schedule,
     timed,
 )
-from zbpp.schedules.planner.search.critical_path import XorShift64
-from zbpp.schedules.planner.search.list_scheduler import Settings
+from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.search.seeds import (
     Seed,

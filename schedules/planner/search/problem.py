@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TypeAlias
 
 from zbpp.core import (
@@ -32,9 +32,10 @@ from zbpp.core import (
     lower_bound_on,
 )
 from zbpp.core.jobs import gc_paused, passes
+from zbpp.schedules.planner.compiled.binding import Structure, doubles, whole
 from zbpp.schedules.planner.limits import beyond
 
-__all__ = ["PlacementProblem", "Plan", "Row", "Rows"]
+__all__ = ["PlacementProblem", "Plan", "Row", "Rows", "flatten", "joined"]
 
 _ROUNDING = 1e-9  # relative, of sums of times and of memory; `Schedule` allows as much
 
@@ -244,3 +245,37 @@ class PlacementProblem:
             left[q] = iter(passes(backward, chunk, self.n_microbatches))
             left[q + n] = iter(passes(PassKind.W, chunk, self.n_microbatches))
         return (*map(next, map(left.__getitem__, row)), Step(stage))
+
+
+def flatten(problem: PlacementProblem) -> Structure:
+    """`Problem` of loops.h."""
+    counts = [len(numbers) for numbers in problem.numbers]
+    return Structure(
+        n_microbatches=problem.n_microbatches,
+        n_chunks=problem.n_chunks,
+        n_stages=problem.n_stages,
+        is_plain=int(problem.is_plain),
+        unit=float(problem.unit),
+        tiny=problem.tiny,
+        target=problem.target,
+        time=doubles(problem.time),
+        change=doubles(problem.change),
+        peak=doubles(problem.peak),
+        delay=doubles(problem.delay),
+        needs=doubles(problem.needs),
+        work=doubles(problem.work),
+        limits=doubles(problem.limits),
+        forward_limits=doubles(problem.forward_limits),
+        stage=whole(problem.stage),
+        numbers=whole(chain.from_iterable(problem.numbers)),
+        first=whole(accumulate(counts, initial=0)),
+        joint=whole(problem.joint),
+    )
+
+
+def joined(rows: Sequence[Sequence[int]]) -> "array[int]":
+    """All rows as one array."""
+    row_after_row = array("i")
+    for row in rows:
+        row_after_row.extend(row)
+    return row_after_row

@@ -44,8 +44,8 @@ from zbpp.schedules.patterns.vpp import plan_vpp
 from zbpp.schedules.patterns.zb_v import zb_v_cells
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.limits import micro_batch
-from zbpp.schedules.planner.search.compiled import list_schedule, timed
-from zbpp.schedules.planner.search.list_scheduler import Settings
+from zbpp.schedules.planner.search.critical_path import timed
+from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Row, Rows
 
 __all__ = [

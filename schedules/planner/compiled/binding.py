@@ -1,57 +1,66 @@
-"""Load the compiled loops, and hand them structures and arrays."""
+"""Load the compiled loops, and pass structures and arrays to them."""
 
 import ctypes
-import logging
-import os
 from array import array
 from collections.abc import Callable, Iterable
-from functools import lru_cache
-from hashlib import sha256
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["Structure", "check", "doubles", "kept", "library", "pointer", "whole"]
+from zbpp.core import RequestError
+from zbpp.schedules.planner.compiled.build import compile_loops, sources, stamp
+
+__all__ = ["Structure", "check", "doubles", "kept", "loops", "pointer", "whole"]
 
 T = TypeVar("T")
 _GIVEN_UP = 1  # as in loops.h
-_LOG = logging.getLogger("zbpp")
 
 
-def _is_stale(loops: ctypes.CDLL) -> bool:
-    """True if a checkout's sources are not those that the loops were built of."""
-    files = sorted(Path(__file__).parent.glob("*.[ch]"))
-    if not files:  # installed from a wheel
-        return False
-    stamp = sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    try:
-        built = ctypes.c_char_p.in_dll(loops, "zbpp_stamp")
-    except ValueError:
-        return True
-    return built.value != stamp.encode()
+@cache
+def loops() -> ctypes.CDLL:
+    """The compiled loops; a checkout builds them again when their sources change.
 
-
-def _load() -> ctypes.CDLL | None:
-    """The loops as they were built; None without, or if they are switched off."""
-    if os.environ.get("ZBPP_COMPILED") == "0":
-        return None
+    Raises:
+        RequestError: they were not built, and there is no compiler to build them now.
+    """
     path = Path(__file__).with_name("loops.shared")
+    is_checkout = bool(sources())
+    if is_checkout and _stamp_of(path) != stamp().encode():
+        _build(path)
     try:
-        loops = ctypes.CDLL(str(path))
-    except OSError:  # there was no compiler, or it is of another machine
-        return None
-    if _is_stale(loops):
-        _LOG.warning(
-            "the compiled planner was built of other sources, so Python plans, slower; "
-            "install the checkout again (pip install -e .)"
-        )
-        return None
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # of another machine, or built without a compiler
+        raise _missing() from error
     for name in ("list_schedule", "time_rows", "improve", "schedule_lanes"):
-        getattr(loops, f"zbpp_{name}").restype = ctypes.c_int64
-    return loops
+        getattr(library, f"zbpp_{name}").restype = ctypes.c_int64
+    return library
 
 
-library = _load()
-"""The compiled loops, or None."""
+def _stamp_of(path: Path) -> bytes:
+    """The hash of the sources of a library."""
+    marker = b"zbpp sources "
+    if not path.exists():
+        return b""
+    content = path.read_bytes()
+    at = content.find(marker) + len(marker)
+    return content[at : at + 64]
+
+
+def _build(path: Path) -> None:
+    try:
+        fault = compile_loops(path)
+    except OSError as error:
+        fault = str(error)
+    if fault:
+        raise _missing(fault)
+
+
+def _missing(fault: str = "there was no C compiler") -> RequestError:
+    cause = fault.splitlines()[0]
+    return RequestError(
+        f"the planner's loops in C are not built ({cause}); install a C compiler or "
+        "ziglang, then zbpp again; hand-made orders work without"
+    )
 
 
 def check(result: int) -> bool:
