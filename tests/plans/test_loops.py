@@ -34,10 +34,11 @@ def run(checkout, code, **environment):
         "except zbpp.RequestError as error:",
         "    print(error)",
     )
+    path = f"{checkout / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         cwd=checkout / "src",
-        env=os.environ | {"PYTHONPATH": str(checkout / "src")} | environment,
+        env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
     )

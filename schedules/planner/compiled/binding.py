@@ -86,10 +86,10 @@ class Structure:
 def kept(problem: T, make: Callable[[T], Structure]) -> Structure:
     """The structure of a problem, made once: it lives with it, as its properties do."""
     values = vars(problem)
-    if "flat" not in values:
-        values["flat"] = make(problem)
-    flat: Structure = values["flat"]
-    return flat
+    if make.__name__ not in values:
+        values[make.__name__] = make(problem)
+    structure: Structure = values[make.__name__]
+    return structure
 
 
 @lru_cache

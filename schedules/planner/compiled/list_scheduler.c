@@ -1,4 +1,9 @@
-/* The list scheduler; search/list_scheduler.py explains its rules. */
+/* The list scheduler; search/list_scheduler.py explains its rules.
+
+   A pass is a row of parts, and each part computes or occupies the network. A stage
+   computes one stretch at a time: the parts of a pass up to those on the network, which
+   queue behind one another. When these have ended, the pass goes on. One pass of a
+   number is open at a time. A pass without parts is one part that computes. */
 
 #include "loops.h"
 
@@ -6,34 +11,36 @@
 #define ZBPP_STAMP ""
 #endif
 
-/* A hash of the sources, which binding.py looks for. */
+/* A hash of the sources, which library.py looks for. */
 ZBPP_API const char zbpp_stamp[] = "zbpp sources " ZBPP_STAMP;
+
+/* Parts of number q: first[q] to first[q + 1] - 1. */
+typedef struct {
+    double round; /* time of a micro-batch on the busiest lane */
+    const int64_t *first, *is_network;
+    const int64_t *source; /* of a part of W: the part of B that it needs */
+    const double *time;
+    const double *work; /* by stage: what computes */
+} Parts;
 
 /* `Settings`; the order of stage s is order[order_from[s]] to order[order_from[s + 1] - 1]
    (NULL: there is none). */
 typedef struct {
-    int64_t is_fair;
-    double overrun_tail, delay_b, delay_f;
+    int64_t is_fair, weights_first, most;
+    double delay_b, delay_f, go_on;
     const double *offset;
     const int64_t *max_in_flight, *max_without_b, *early;
-    const double *overrun;
+    const int64_t *most_f, *most_b, *most_w; /* NULL: without limit */
+    const double *overrun, *overrun_tail;
     const int32_t *order;
     const int64_t *order_from;
 } Settings;
 
-/* How far a number of the chain has come. */
+/* An F or B that has started: its next part, and when that is ready. */
 typedef struct {
-    double *arrivals, next; /* arrival of its next pass; INFINITY: not known */
-    int64_t n_arrivals, n_done;
-} Number;
-
-/* A stage of the plan as it grows. The W's that are pending follow the B's of its row
-   from place `weight_of` on, in their order. */
-typedef struct {
-    double start, free, held, slack, idle, wake;
-    int32_t *row;
-    int64_t n_row, n_pending, weight_of, n_ordered, n_early;
-} Stage;
+    int64_t q, i, part, is_over;
+    double ready;
+} Flight;
 
 /* A pass that is known to come. */
 typedef struct {
@@ -42,18 +49,30 @@ typedef struct {
 } Known;
 
 typedef struct {
+    double held, start, end, idle, free, network;
+    int32_t *row;
+    int64_t n_row, n_f, n_b, n_w, n_flights, n_early, n_ordered, n_backward;
+    Flight *flights; /* at most one of a number */
+} Stage;
+
+typedef struct {
     const Problem *of;
+    const Parts *parts;
     const Settings *settings;
-    Number *numbers;
+    double *ends;    /* of F's and B's, by number and micro-batch; INFINITY: not known */
+    double *sources; /* ends of parts of F's and B's, by part and micro-batch */
+    double *w_ready; /* by number: when the next part of its W may start */
+    int64_t *started, *w_part; /* by number; the part of a W: -1 while the last runs */
+    int64_t *w_turn; /* by number and micro-batch: turn of the W on its stage */
     Stage *stages;
     Known *known;
     double most_idle;
+    Heap heap;
 } Draft;
 
-/* The place of the B of the first pending W, from a place of the row on. */
-static int64_t find_backward(const Problem *of, const Stage *stage, int64_t at) {
-    while (stage->row[at] < of->n_chunks || stage->row[at] >= 2 * of->n_chunks) at++;
-    return at;
+static double arrival_of(const Draft *draft, int64_t q, int64_t i) {
+    if (!q) return 0.0;
+    return draft->ends[(q - 1) * draft->of->n_microbatches + i] + draft->of->delay[q - 1];
 }
 
 static int fits(const Problem *of, int64_t s, int64_t q, double *held) {
@@ -62,37 +81,38 @@ static int fits(const Problem *of, int64_t s, int64_t q, double *held) {
     return 1;
 }
 
+/* True if all in flight on a stage can end in turn after one more F: the W's that wait,
+   then one micro-batch after the other. */
 static int can_drain(const Draft *draft, int64_t s, int64_t forward) {
     const Problem *of = draft->of;
-    const Stage *stage = &draft->stages[s];
-    int64_t n, at = stage->weight_of;
+    const int64_t *started = draft->started, C = of->n_chunks;
+    int64_t n;
     const int64_t *mine = numbers_of(of, s, &n);
-    double held = stage->held;
+    double held = draft->stages[s].held;
     if (!fits(of, s, forward, &held)) return 0;
-    for (int64_t i = 0; i < stage->n_pending; i++, at++) {
-        at = find_backward(of, stage, at);
-        if (!fits(of, s, stage->row[at] + of->n_chunks, &held)) return 0;
-    }
-    int64_t end = draft->numbers[mine[0]].n_done + (forward == mine[0]);
-    for (int64_t i = draft->numbers[mine[n - 1]].n_done; i < end; i++)
-        for (int64_t place = 0; place < n; place++) {
-            int64_t q = mine[place];
-            if (draft->numbers[q].n_done + (q == forward) > i) continue;
+    for (int64_t k = n / 2; k < n && !of->joint[s]; k++)
+        for (int64_t w = mine[k] + C, i = started[w]; i < started[mine[k]]; i++)
+            if (!fits(of, s, w, &held)) return 0;
+    int64_t end = started[mine[0]] + (forward == mine[0]);
+    for (int64_t i = started[mine[n - 1]]; i < end; i++)
+        for (int64_t k = 0; k < n; k++) {
+            int64_t q = mine[k];
+            if (started[q] + (q == forward) > i) continue;
             if (!fits(of, s, q, &held)) return 0;
-            if (q >= of->n_chunks && !of->joint[s]
-                && !fits(of, s, q + of->n_chunks, &held)) return 0;
+            if (q >= C && !of->joint[s] && !fits(of, s, q + C, &held)) return 0;
         }
     return 1;
 }
 
+/* Memory that the first micro-batch with no B yet needs for its other F's, less what
+   the ones before it hold, for they give it back first. */
 static double reserve(const Draft *draft, const int64_t *mine, int64_t n,
                       int64_t n_back) {
     double need = 0.0;
-    for (int64_t place = 0; place < n / 2; place++) {
-        int64_t forward = mine[place], backward = mine[n - 1 - place];
-        double change = draft->of->change[forward];
-        if (draft->numbers[forward].n_done <= n_back) need += change;
-        need -= change * (double)(n_back - draft->numbers[backward].n_done);
+    for (int64_t k = 0; k < n / 2; k++) {
+        double change = draft->of->change[mine[k]];
+        if (draft->started[mine[k]] <= n_back) need += change;
+        need -= change * (double)(n_back - draft->started[mine[n - 1 - k]]);
     }
     return need > 0.0 ? need : 0.0;
 }
@@ -103,228 +123,338 @@ static int has_room(const Draft *draft, int64_t s, int64_t q) {
     int is_ordered = draft->settings->order != NULL;
     if (q >= of->n_chunks || is_ordered)
         return stage->held + of->needs[q] <= of->limits[s]
-            || (!is_ordered && !stage->n_pending);
+            || (!is_ordered && !stage->n_w);
     int64_t n;
     const int64_t *mine = numbers_of(of, s, &n);
-    int64_t n_back = draft->numbers[mine[n / 2]].n_done;
+    int64_t n_back = draft->started[mine[n / 2]];
     double change = of->change[q], need = reserve(draft, mine, n, n_back);
     double room = of->forward_limits[s] - stage->held;
-    if (draft->numbers[q].n_done != n_back) need += change;
+    if (draft->started[q] != n_back) need += change;
     if (change <= room && need <= room) return 1;
     return of->forward_limits[s] < 0 && can_drain(draft, s, q);
+}
+
+/* True if the rules hold back the next pass of a number. */
+static int is_held_back(const Draft *draft, int64_t s, int64_t q) {
+    const Settings *settings = draft->settings;
+    const Stage *stage = &draft->stages[s];
+    const int64_t *started = draft->started;
+    int64_t n;
+    const int64_t *mine = numbers_of(draft->of, s, &n);
+    if (stage->n_flights >= settings->most) return 1;
+    for (int64_t k = 0; k < stage->n_flights; k++)
+        if (stage->flights[k].q == q) return 1;
+    if (settings->order) return 0;
+    if (q >= draft->of->n_chunks)
+        return settings->most_b && stage->n_b >= settings->most_b[s];
+    if (settings->most_f && stage->n_f >= settings->most_f[s]) return 1;
+    return q == mine[0]
+        && (started[q] - started[mine[n - 1]] >= settings->max_in_flight[s]
+            || started[q] - started[mine[n / 2]] >= settings->max_without_b[s]);
 }
 
 static int is_before(Known one, Known other) {
     return one.rank < other.rank || (one.rank == other.rank && one.q < other.q);
 }
 
-/* See `_best_ready`. */
-static int64_t best_ready(Draft *draft, int64_t n, double now) {
+/* The first pass that is there and delays no better one by too much; NULL: none. */
+static const Known *best_ready(const Draft *draft, int64_t n, double now) {
     const Problem *of = draft->of;
     const Settings *settings = draft->settings;
-    Known *known = draft->known;
-    for (int64_t i = 1; i < n; i++) {
-        Known one = known[i];
-        int64_t at = i;
-        for (; at > 0 && is_before(one, known[at - 1]); at--) known[at] = known[at - 1];
-        known[at] = one;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        Known one = known[i];
+    const Known *known = draft->known;
+    for (int64_t k = 0; k < n; k++) {
+        Known one = known[k];
         if (one.arrival > now + of->tiny) continue;
-        if (one.q >= of->n_chunks) return one.q;
-        double b_from = now + (1 - settings->delay_b) * of->time[one.q] - of->tiny;
-        double f_from = now + (1 - settings->delay_f) * of->time[one.q] - of->tiny;
+        if (one.q >= of->n_chunks) return &known[k];
+        double time = draft->parts->time[draft->parts->first[one.q]];
+        double b_from = now + (1 - settings->delay_b) * time - of->tiny;
+        double f_from = now + (1 - settings->delay_f) * time - of->tiny;
         int is_held = 0;
-        for (int64_t at = 0; at < i && !is_held; at++) {
-            Known better = known[at];
+        for (int64_t j = 0; j < k && !is_held; j++) {
+            Known better = known[j];
             double last = better.q >= of->n_chunks ? b_from : f_from;
             is_held = better.rank < one.rank && better.q > one.q
                    && now + of->tiny < better.arrival && better.arrival < last;
         }
-        if (!is_held) return one.q;
+        if (!is_held) return &known[k];
     }
-    return -1;
+    return NULL;
 }
 
-/* A ready F that goes before a better B; -1: none. */
-static int64_t early_forward(Draft *draft, int64_t s, int64_t n, double now) {
-    Stage *stage = &draft->stages[s];
-    for (int64_t i = 0; i < n && stage->n_early; i++) {
-        Known one = draft->known[i];
-        if (one.q >= draft->of->n_chunks || one.arrival > now + draft->of->tiny) continue;
-        stage->n_early--;
-        return one.q;
+/* The W of a stage that goes next: one that has begun, else the one that waits longest.
+   -1: none can go. */
+static int64_t next_weight(const Draft *draft, int64_t s, double now) {
+    const Problem *of = draft->of;
+    const Parts *parts = draft->parts;
+    const int64_t C = of->n_chunks, m = of->n_microbatches;
+    int64_t n, chosen = -1, least = INT64_MAX;
+    const int64_t *mine = numbers_of(of, s, &n);
+    if (of->joint[s]) return -1;
+    for (int64_t k = n / 2; k < n; k++) {
+        const int64_t b = mine[k], w = b + C, i = draft->started[w];
+        if (i == draft->started[b] || draft->w_part[w] < 0) continue;
+        const int64_t part = parts->first[w] + draft->w_part[w];
+        int is_last = part + 1 == parts->first[w + 1];
+        if (draft->w_ready[w] > now || draft->sources[parts->source[part] * m + i] > now
+            || (is_last && draft->ends[b * m + i] > now)) continue;
+        int64_t turn = draft->w_part[w] ? -1 : draft->w_turn[w * m + i];
+        if (turn < least) {
+            least = turn;
+            chosen = w;
+        }
     }
-    return -1;
+    return chosen;
 }
 
-/* The next pass of a stage by rules 1 to 3; -1: none. */
+/* What a stage runs next: flight k as k, a pass of number q as n_numbers + q; -1: none. */
 static int64_t choose(Draft *draft, int64_t s, double now) {
     const Problem *of = draft->of;
     const Settings *settings = draft->settings;
-    const Number *numbers = draft->numbers;
+    const int64_t *started = draft->started, C = of->n_chunks;
     Stage *stage = &draft->stages[s];
-    int64_t n_known = 0, n;
+    Known *known = draft->known;
+    int64_t n_known = 0, n, chosen = -1;
     const int64_t *mine = numbers_of(of, s, &n);
-    int64_t first_b = mine[n / 2], last_b = mine[n - 1];
-    double soon = now + of->tiny, next = INFINITY;
-    int starved = 0;
-    if (settings->order) n = 1;
-    for (int64_t place = 0; place < n; place++) {
-        int64_t q = mine[place];
-        double rank = 0.0;
-        if (settings->order) {
-            int64_t at = settings->order_from[s] + stage->n_ordered;
-            if (at == settings->order_from[s + 1]) break;
-            q = settings->order[at];
-        }
-        int64_t i = numbers[q].n_done;
-        double arrival = numbers[q].next;
-        if (arrival == INFINITY) continue;
-        if (!settings->order) {
-            if (q == mine[0]
-                && (i - numbers[last_b].n_done >= settings->max_in_flight[s]
-                    || i - numbers[first_b].n_done >= settings->max_without_b[s]))
-                continue;
-            rank = (double)i * of->unit + settings->offset[q];
-        }
-        if (!has_room(draft, s, q)) {
-            starved |= arrival <= soon;
+    double soon = now + of->tiny, next = INFINITY, best = INFINITY;
+    int is_short = settings->most_w && stage->n_w > settings->most_w[s];
+    int is_starved = 0;
+    for (int64_t k = 0; k < stage->n_flights; k++) {
+        Flight one = stage->flights[k];
+        if (one.is_over) continue;
+        if (one.ready > now) {
+            if (one.ready < next) next = one.ready;
             continue;
         }
-        draft->known[n_known++] = (Known){rank, arrival, q};
+        double rank = (double)one.i * draft->parts->round - settings->go_on;
+        if (!settings->order) rank += settings->offset[one.q];
+        if (rank < best) {
+            best = rank;
+            chosen = k;
+        }
+    }
+    if (settings->order) n = stage->n_ordered < settings->order_from[s + 1]
+                                                    - settings->order_from[s];
+    for (int64_t k = 0; k < n; k++) {
+        int64_t q = settings->order
+            ? settings->order[settings->order_from[s] + stage->n_ordered] : mine[k];
+        int64_t i = started[q];
+        if (i == of->n_microbatches) continue;
+        double arrival = arrival_of(draft, q, i);
+        if (arrival == INFINITY || is_held_back(draft, s, q)) continue;
+        if (!has_room(draft, s, q)) {
+            is_starved |= arrival <= soon;
+            continue;
+        }
         if (arrival > soon && arrival < next) next = arrival;
+        double rank = 0.0;
+        if (!settings->order)
+            rank = (double)i * draft->parts->round + settings->offset[q];
+        Known one = {rank, arrival, q};
+        int64_t at = n_known++;
+        for (; at > 0 && is_before(one, known[at - 1]); at--) known[at] = known[at - 1];
+        known[at] = one;
     }
-    int64_t chosen = best_ready(draft, n_known, now);
-    if (chosen < 0 || chosen >= of->n_chunks) {
-        int64_t early = early_forward(draft, s, n_known, now);
-        if (early >= 0) return early;
-    }
-    if (chosen >= 0 || !stage->n_pending) return chosen;
-    stage->weight_of = find_backward(of, stage, stage->weight_of);
-    int64_t weight = stage->row[stage->weight_of] + of->n_chunks;
-    int is_tail = numbers[mine[0]].n_done == of->n_microbatches;
-    double share = is_tail ? settings->overrun_tail : settings->overrun[s];
-    double end = now + of->time[weight] * (1 - share);
-    if (starved || end <= next + of->tiny) return weight;
-    return settings->is_fair && stage->idle + next - now > draft->most_idle ? weight
-                                                                            : -1;
+    const Known *ready = best_ready(draft, n_known, now);
+    if (ready && ready->rank < best) chosen = 3 * C + ready->q;
+    if (stage->n_early && !(ready && ready->q < C))
+        for (int64_t k = 0; k < n_known; k++)
+            if (known[k].q < C && known[k].arrival <= soon) {
+                stage->n_early--;
+                return 3 * C + known[k].q;
+            }
+    is_short |= is_starved;
+    if (chosen >= 0 && !(is_short && settings->weights_first)) return chosen;
+    int64_t weight = next_weight(draft, s, now);
+    if (weight < 0) return chosen;
+    if (is_short) return 3 * C + weight;
+    if (chosen >= 0) return chosen;
+    int is_tail = started[mine[0]] == of->n_microbatches;
+    double share = is_tail ? settings->overrun_tail[s] : settings->overrun[s];
+    double time = draft->parts->time[draft->parts->first[weight] + draft->w_part[weight]];
+    if (now + time * (1 - share) <= next + of->tiny
+        || (settings->is_fair && stage->idle + next - now > draft->most_idle))
+        return 3 * C + weight;
+    return -1;
 }
 
-/* Let the next pass of a number run as early as it can; its end. */
-static double run(Draft *draft, int64_t s, int64_t q, double now) {
-    const Problem *of = draft->of;
-    Stage *stage = &draft->stages[s];
-    Number *number = &draft->numbers[q];
-    int64_t last = 2 * of->n_chunks - 1;
-    if (q <= last && number->next > now) now = number->next;
+/* A stage computes from `now` on for some time; the end. */
+static double compute(Draft *draft, Stage *stage, double now, double time) {
     if (stage->start == INFINITY) {
         stage->start = now;
     } else {
-        stage->slack -= now - stage->free;
         stage->idle += now - stage->free;
         if (stage->idle > draft->most_idle) draft->most_idle = stage->idle;
     }
-    double end = now + of->time[q];
-    stage->free = end;
-    stage->held += of->change[q];
-    stage->row[stage->n_row++] = (int32_t)q;
-    if (q > last) {
-        stage->n_pending--;
-        stage->weight_of++;
-        return end;
-    }
-    int64_t i = ++number->n_done;
-    number->next = i < number->n_arrivals ? number->arrivals[i] : INFINITY;
-    stage->n_ordered++;
-    if (q >= of->n_chunks && !of->joint[s]) stage->n_pending++;
-    if (q < last) {
-        Number *other = number + 1;
-        other->arrivals[other->n_arrivals++] = end + of->delay[q];
-        if (other->next == INFINITY) other->next = end + of->delay[q];
-    }
-    return end;
+    stage->free = now + time;
+    if (stage->free > stage->end) stage->end = stage->free;
+    return stage->free;
 }
 
-static int64_t grow(Draft *draft, Heap *heap) {
+/* Run a part of a W. */
+static int run_weight(Draft *draft, int64_t s, int64_t w, double now) {
+    const Parts *parts = draft->parts;
+    Stage *stage = &draft->stages[s];
+    int64_t part = parts->first[w] + draft->w_part[w];
+    draft->w_ready[w] = compute(draft, stage, now, parts->time[part]);
+    stage->row[stage->n_row++] = (int32_t)part;
+    if (!draft->w_part[w]) stage->n_w--;
+    draft->w_part[w] = part + 1 == parts->first[w + 1] ? -1 : draft->w_part[w] + 1;
+    return heap_push(&draft->heap, draft->w_ready[w], s);
+}
+
+/* Let a pass end: its message leaves. */
+static int finish(Draft *draft, Flight *flight, double now) {
     const Problem *of = draft->of;
-    int64_t last = 2 * of->n_chunks - 1;
-    if (!heap_push(heap, 0.0, of->stage[0])) return NO_MEMORY;
-    while (heap->n) {
-        Event event = heap_pop(heap);
-        int64_t s = event.stage, n;
-        double now = event.time;
-        Stage *stage = &draft->stages[s];
-        if (stage->wake != now) continue; /* it was woken earlier */
-        int64_t q = choose(draft, s, now);
-        if (q < 0) { /* rule 4: sleep until something arrives */
-            const int64_t *mine = numbers_of(of, s, &n);
-            stage->wake = INFINITY;
-            for (int64_t at = 0; at < n; at++) {
-                double arrival = draft->numbers[mine[at]].next;
-                if (arrival > now + of->tiny && arrival < stage->wake)
-                    stage->wake = arrival;
-            }
-            if (stage->wake < INFINITY && !heap_push(heap, stage->wake, s))
-                return NO_MEMORY;
-            continue;
+    int64_t q = flight->q;
+    flight->is_over = 1;
+    draft->ends[q * of->n_microbatches + flight->i] = now;
+    return q + 1 == 2 * of->n_chunks
+        || heap_push(&draft->heap, now + of->delay[q], of->stage[q + 1]);
+}
+
+/* Run the next stretch of a pass: what computes, and what then occupies the network. */
+static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
+    const Parts *parts = draft->parts;
+    const int64_t m = draft->of->n_microbatches, stop = parts->first[flight->q + 1];
+    Stage *stage = &draft->stages[s];
+    int is_over = 1, is_network = 0;
+    double end = now;
+    if (flight->part == stop || parts->is_network[flight->part])
+        end = compute(draft, stage, now, 0.0);
+    for (; flight->part < stop; flight->part++) {
+        int64_t part = flight->part;
+        if (!parts->is_network[part] && is_network) {
+            is_over = 0;
+            break;
         }
-        stage->wake = run(draft, s, q, now);
-        if (stage->slack < 0) return GIVEN_UP;
-        if (!heap_push(heap, stage->wake, s)) return NO_MEMORY;
-        if (q >= last) continue;
-        const Number *next = &draft->numbers[q + 1];
-        Stage *target = &draft->stages[of->stage[q + 1]];
-        double arrival = next->arrivals[next->n_arrivals - 1];
-        if (target->free < target->wake && target->wake > arrival) { /* asleep */
-            target->wake = arrival;
-            if (!heap_push(heap, arrival, of->stage[q + 1])) return NO_MEMORY;
+        if (parts->is_network[part]) {
+            is_network = 1;
+            if (stage->network > end) end = stage->network;
+            end = stage->network = end + parts->time[part];
+        } else {
+            end = compute(draft, stage, end, parts->time[part]);
+        }
+        draft->sources[part * m + flight->i] = end;
+        stage->row[stage->n_row++] = (int32_t)part;
+    }
+    flight->ready = end;
+    if (!heap_push(&draft->heap, end, s)) return 0;
+    return is_network || !is_over || finish(draft, flight, end);
+}
+
+static int run(Draft *draft, int64_t s, int64_t chosen, double now) {
+    const Problem *of = draft->of;
+    const int64_t C = of->n_chunks, m = of->n_microbatches, q = chosen - 3 * C;
+    Stage *stage = &draft->stages[s];
+    if (q < 0) return run_stretch(draft, s, &stage->flights[chosen], now);
+    if (q >= 2 * C) return run_weight(draft, s, q, now);
+    int64_t i = draft->started[q]++;
+    double arrival = arrival_of(draft, q, i);
+    stage->n_ordered++;
+    if (q < C) {
+        stage->n_f++;
+        stage->held += of->change[q];
+    } else {
+        stage->n_b++;
+        draft->w_turn[(q + C) * m + i] = stage->n_backward++;
+    }
+    Flight *flight = &stage->flights[stage->n_flights++];
+    *flight = (Flight){.q = q, .i = i, .part = draft->parts->first[q]};
+    return run_stretch(draft, s, flight, arrival > now ? arrival : now);
+}
+
+/* Give back the memory of what has ended by now. */
+static void drop_ended(Draft *draft, int64_t s, double now) {
+    const Problem *of = draft->of;
+    Stage *stage = &draft->stages[s];
+    int64_t n_left = 0, n;
+    const int64_t *mine = numbers_of(of, s, &n);
+    for (int64_t k = 0; k < stage->n_flights; k++) {
+        Flight one = stage->flights[k];
+        if (!one.is_over || one.ready > now) {
+            stage->flights[n_left++] = one;
+        } else if (one.q < of->n_chunks) {
+            stage->n_f--;
+        } else {
+            stage->n_b--;
+            stage->held += of->change[one.q];
+            stage->n_w += !of->joint[s];
         }
     }
-    for (int64_t q = 0; q <= last; q++)
-        if (draft->numbers[q].n_done < of->n_microbatches) return GIVEN_UP;
+    stage->n_flights = n_left;
+    for (int64_t k = n / 2; k < n; k++) {
+        int64_t w = mine[k] + of->n_chunks;
+        if (draft->w_part[w] >= 0 || draft->w_ready[w] > now) continue;
+        stage->held += of->change[w];
+        draft->w_part[w] = 0;
+        draft->started[w]++;
+    }
+}
+
+static int64_t grow(Draft *draft, double below) {
+    const Problem *of = draft->of;
+    for (int64_t s = 0; s < of->n_stages; s++)
+        if (!heap_push(&draft->heap, 0.0, s)) return NO_MEMORY;
+    while (draft->heap.n) {
+        Event event = heap_pop(&draft->heap);
+        int64_t s = event.stage;
+        Stage *stage = &draft->stages[s];
+        drop_ended(draft, s, event.time);
+        if (stage->free > event.time) continue;
+        int64_t chosen = choose(draft, s, event.time);
+        if (chosen < 0) continue;
+        if (!run(draft, s, chosen, event.time)) return NO_MEMORY;
+        if (stage->idle + draft->parts->work[s] + of->tiny > below) return GIVEN_UP;
+    }
+    for (int64_t q = 0; q < 3 * of->n_chunks; q++)
+        if ((q < 2 * of->n_chunks || !of->joint[of->stage[q]])
+            && draft->started[q] < of->n_microbatches) return GIVEN_UP;
     return DONE;
 }
 
-/* Write the numbers of stage s from rows[rows_from[s]] on, and how many they are. */
-ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Settings *settings,
-                                    double below, int32_t *rows,
-                                    const int64_t *rows_from, int64_t *lengths,
-                                    double *span) {
-    int64_t m = of->n_microbatches, p = of->n_stages, n = 2 * of->n_chunks;
+/* Write the parts that stage s runs from rows[rows_from[s]] on, and their number. Those
+   of one part run in the order of the micro-batches. */
+ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Parts *parts,
+                                    const Settings *settings, double below,
+                                    int32_t *rows, const int64_t *rows_from,
+                                    int64_t *lengths, double *span) {
+    const int64_t C = of->n_chunks, m = of->n_microbatches, p = of->n_stages;
+    const int64_t n_parts = parts->first[3 * C], n_times = (2 * C + n_parts) * m;
     int64_t result = NO_MEMORY;
-    Heap heap = {NULL, 0, 0};
-    Draft draft = {.of = of, .settings = settings, .most_idle = -INFINITY};
-    double *arrivals = calloc((size_t)(n * m), sizeof(double));
-    draft.numbers = calloc((size_t)n, sizeof(Number));
+    Draft draft = {.of = of, .parts = parts, .settings = settings,
+                   .most_idle = -INFINITY};
+    double *times = calloc((size_t)(n_times + 3 * C), sizeof(double));
+    int64_t *counts = calloc((size_t)(6 * C + 3 * C * m), sizeof(int64_t));
+    Flight *flights = calloc((size_t)(2 * C), sizeof(Flight));
     draft.stages = calloc((size_t)p, sizeof(Stage));
-    draft.known = calloc((size_t)n, sizeof(Known));
-    if (!arrivals || !draft.numbers || !draft.stages || !draft.known) goto end;
-    for (int64_t q = 0; q < n; q++) {
-        draft.numbers[q].arrivals = arrivals + q * m; /* the first: all there at 0 */
-        draft.numbers[q].n_arrivals = q ? 0 : m;
-        draft.numbers[q].next = q ? INFINITY : 0.0;
-    }
+    draft.known = calloc((size_t)(2 * C), sizeof(Known));
+    if (!times || !counts || !flights || !draft.stages || !draft.known) goto end;
+    for (int64_t k = 0; k < n_times; k++) times[k] = INFINITY;
+    draft.ends = times;
+    draft.sources = times + 2 * C * m;
+    draft.w_ready = times + n_times;
+    draft.started = counts;
+    draft.w_part = counts + 3 * C;
+    draft.w_turn = counts + 6 * C;
     for (int64_t s = 0; s < p; s++) {
         Stage *stage = &draft.stages[s];
         stage->row = rows + rows_from[s];
-        stage->slack = below - of->work[s] - of->tiny;
         stage->start = INFINITY;
         stage->n_early = settings->early[s];
-        stage->wake = s == of->stage[0] ? 0.0 : INFINITY;
+        stage->flights = flights + of->first[s];
     }
-    result = grow(&draft, &heap);
+    result = grow(&draft, below);
     *span = -INFINITY;
     for (int64_t s = 0; s < p; s++) {
-        double one = draft.stages[s].free - draft.stages[s].start;
+        double one = draft.stages[s].end - draft.stages[s].start;
         if (one > *span) *span = one;
         lengths[s] = draft.stages[s].n_row;
     }
 end:
-    free(heap.events);
-    free(arrivals);
-    free(draft.numbers);
+    free(draft.heap.events);
+    free(times);
+    free(counts);
+    free(flights);
     free(draft.stages);
     free(draft.known);
     return result;

@@ -75,7 +75,7 @@ class Settings:
     max_without_b: tuple[int, ...]
     early: tuple[int, ...]
     overrun: tuple[float, ...]
-    overrun_tail: float
+    overrun_tail: tuple[float, ...]
     delay_b: float = 0.0
     delay_f: float = 0.0
     is_fair: bool = False
@@ -93,14 +93,20 @@ def list_schedule(
     order = settings.order
     rules = Structure(
         is_fair=int(settings.is_fair),
-        overrun_tail=float(settings.overrun_tail),
+        weights_first=0,
+        most=1,
         delay_b=float(settings.delay_b),
         delay_f=float(settings.delay_f),
+        go_on=0.0,
         offset=doubles(settings.offset),
         max_in_flight=whole(settings.max_in_flight),
         max_without_b=whole(settings.max_without_b),
         early=whole(settings.early),
+        most_f=None,
+        most_b=None,
+        most_w=None,
         overrun=doubles(settings.overrun),
+        overrun_tail=doubles(settings.overrun_tail),
         order=None if order is None else joined(order),
         order_from=whole(accumulate(map(len, order or ()), initial=0)),
     )
@@ -108,11 +114,12 @@ def list_schedule(
     sizes = [3 * m * len(numbers) // 2 for numbers in problem.numbers]
     rows_from = whole(accumulate(sizes, initial=0))
     rows = array("i", bytes(4 * rows_from[-1]))
-    lengths = array("q", bytes(8 * problem.n_stages))
+    lengths = whole(sizes)
     span = ctypes.c_double()
     is_done = check(
         loops().zbpp_list_schedule(
             kept(problem, flatten).address,
+            kept(problem, _parts).address,
             rules.address,
             ctypes.c_double(below),
             pointer(rows),
@@ -126,3 +133,16 @@ def list_schedule(
         return None
     starts = zip(rows_from, lengths, strict=False)
     return Plan(span.value, [rows[at : at + n] for at, n in starts])
+
+
+def _parts(problem: PlacementProblem) -> Structure:
+    """`Parts` of list_scheduler.c: every number is one part."""
+    n, numbers = problem.n_chunks, range(3 * problem.n_chunks)
+    return Structure(
+        round=float(problem.unit),
+        first=whole(range(3 * n + 1)),
+        is_network=whole(0 for _ in numbers),
+        source=whole(max(0, q - n) for q in numbers),
+        time=doubles(problem.time),
+        work=doubles(problem.work),
+    )

@@ -276,7 +276,7 @@ def settings_of(problem: PlacementProblem, rule: Rule) -> Settings:
         max_without_b=tuple(_without_b(problem, rule)),
         early=(0,) * p,
         overrun=(rule.overrun,) * p,
-        overrun_tail=rule.overrun_tail,
+        overrun_tail=(rule.overrun_tail,) * p,
         delay_b=rule.delay_b,
         delay_f=rule.delay_f,
     )
@@ -295,7 +295,7 @@ def line_settings_of(problem: PlacementProblem, rule: LineRule) -> Settings:
         max_without_b=(m,) * p,
         early=(rule.early,) * p,
         overrun=(rule.overrun,) * p,
-        overrun_tail=rule.overrun,
+        overrun_tail=(rule.overrun,) * p,
         is_fair=rule.is_fair,
     )
 
@@ -309,7 +309,7 @@ def known_order(rows: Rows, overrun: float, *, is_fair: bool = False) -> Setting
         max_without_b=(),
         early=(0,) * p,
         overrun=(overrun,) * p,
-        overrun_tail=overrun,
+        overrun_tail=(overrun,) * p,
         is_fair=is_fair,
         order=rows,
     )
