@@ -18,13 +18,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from simgpu.build import built
+from simgpu.build import built, torch_folder
 
 if "torch" in sys.modules:
     raise ImportError("simgpu takes the place of CUDA: import it before torch")
 
 _folder: Path = built()
-ctypes.CDLL(str(_folder / "libsimgpu.so"), mode=ctypes.RTLD_GLOBAL)
+_libraries = torch_folder() / "lib"
+for _path in (
+    _libraries / "libc10.so",
+    _libraries / "libtorch_cpu.so",
+    _folder / "libsimgpu.so",
+):
+    ctypes.CDLL(str(_path), mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
 

@@ -41,12 +41,17 @@ def built() -> Path:
     return folder
 
 
+def torch_folder() -> Path:
+    """Return where torch is installed, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
 def _build(folder: Path) -> None:
     if shutil.which("g++") is None:
         raise RuntimeError("the simulated device is built by g++, which is not here")
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.submodule_search_locations
-    torch = Path(spec.submodule_search_locations[0])
+    torch = torch_folder()
     include = torch / "include"
     compiling = [
         "g++", *FLAGS, f"-I{include}", f"-I{include}/torch/csrc/api/include",
@@ -62,7 +67,7 @@ def _build(folder: Path) -> None:
         )
         for _ in done:
             pass
-    libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
+    libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu"]  # of any environment
     _run(
         "g++", "-shared", *(f"{folder / name}.o" for name in DEVICE), *libraries,
         "-o", f"{folder}/libsimgpu.so",

@@ -112,6 +112,8 @@ def install(native: Any) -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
         "synchronize": lambda device=None: native.synchronize(),
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: memory()["allocated"],
@@ -129,6 +131,7 @@ def install(native: Any) -> None:
         "set_sync_debug_mode": _set_sync_debug_mode,
         "is_current_stream_capturing": lambda: False,
         "default_generators": (native.default_generator(),),
+        "_initialized": True,  # torch's checkpoint saves the generator's state then
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)

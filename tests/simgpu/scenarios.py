@@ -318,7 +318,7 @@ ONE_PROCESS = [
     Scenario("ZB, segments", from_host, case("ZB", "exchange, dropout", parts=True)),
     Scenario("ZBH1, switches", from_host, case("ZBH1"), {"switches": True}),
     Scenario("1F1B, fused", from_host, case("1F1B", optimizer="fused")),
-    Scenario("ZBH2, checkpoint", from_host, case("ZBH2", "checkpoint")),
+    Scenario("ZBH2, checkpoint", from_host, case("ZBH2", "checkpoints")),
     Scenario("VHalf, 16 bits", from_host, case("VHalf", autocast=True)),
     Scenario("VHalf, buffers", from_host, case("VHalf", "norms")),
     Scenario("1F1B, buffers", from_gpu, case("1F1B", "norms")),

@@ -339,11 +339,9 @@ class Exchange(nn.Module):
 class _Checkpointed(nn.Module):
     """A layer whose forward runs again in the backward, by torch's checkpoint."""
 
-    def __init__(
-        self, index: int, *, use_reentrant: bool = False, dropout: float = 0.3
-    ) -> None:
+    def __init__(self, index: int, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.inner = Exchange(index, dropout=dropout)
+        self.inner = Exchange(index, dropout=0.3)
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -465,7 +463,6 @@ MODELS: dict[str, Model] = {
     "written mask": Model(_written_mask, batch=_masked_batch),
     "exchange": Model(Exchange),
     "exchange, dropout": Model(partial(Exchange, dropout=0.3), oracle="stage"),
-    "checkpoint": Model(partial(_Checkpointed, dropout=0.0)),
     "checkpoints": Model(partial(_checkpointed, use_reentrant=False), oracle="stage"),
     "reentrant checkpoints": Model(
         partial(_checkpointed, use_reentrant=True), oracle="stage"
