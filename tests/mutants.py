@@ -706,6 +706,7 @@ def main() -> int:
     if options.results and options.results.exists():
         found = json.loads(options.results.read_text())
     before = json.loads(options.before.read_text()) if options.before else {}
+    collected: set[str] = set()
     if options.list:
         return print_list(options.tree, options.room)
     with tempfile.TemporaryDirectory() as folder:
@@ -714,6 +715,11 @@ def main() -> int:
         for name, mutant in chosen(options.room):
             if found.get(name, {}).get("caught", "stale") != "stale":
                 continue
+            if mutant.room not in collected:  # else all would count as caught
+                collected.add(mutant.room)
+                for tests in tests_of(mutant, copy):
+                    if failed := run(copy, [*tests, "--collect-only"]):
+                        sys.exit(f"without any mutant, {failed}")
             began = time.monotonic()
             caught = judge(mutant, copy, before.get(name, {}).get("caught", ""))
             found[name] = {"room": mutant.room, "caught": caught}
