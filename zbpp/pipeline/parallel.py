@@ -1,6 +1,5 @@
 """Programs of a pipeline's stages: with the collectives of replicas, and in parts."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from zbpp.core import (
@@ -12,7 +11,6 @@ from zbpp.core import (
     Program,
     Receive,
     Reduce,
-    RequestError,
     Schedule,
     Send,
     Step,
@@ -20,10 +18,11 @@ from zbpp.core import (
 )
 from zbpp.core.sharding import reduces_every
 from zbpp.runtime.comm.place import Place
+from zbpp.runtime.driver.build import Settings
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.schedules import add_collectives, lower
 
-__all__ = ["check_one_queue", "parts_of_step", "with_collectives"]
+__all__ = ["parts_of_step", "with_collectives"]
 
 Programs = tuple[Program, ...]
 
@@ -32,20 +31,19 @@ def with_collectives(
     schedule: Schedule,
     stages: LocalStages,
     place: Place,
-    shard: str,
+    settings: Settings,
     *,
-    ties: tuple[tuple[int, ...], ...],
-    overlaps: bool,
     costs: Costs | None = None,
 ) -> tuple[Schedule, Programs]:
     """Add the jobs that the replicas' layers need; all processes must call.
 
     A schedule that has such jobs keeps them where they are. Without replicas there is
     nothing for them to do, but where `fully_shard` has wrapped layers over a mesh of
-    one process: it hands their gradients on when it reduces them. Without ``overlaps``
-    passes run whole, in the order of their starts.
+    one process, whose gradients its reductions write. Without ``overlap`` passes run
+    whole, in the order of their starts.
     """
     transport, adds_up = stages.transport, False
+    overlaps, each = settings.execution.overlap, reduces_every(settings.replicas.shard)
     if not overlaps:
         schedule = replace(schedule, parts=None)
     has_sums = bool(place.sum_dims()) or any(
@@ -54,17 +52,17 @@ def with_collectives(
     if has_sums:
         shards = any(transport.gather(stages.first.collectives.keeps))
         kinds = {job.kind for job in schedule.orders[0] if isinstance(job, Collective)}
-        if schedule.parts is not None and not shards and not reduces_every(shard):
+        if schedule.parts is not None and not shards and not each:
             adds_up = True
         elif not kinds or (CollectiveKind.UNSHARD in kinds) != shards:
             schedule = add_collectives(
                 schedule,
                 shards=shards,
-                reduces="every" if reduces_every(shard) else "last",
+                reduces="every" if each else "last",
             )
     programs = lower(
         schedule,
-        ties=ties,
+        ties=settings.ties.chunks,
         costs=costs,
         on_device=transport.on_device,
         overlaps=overlaps,
@@ -88,16 +86,3 @@ def parts_of_step(programs: Programs) -> tuple[Programs, Programs]:
     passes = tuple(tuple(x for x in each if not is_end(x)) for each in programs)
     ends = tuple(tuple(x for x in each if is_end(x)) for each in programs)
     return passes, ends
-
-
-def check_one_queue(environment: Mapping[str, str]) -> None:
-    """Look whether all streams of a GPU share one hardware queue.
-
-    A message that waits for its other end then delays whatever is launched after it.
-    """
-    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise RequestError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: a message that waits for its other end "
-            "holds up every job that is launched after it, so that stages may wait for "
-            "each other for ever; leave the variable unset, or set it to 32"
-        )

@@ -8,7 +8,6 @@
 This file wires the layers together: plan -> programs -> executors.
 """
 
-import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -35,7 +34,7 @@ from zbpp.pipeline.arguments import (
     warn_of_plan,
     weigh_of,
 )
-from zbpp.pipeline.parallel import check_one_queue, parts_of_step, with_collectives
+from zbpp.pipeline.parallel import parts_of_step, with_collectives
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.pipelines import choose_validation, plan_pipeline
@@ -44,22 +43,10 @@ from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import is_out_of_memory
 from zbpp.profiling.profile import Profile
 from zbpp.runtime.backward.self_check import check_split
-from zbpp.runtime.driver.agreement import (
-    check_agreement,
-    check_chosen,
-    refuse_together,
-)
+from zbpp.runtime.driver.agreement import check_agreement, refuse_together
 from zbpp.runtime.driver.batches import Batches, StepPart
-from zbpp.runtime.driver.build import (
-    StageOptions,
-    build_executors,
-    build_layers,
-    describe_layers,
-    make_transports,
-    release,
-    share_first_bits,
-)
-from zbpp.runtime.driver.stages import LocalStages, eval_mode
+from zbpp.runtime.driver.build import Settings, build
+from zbpp.runtime.driver.stages import eval_mode
 from zbpp.runtime.executor import drive
 from zbpp.runtime.layer_random import next_seed
 from zbpp.runtime.loss import loss_modules
@@ -172,107 +159,72 @@ class Pipeline:
             self.schedule = choose_validation(
                 self.plan.schedule, step.post_validation, steps=optimizer is not None
             )
-            rules = StepRules.of(
-                step if optimizer else replace(step, max_consecutive_skips=None),
-                clip_grad_norm=clip_grad_norm,
-                post_validation=self.schedule.is_post_validated,
-            )
             placement = self.schedule.placement
             self.split = partition_layers(
                 self.n_layers, placement.n_chunks, self.plan.split
             )
-            shared = check_ties(set(self.layered.ties), self.n_layers)
-            self._ties = TiePlan(shared, self.split, placement, self.layered.own_name)
-            programs = lower(self.schedule, ties=self._ties.chunks)
             weigh = weigh_of(
                 loss_fn,
                 numerics.weigh,
                 self.layered.weigh
                 or ("tokens" if self.place.n_sequence_slices > 1 else "samples"),
             )
-        request = (
-            schedule_text(self.schedule),
-            self.split,
-            self._ties.ties,
-            rules,
-            # a function looks different on each rank
-            replace(numerics, weigh=None if callable(weigh) else weigh),
-            execution.compile,
-            execution.overlap,  # else processes would communicate in other orders
-            replicas.shard,
-            replicas.alternating_buffers,
-        )
+            self._settings = Settings(
+                ties=TiePlan(
+                    check_ties(set(self.layered.ties), self.n_layers),
+                    self.split,
+                    placement,
+                    self.layered.own_name,
+                ),
+                rules=StepRules.of(
+                    step if optimizer else replace(step, max_consecutive_skips=None),
+                    clip_grad_norm=clip_grad_norm,
+                    post_validation=self.schedule.is_post_validated,
+                ),
+                numerics=replace(numerics, weigh=None if callable(weigh) else weigh),
+                execution=execution,
+                replicas=replicas,
+                recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
+                weigh=weigh,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                device=self.device,
+            )
+            ties = self._settings.ties
+            programs = lower(self.schedule, ties=ties.chunks)
+        request = schedule_text(self.schedule), self._settings
         check_agreement(self.place.gather, {"schedules, splits or settings": request})
         seed: int = self.place.gather(next_seed())[0]
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
-        transports = make_transports(
+        self.stages = build(
+            self._settings,
             programs,
             self.place,
-            self.device,
-            execution=execution,
+            self.layered.build,
+            self.layered.parts,
+            seed=seed,
         )
-        transport = next(iter(transports.values()))
-        self._options = StageOptions(
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            own_name=self.layered.own_name,
-            rules=rules,
-            device=self.device,
-            numerics=numerics,
-            execution=execution,
-            replicas=replicas,
-            recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
-        )
-        with refuse_together(transport.gather):
-            if transport.on_device:
-                check_one_queue(os.environ)
-            layers = build_layers(
-                self.layered.build,
-                self._ties,
-                transports,
-                self.device,
-                seed=seed if self.layered.parts is None else None,
-            )
-        check_agreement(transport.gather, describe_layers(layers, self._ties))
-        with refuse_together(transport.gather):
-            executors = build_executors(
-                layers, self._ties, transports, self._options, self.place
-            )
-        self.stages = LocalStages(executors, placement)
         self._parts: tuple[tuple[Program, ...], tuple[Program, ...]] | None = None
         self._use(self.schedule)
         self.n_switches = 0
         """Times that the schedule was changed."""
         self._n_steps = numerics.first_step
         self._batches = Batches(
-            executors,
-            placement,
-            self.layered.cut_batch,
-            weigh=weigh,
+            self.stages.executors, placement, self.layered.cut_batch, weigh=weigh
         )
         weakref.finalize(self, self.stages.abandon)
         self._watcher = make_watcher(execution.watch, self.plan)
         self._checkpoints = Checkpoints(
             self.stages,
             self.layered.own_name,
-            (*self._ties.ties, *self.layered.buffers),
+            (*ties.ties, *self.layered.buffers),
             rank=self.rank,
         )
         self._part: StepPart | None = None
         """The call that was last, of a step that is not taken yet."""
         self._forward_programs = lower_forward(placement, n_microbatches=1)
         self._forward_size = 1
-        self.stages.first.stage.random.use(
-            seed if numerics.seed is None else numerics.seed
-        )
-        share_first_bits(executors, self._ties)
-        if optimizer is not None:
-            warning = check_chosen(executors)
-            if warning is not None and self.rank == 0:
-                warnings.warn(warning, stacklevel=3)
         self._has_stepped = False
-        if self.layered.parts is not None:
-            release(self.layered.parts, (layer for _, layer in self.stages.layers()))
 
     # Training.
 
@@ -431,7 +383,7 @@ class Pipeline:
     def _refuse_parts(self) -> None:
         """Refuse to take a step in parts where the engine cannot."""
         reason = None
-        if self._options.optimizer is None:
+        if self._settings.optimizer is None:
             reason = "optimizer is None; clear the gradients, and call step()"
         elif self.place.sum_dims() or self.stages.first.collectives.has_units:
             reason = "replicas sum their gradients within the passes"
@@ -539,7 +491,9 @@ class Pipeline:
                     "checkpoint"
                 )
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
-        lower(schedule, ties=self._ties.chunks)  # it may be that it cannot be run
+        lower(
+            schedule, ties=self._settings.ties.chunks
+        )  # it may be that it cannot be run
         layers = recomputed_layers(schedule, list(split))
         self.synchronize()
         check_agreement(
@@ -557,9 +511,7 @@ class Pipeline:
             schedule,
             self.stages,
             self.place,
-            self._options.replicas.shard,
-            ties=self._ties.chunks,
-            overlaps=self._options.execution.overlap,
+            self._settings,
             costs=self.plan.known_costs,
         )
         self._parts = None
@@ -654,7 +606,7 @@ class Pipeline:
             loss_fn=loss_fn,
         )
         modules = [layer for _, layer in self.stages.layers()]
-        modules += loss_modules(loss_fn or self._options.loss_fn)
+        modules += loss_modules(loss_fn or self._settings.loss_fn)
         with self.stages.running(), eval_mode(modules):
             drive(self.stages.executors, self._forward_programs, training=False)
             yield
@@ -675,7 +627,7 @@ class Pipeline:
     @property
     def ties(self) -> tuple[Tie, ...]:
         """Parameters that several layers share: (layer, name in it) of each."""
-        return self._ties.ties
+        return self._settings.ties.ties
 
     @property
     def needs_inputs(self) -> bool:
@@ -757,7 +709,7 @@ class Pipeline:
             self.stages,
             self.schedule,
             tuple(map(len, self.split)),
-            self._options,
+            self._settings,
             self._n_steps,
             self.place,
         )

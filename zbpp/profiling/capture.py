@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from zbpp.core import Pass, PassKind, Placement, Value, What
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.driver.build import StageOptions
+from zbpp.runtime.driver.build import Settings
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.stage import LossFn, Stage
@@ -35,7 +35,7 @@ class Given:
 def capture(
     executors: Mapping[int, Executor],
     placement: Placement,
-    options: StageOptions,
+    options: Settings,
     microbatch: Mapping[int, Given],
     *,
     step: int,
@@ -84,7 +84,7 @@ def capture(
 
 
 def stage_like(
-    options: StageOptions,
+    options: Settings,
     chunks: Sequence[Chunk],
     *,
     n_chunks: int,

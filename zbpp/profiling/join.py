@@ -15,7 +15,7 @@ from zbpp.profiling.step_times import StepTimes, measure_step_times
 from zbpp.profiling.stopwatch import Spread
 from zbpp.profiling.window import Wires
 from zbpp.runtime.comm.place import Place
-from zbpp.runtime.driver.build import StageOptions
+from zbpp.runtime.driver.build import Settings
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.support.devices import device_name
 
@@ -29,7 +29,7 @@ class Profiled:
     stages: LocalStages
     schedule: Schedule
     split: Sequence[int]
-    options: StageOptions
+    options: Settings
     step: int
     place: Place
 

@@ -22,7 +22,7 @@ from torch import nn
 from zbpp.profiling.capture import Given, begin, fresh, stage_like
 from zbpp.profiling.stopwatch import Stopwatch
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.driver.build import StageOptions
+from zbpp.runtime.driver.build import Settings
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
@@ -57,7 +57,7 @@ class PassTiming:
         *,
         n_chunks: int,
         n_layers: int,
-        options: StageOptions,
+        options: Settings,
         microbatch: Given,
         step: int,
         watch: Stopwatch,

@@ -1,6 +1,7 @@
 """Compare what processes were asked for, and let all end where one refuses."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -57,19 +58,22 @@ def check_agreement(gather: Gather, facts: Mapping[str, object]) -> None:
                 )
 
 
-def check_chosen(executors: Mapping[int, Executor]) -> str | None:
-    """Refuse optimizers that train nothing; return a warning if all is frozen."""
+def check_chosen(executors: Mapping[int, Executor]) -> None:
+    """Refuse optimizers that train nothing; warn if all parameters are frozen."""
     transport = next(iter(executors.values())).transport
     chosen = [x.optimizer.optimizers.chosen() for x in executors.values()]
     every = list(chain.from_iterable(transport.gather(chosen)))
     learning = list(dict.fromkeys(name for _, names, _ in every for name in names))
     if any(n for n, _, _ in every) or not any(n for *_, n in every):
-        return None
+        return
     if not learning:
-        return (
-            "all parameters of the model are frozen (requires_grad is False), so steps "
-            "train nothing; unfreeze some, or call evaluate() and predict()"
-        )
+        if transport.peers.rank == 0:
+            warnings.warn(
+                "all parameters of the model are frozen (requires_grad is False), so "
+                "steps train nothing; unfreeze some, or call evaluate() and predict()",
+                stacklevel=4,
+            )
+        return
     shown = ", ".join(learning[:_SHOWN]) + (", ..." if len(learning) > _SHOWN else "")
     raise RequestError(
         f"optimizer= steps none of the {len(learning)} parameters of the model that "

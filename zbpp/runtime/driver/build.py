@@ -1,7 +1,8 @@
 """Build transports, layers, optimizers and executors of one process."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -18,14 +19,21 @@ from zbpp.core import (
     Step,
     TiedGradient,
 )
-from zbpp.runtime.chunk import Chunk, OwnName
+from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.mailbox import Mailbox
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.compiled.backend import Call, Compiling, compiled, is_worth_it
+from zbpp.runtime.driver.agreement import (
+    check_agreement,
+    check_chosen,
+    refuse_together,
+)
+from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.layer_random import LayerRandom
+from zbpp.runtime.microbatches import Weigh, WeighName
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
@@ -39,17 +47,7 @@ from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
 from zbpp.runtime.ties.stage import StageTies
 
-__all__ = [
-    "StageLayers",
-    "StageOptions",
-    "build_executors",
-    "build_layers",
-    "compiled_chunk",
-    "describe_layers",
-    "make_transports",
-    "release",
-    "share_first_bits",
-]
+__all__ = ["Settings", "build", "compiled_chunk"]
 
 StageLayers = Mapping[int, tuple[Sequence[Chunk], StageTies]]
 """Chunks and ties of each stage of this process."""
@@ -58,33 +56,69 @@ _PART = "compiles"
 """Attribute of a layer that says which module in it is compiled; None: none is."""
 
 
-@dataclass(frozen=True)
-class StageOptions:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
     """Settings of every stage; `zbpp.Pipeline` explains the fields.
 
-    Args:
-        rules: by which steps are taken.
-        recompute: layers of the whole model whose graph B computes again.
-        replicas: how they share.
+    Ranks compare its ``repr``, which shows what must be the same on all of them.
     """
 
-    loss_fn: LossFn
-    optimizer: MakeOptimizer | None
-    own_name: OwnName
+    ties: TiePlan
+    """With the layers of each chunk and the placement of the chunks."""
     rules: StepRules
-    device: torch.device
     numerics: Numerics
+    """A ``weigh`` that is a function is None here: each rank has its own object."""
     execution: Execution
     replicas: DataParallel
-    recompute: frozenset[int] = frozenset()
+    recompute: frozenset[int]
+    """Layers of the whole model whose graph B computes again."""
+    weigh: WeighName | Weigh = field(repr=False)
+    loss_fn: LossFn = field(repr=False)
+    optimizer: MakeOptimizer | None = field(repr=False)
+    device: torch.device = field(repr=False)
 
 
-def make_transports(
+def build(
+    settings: Settings,
     programs: Sequence[Program],
     place: Place,
-    device: torch.device,
+    make_layers: Callable[[range], Sequence[nn.Module]],
+    parts: Mapping[str, nn.Module] | None,
     *,
-    execution: Execution,
+    seed: int,
+) -> LocalStages:
+    """Build the stages of this process; all processes must call.
+
+    ``parts`` are the modules of a model that exists: those that only other processes
+    train are released. None: ``make_layers`` makes new ones, from the seed.
+    """
+    transports = _transports(programs, place, settings)
+    transport = next(iter(transports.values()))
+    with refuse_together(transport.gather):
+        if transport.on_device and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise RequestError(
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1: a message that waits for its other "
+                "end holds up every job that is launched after it, so that stages may "
+                "wait for each other for ever; leave the variable unset, or set it to "
+                "32"
+            )
+        layers = _build_layers(
+            make_layers, transports, settings, seed=seed if parts is None else None
+        )
+    check_agreement(transport.gather, _describe_layers(layers, settings.ties))
+    with refuse_together(transport.gather):
+        executors = _build_executors(layers, transports, settings, place, seed)
+    _share_first_bits(executors, settings.ties)
+    if settings.optimizer is not None:
+        check_chosen(executors)
+    stages = LocalStages(executors, settings.ties.placement)
+    if parts is not None:
+        _release(parts, (layer for _, layer in stages.layers()))
+    return stages
+
+
+def _transports(
+    programs: Sequence[Program], place: Place, settings: Settings
 ) -> dict[int, Transport]:
     """Make the transport of this process's stage, or of all where it is alone."""
     if place.everyone is None or place.n_ranks == 1:
@@ -93,22 +127,22 @@ def make_transports(
         place,
         [{i.peer for i in x if isinstance(i, Send)} for x in programs],
         next(i for i, x in enumerate(programs) if Pass(PassKind.F, 0, 0) in x),
-        device=device,
-        timeout_s=execution.timeout_s,
-        first_timeout_s=execution.start_timeout_s,
+        device=settings.device,
+        timeout_s=settings.execution.timeout_s,
+        first_timeout_s=settings.execution.start_timeout_s,
     )
     return {mailbox.stage: mailbox}
 
 
-def build_layers(
+def _build_layers(
     build: Callable[[range], Sequence[nn.Module]],
-    plan: TiePlan,
     stages: Iterable[int],
-    device: torch.device,
+    settings: Settings,
     *,
-    seed: int | None = None,
+    seed: int | None,
 ) -> StageLayers:
     """Build the layers of these stages; the seed is for a function that makes them."""
+    plan, device = settings.ties, settings.device
     chunks_of = {stage: plan.placement.chunks_of[stage] for stage in stages}
     here = list(chain.from_iterable(chunks_of.values()))
     is_whole = len(here) == len(plan.ranges)
@@ -148,7 +182,7 @@ def _build_seeded(
         return build(layers)
 
 
-def describe_layers(layers: StageLayers, plan: TiePlan) -> dict[str, object]:
+def _describe_layers(layers: StageLayers, plan: TiePlan) -> dict[str, object]:
     """Facts on the parameters of a stage that all who hold them must agree on."""
     facts: dict[str, object] = {}
     for stage, (chunks, ties) in layers.items():
@@ -170,25 +204,26 @@ def _describe(p: nn.Parameter) -> tuple[object, ...]:
     return tuple(p.shape), p.dtype, p.requires_grad
 
 
-def build_executors(
+def _build_executors(
     layers: StageLayers,
-    plan: TiePlan,
     transports: dict[int, Transport],
-    options: StageOptions,
+    settings: Settings,
     place: Place,
+    seed: int,
 ) -> dict[int, Executor]:
     """Build the optimizer and the executor of each local stage."""
-    placement = plan.placement
-    numerics, execution = options.numerics, options.execution
-    random = LayerRandom(options.device, (place.replica, place.sequence_slice))
+    ties, device = settings.ties, settings.device
+    numerics, execution = settings.numerics, settings.execution
+    random = LayerRandom(device, (place.replica, place.sequence_slice))
+    random.use(seed if numerics.seed is None else numerics.seed)
     executors = {}
     for stage, transport in transports.items():
         stage_chunks, tied = layers[stage]
-        times = JobTimes(options.device)
+        times = JobTimes(device)
         stage_chunks, collectives = bind_parallel(
             stage_chunks,
             place,
-            options.replicas,
+            settings.replicas,
             tied=[x.parameter for x in tied.parameters.values()],
             aliases=tied.aliases,
             now=times.now,
@@ -198,36 +233,36 @@ def build_executors(
         ]
         runner = Stage(
             stage_chunks,
-            n_chunks=placement.n_chunks,
-            loss_fn=options.loss_fn,
-            device=options.device,
+            n_chunks=ties.placement.n_chunks,
+            loss_fn=settings.loss_fn,
+            device=device,
             autocast=numerics.autocast,
             exact_sums=numerics.exact_sums,
-            recompute=options.recompute,
+            recompute=settings.recompute,
             ties=tied,
             random=random,
         )
         share = StageOptimizer(
             runner,
-            make_optimizer=options.optimizer,
-            n_layers=plan.ranges[-1].stop,
-            rules=options.rules,
-            own_name=options.own_name,
+            make_optimizer=settings.optimizer,
+            n_layers=ties.ranges[-1].stop,
+            rules=settings.rules,
+            own_name=ties.own_name,
         )
         executors[stage] = Executor(
             runner,
             transport,
             share,
-            stage_of=placement.stage_of,
+            stage_of=ties.placement.stage_of,
             collectives=collectives,
             times=times,
-            overlap=Overlap(options.device, stops=execution.overlap),
+            overlap=Overlap(device, stops=execution.overlap),
         )
     return executors
 
 
 @torch.no_grad()
-def share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
+def _share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
     """Give all stages the tied parameters of those that hold their first layers.
 
     All processes that hold a tie must call, when they know that it is alike in all. In
@@ -325,7 +360,7 @@ class _Released:
         self()
 
 
-def release(parts: Mapping[str, nn.Module], layers: Iterable[nn.Module]) -> None:
+def _release(parts: Mapping[str, nn.Module], layers: Iterable[nn.Module]) -> None:
     """Move what no layer of this process uses to the meta device, and refuse its use.
 
     Nothing updates these weights: to read them after a step is to read stale values.

@@ -1,7 +1,7 @@
 """Parameters that layers share, and the stages that hold them."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -90,7 +90,7 @@ class TiePlan:
     ties: tuple[Tie, ...]
     ranges: tuple[range, ...]
     placement: Placement
-    own_name: OwnName = layer_name
+    own_name: OwnName = field(default=layer_name, repr=False)
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
