@@ -44,8 +44,8 @@ from dataclasses import replace
 
 from zbpp.core import Costs, Placement, Schedule
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
-from zbpp.schedules.planner.lanes.plan import plan_on_lanes
 from zbpp.schedules.planner.limits import capped, check_limits, check_sizes, needs
+from zbpp.schedules.planner.parts import plan_in_parts
 from zbpp.schedules.planner.search.critical_path import XorShift64, improve, timed
 from zbpp.schedules.planner.search.local_search import (
     hill_climb,
@@ -113,7 +113,7 @@ def plan_placement(
     if costs.parts is None:
         return Schedule(name, placement, n_microbatches, orders, limited)
     passes = Schedule(name, placement, n_microbatches, orders)
-    planned = plan_on_lanes(passes, costs, problem_of(costs), effort=effort)
+    planned = plan_in_parts(passes, costs, problem_of(costs), effort=effort)
     return replace(planned, costs=limited)
 
 

@@ -6,5 +6,4 @@ binding   loads them, and passes structures and arrays to them
 loops.h               what the loops share
 list_scheduler.c      `search.list_scheduler`
 critical_path.c       `search.critical_path`
-lane_scheduler.c      `lanes.scheduler`
 """

@@ -2,8 +2,9 @@
 
    A pass is a row of parts, and each part computes or occupies the network. A stage
    computes one stretch at a time: the parts of a pass up to those on the network, which
-   queue behind one another. When these have ended, the pass goes on. One pass of a
-   number is open at a time. A pass without parts is one part that computes. */
+   queue behind one another. When these have ended, the pass goes on. So the runtime
+   executes it: one F of a stage and one B of a chunk are open at a time. A pass without
+   parts is one part that computes. */
 
 #include "loops.h"
 
@@ -26,11 +27,11 @@ typedef struct {
 /* `Settings`; the order of stage s is order[order_from[s]] to order[order_from[s + 1] - 1]
    (NULL: there is none). */
 typedef struct {
-    int64_t is_fair, weights_first, most;
+    int64_t is_fair, most_open;
     double delay_b, delay_f, go_on;
     const double *offset;
     const int64_t *max_in_flight, *max_without_b, *early;
-    const int64_t *most_f, *most_b, *most_w; /* NULL: without limit */
+    const int64_t *most_b, *most_w; /* NULL: without limit */
     const double *overrun, *overrun_tail;
     const int32_t *order;
     const int64_t *order_from;
@@ -141,13 +142,13 @@ static int is_held_back(const Draft *draft, int64_t s, int64_t q) {
     const int64_t *started = draft->started;
     int64_t n;
     const int64_t *mine = numbers_of(draft->of, s, &n);
-    if (stage->n_flights >= settings->most) return 1;
+    if (stage->n_flights >= settings->most_open) return 1;
+    if (q < draft->of->n_chunks && stage->n_f) return 1;
     for (int64_t k = 0; k < stage->n_flights; k++)
         if (stage->flights[k].q == q) return 1;
     if (settings->order) return 0;
     if (q >= draft->of->n_chunks)
         return settings->most_b && stage->n_b >= settings->most_b[s];
-    if (settings->most_f && stage->n_f >= settings->most_f[s]) return 1;
     return q == mine[0]
         && (started[q] - started[mine[n - 1]] >= settings->max_in_flight[s]
             || started[q] - started[mine[n / 2]] >= settings->max_without_b[s]);
@@ -263,7 +264,7 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
                 return 3 * C + known[k].q;
             }
     is_short |= is_starved;
-    if (chosen >= 0 && !(is_short && settings->weights_first)) return chosen;
+    if (chosen >= 0 && !(is_short && settings->most_w)) return chosen;
     int64_t weight = next_weight(draft, s, now);
     if (weight < 0) return chosen;
     if (is_short) return 3 * C + weight;
@@ -317,16 +318,13 @@ static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
     const Parts *parts = draft->parts;
     const int64_t m = draft->of->n_microbatches, stop = parts->first[flight->q + 1];
     Stage *stage = &draft->stages[s];
-    int is_over = 1, is_network = 0;
+    int is_network = 0;
     double end = now;
     if (flight->part == stop || parts->is_network[flight->part])
         end = compute(draft, stage, now, 0.0);
     for (; flight->part < stop; flight->part++) {
         int64_t part = flight->part;
-        if (!parts->is_network[part] && is_network) {
-            is_over = 0;
-            break;
-        }
+        if (!parts->is_network[part] && is_network) break;
         if (parts->is_network[part]) {
             is_network = 1;
             if (stage->network > end) end = stage->network;
@@ -339,7 +337,8 @@ static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
     }
     flight->ready = end;
     if (!heap_push(&draft->heap, end, s)) return 0;
-    return is_network || !is_over || finish(draft, flight, end);
+    if (is_network) return heap_push(&draft->heap, stage->free, s);
+    return finish(draft, flight, end);
 }
 
 static int run(Draft *draft, int64_t s, int64_t chosen, double now) {

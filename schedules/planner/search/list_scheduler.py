@@ -42,6 +42,7 @@ from array import array
 from dataclasses import dataclass
 from itertools import accumulate
 
+from zbpp.core import Lane
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.compiled.binding import (
     Structure,
@@ -80,6 +81,10 @@ class Settings:
     delay_f: float = 0.0
     is_fair: bool = False
     order: "Rows | None" = None
+    go_on: float = 0.0
+    most_open: int = 1
+    most_b: tuple[int, ...] = ()
+    most_w: tuple[int, ...] = ()
 
 
 def list_schedule(
@@ -87,34 +92,31 @@ def list_schedule(
 ) -> Plan | None:
     """Plan by the rules, and spend the passes that are placed.
 
-    None: the span cannot be under ``below``, or an order comes to a deadlock or does
-    not fit the memory.
+    The rows have parts where the costs do (`PlacementProblem.first_part`). None: the
+    span cannot be under ``below``, or an order comes to a deadlock or does not fit the
+    memory.
     """
     order = settings.order
     rules = Structure(
         is_fair=int(settings.is_fair),
-        weights_first=0,
-        most=1,
+        most_open=settings.most_open,
         delay_b=float(settings.delay_b),
         delay_f=float(settings.delay_f),
-        go_on=0.0,
+        go_on=float(settings.go_on),
         offset=doubles(settings.offset),
         max_in_flight=whole(settings.max_in_flight),
         max_without_b=whole(settings.max_without_b),
         early=whole(settings.early),
-        most_f=None,
-        most_b=None,
-        most_w=None,
+        most_b=whole(settings.most_b) if settings.most_b else None,
+        most_w=whole(settings.most_w) if settings.most_w else None,
         overrun=doubles(settings.overrun),
         overrun_tail=doubles(settings.overrun_tail),
         order=None if order is None else joined(order),
         order_from=whole(accumulate(map(len, order or ()), initial=0)),
     )
-    m = problem.n_microbatches
-    sizes = [3 * m * len(numbers) // 2 for numbers in problem.numbers]
-    rows_from = whole(accumulate(sizes, initial=0))
+    rows_from = whole(problem.rows_from)
     rows = array("i", bytes(4 * rows_from[-1]))
-    lengths = whole(sizes)
+    lengths = whole(rows_from[1:])
     span = ctypes.c_double()
     is_done = check(
         loops().zbpp_list_schedule(
@@ -136,13 +138,19 @@ def list_schedule(
 
 
 def _parts(problem: PlacementProblem) -> Structure:
-    """`Parts` of list_scheduler.c: every number is one part."""
-    n, numbers = problem.n_chunks, range(3 * problem.n_chunks)
+    """`Parts` of list_scheduler.c."""
+    n = problem.n_chunks
+    pieces = [problem.pieces_of(q) for q in range(3 * n)]
+    sources = [
+        problem.first_part[q - n] + problem.source_of(q, index) if q >= 2 * n else 0
+        for q, times in enumerate(pieces)
+        for index in range(len(times))
+    ]
     return Structure(
         round=float(problem.unit),
-        first=whole(range(3 * n + 1)),
-        is_network=whole(0 for _ in numbers),
-        source=whole(max(0, q - n) for q in numbers),
-        time=doubles(problem.time),
+        first=whole(problem.first_part),
+        is_network=whole(lane is Lane.NETWORK for row in pieces for lane, _ in row),
+        source=whole(sources),
+        time=doubles(time for row in pieces for _, time in row),
         work=doubles(problem.work),
     )

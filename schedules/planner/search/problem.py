@@ -24,7 +24,9 @@ from typing import TypeAlias
 
 from zbpp.core import (
     ChunkCosts,
+    Lane,
     Order,
+    Part,
     Pass,
     PassKind,
     Placement,
@@ -127,6 +129,8 @@ class PlacementProblem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """Time that each stage computes."""
+        if self.costs.parts:
+            return self._work_on(Lane.COMPUTE)
         times = self.costs
         return tuple(
             self.n_microbatches
@@ -134,15 +138,58 @@ class PlacementProblem:
             for chunks in self.placement.chunks_of
         )
 
+    def _work_on(self, lane: Lane) -> tuple[float, ...]:
+        work = [0.0] * self.n_stages
+        for q, stage in enumerate(self.stage):
+            work[stage] += sum(time for on, time in self.pieces_of(q) if on is lane)
+        return tuple(self.n_microbatches * each for each in work)
+
     @cached_property
     def unit(self) -> float:
-        """The work of one micro-batch on the busiest stage."""
-        return max(self.work) / self.n_microbatches
+        """The work of one micro-batch on the busiest stage, or on its network."""
+        network = self._work_on(Lane.NETWORK) if self.costs.parts else ()
+        return max((*self.work, *network)) / self.n_microbatches
 
     @cached_property
     def tiny(self) -> float:
         """A time that is none: what rounding adds to sums of times."""
         return _ROUNDING * (self.unit or 1.0)
+
+    def pass_of(self, q: int, microbatch: int = 0) -> Pass:
+        """The pass of a number."""
+        n = self.n_chunks
+        kind = (PassKind.F, PassKind.B, PassKind.W)[q // n]
+        return Pass(kind, q if q < n else n - 1 - q % n, microbatch)
+
+    def pieces_of(self, q: int) -> Sequence[tuple[Lane, float]]:
+        """The lane and the time of each part of a number; without parts, of the pass.
+
+        The W of a stage that cannot split has no parts of its own.
+        """
+        if self.costs.parts:
+            return self.costs.parts_of(self.pass_of(q))
+        return ((Lane.COMPUTE, self.time[q]),)
+
+    def source_of(self, q: int, index: int) -> int:
+        """The part of its B that a part of a W needs."""
+        lane, _ = self.pieces_of(q)[index]
+        part = Part(self.pass_of(q), index, lane)
+        return self.costs.source_of(part) if self.costs.parts else 0
+
+    @cached_property
+    def first_part(self) -> list[int]:
+        """The first part of each number in a list of all, and the end of the list."""
+        counts = (len(self.pieces_of(q)) for q in range(3 * self.n_chunks))
+        return list(accumulate(counts, initial=0))
+
+    @cached_property
+    def rows_from(self) -> list[int]:
+        """Where the row of each stage begins in a list of the parts of all rows."""
+        sizes = [0] * self.n_stages
+        for q, stage in enumerate(self.stage):
+            n_parts = self.first_part[q + 1] - self.first_part[q]
+            sizes[stage] += self.n_microbatches * n_parts
+        return list(accumulate(sizes, initial=0))
 
     def chain_starts(self, stretch: float = 1.0) -> list[float]:
         """Start of each F and B number if nothing waits, times a factor."""

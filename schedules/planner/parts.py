@@ -1,7 +1,12 @@
-"""Plan passes in parts: list schedules by many rules, the best ones changed.
+"""Plan passes in parts: list schedules by many settings, the best ones changed.
 
-1. Rules are drawn, and the best few kept.
-2. One to three of their settings are changed at a time; what is not worse is kept. So
+    compute  0F0.0        0B1.1   0F0.2         0W1.0
+    network        0F0.1~   0B1.2~      0F0.3~
+
+While a pass occupies the network, others of its stage compute (`list_scheduler`).
+
+1. Settings are drawn, and the best few kept.
+2. One to three of their values are changed at a time; what is not worse is kept. So
    the best few, for a while, then the best two of them.
 3. Orders of whole passes, laid out: the plan for passes in one piece, DualPipeV and
    combined 1F1B where they fit. No plan is longer than one of these.
@@ -12,14 +17,21 @@ Effort is counted in parts placed, so that a plan depends on nothing but the req
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zbpp.core import (
     Costs,
+    Job,
+    Order,
+    Part,
+    Pass,
+    PassKind,
     Placement,
     Schedule,
+    Step,
     longest_span,
     peaks,
     replay,
@@ -28,12 +40,11 @@ from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
 from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.lanes.problem import LaneProblem, LaneRules, Rows
-from zbpp.schedules.planner.lanes.scheduler import list_schedule, list_span
 from zbpp.schedules.planner.limits import micro_batch
-from zbpp.schedules.planner.search.problem import PlacementProblem
+from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
+from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Row, Rows
 
-__all__ = ["plan_on_lanes"]
+__all__ = ["plan_in_parts"]
 
 _PARTS = {"fast": 4e5, "default": 1e7, "best": 1e7}
 """Parts that list schedules place, by effort."""
@@ -44,7 +55,7 @@ _WORSE = 1.05  # a drawn one is given up beyond the best
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _Draw:
     """Settings that are drawn and changed, by stage or by pass of a stage.
 
     Args:
@@ -52,76 +63,113 @@ class _Settings:
             comes later.
         slope: what is added to that from the first stage to the last.
         stretch: share of the way through the model that counts in a rank.
+        go_on: as in `Settings`, in rounds.
     """
 
     turn: tuple[float, ...]
     slope: tuple[float, ...]
     stretch: float
     go_on: float
-    most: int
+    most_open: int
     cap: tuple[int, ...]
-    most_f: tuple[int, ...]
     most_b: tuple[int, ...]
     most_w: tuple[int, ...]
-    tolerance: tuple[float, ...]
-    tail: tuple[float, ...]
+    overrun: tuple[float, ...]
+    overrun_tail: tuple[float, ...]
 
-    def rules(self, problem: LaneProblem) -> LaneRules:
-        """The rules of a problem's list schedule."""
-        starts = problem.base.chain_starts(self.stretch)
-        rank, p = starts, problem.base.n_stages
-        for stage, numbers in enumerate(problem.base.numbers):
+    def settings(self, problem: PlacementProblem) -> Settings:
+        """The settings of the list scheduler."""
+        rank, p = problem.chain_starts(self.stretch), problem.n_stages
+        for stage, numbers in enumerate(problem.numbers):
             each = zip(numbers, self.turn, self.slope, strict=False)
             for q, turn, slope in each:
-                rank[q] += problem.round * (turn + slope * stage / p)
-        return LaneRules(
-            rank=rank,
-            cap=list(self.cap),
-            most_f=list(self.most_f),
-            most_b=list(self.most_b),
-            most_w=list(self.most_w),
-            tolerance=list(self.tolerance),
-            tail=list(self.tail),
-            go_on=self.go_on * problem.round,
-            most=self.most,
+                rank[q] += problem.unit * (turn + slope * stage / p)
+        return Settings(
+            offset=tuple(rank),
+            max_in_flight=self.cap,
+            max_without_b=(problem.n_microbatches,) * p,
+            early=(0,) * p,
+            overrun=self.overrun,
+            overrun_tail=self.overrun_tail,
+            delay_b=1.0,
+            delay_f=1.0,
+            go_on=self.go_on * problem.unit,
+            most_open=self.most_open,
+            most_b=self.most_b,
+            most_w=self.most_w,
         )
 
 
-def plan_on_lanes(
-    whole: Schedule, costs: Costs, base: PlacementProblem, *, effort: str
+def plan_in_parts(
+    whole: Schedule, costs: Costs, problem: PlacementProblem, *, effort: str
 ) -> Schedule:
     """Plan the parts of passes.
 
     Args:
         whole: a plan of the passes in one piece, under the same limit.
         costs: with parts.
-        base: the same, with the limit to keep.
+        problem: the same, with the limit to keep.
         effort: as that of `zbpp.schedules.plan_placement`.
     """
-    problem = LaneProblem(base)
     kind, seconds = parse_effort(effort)
     plans = [*_laid_out(problem, costs, whole)]
     n_parts = _PARTS.get(kind, _PARTS["default"])
     rows = _search(problem, n_parts, seconds if kind == "best" else 0.0)
     if rows is not None:
-        plans.append(problem.schedule(rows, whole.name))
+        plans.append(_schedule(problem, rows, whole.name))
 
     def span(schedule: Schedule) -> float:
-        rows = schedule.rows_for(base.costs)
-        held = peaks(rows, base.costs)
-        if any(a > b for a, b in zip(held, base.limits, strict=True)):
+        rows = schedule.rows_for(problem.costs)
+        held = peaks(rows, problem.costs)
+        if any(a > b for a, b in zip(held, problem.limits, strict=True)):
             return math.inf
-        m = base.n_microbatches
-        return longest_span(replay(rows, base.costs, n_microbatches=m))
+        m = problem.n_microbatches
+        return longest_span(replay(rows, problem.costs, n_microbatches=m))
 
     return min(plans, key=span)
 
 
+def _schedule(problem: PlacementProblem, rows: Rows, name: str) -> Schedule:
+    """Write rows as orders and parts; each stage steps at its end."""
+    parts: list[Order] = [
+        (*_parts(problem, row), Step(stage)) for stage, row in enumerate(rows)
+    ]
+    orders = tuple(tuple(_passes(problem, row, s)) for s, row in enumerate(parts))
+    placement, m = problem.placement, problem.n_microbatches
+    return Schedule(name, placement, m, orders, parts=tuple(parts))
+
+
+def _parts(problem: PlacementProblem, row: Row) -> Iterator[Part]:
+    """Name the parts of a row, whose micro-batches follow one another."""
+    names = [
+        (q, index, lane)
+        for q in range(3 * problem.n_chunks)
+        for index, (lane, _) in enumerate(problem.pieces_of(q))
+    ]
+    n_before: Counter[int] = Counter()
+    for part in row:
+        q, index, lane = names[part]
+        yield Part(problem.pass_of(q, n_before[part]), index, lane)
+        n_before[part] += 1
+
+
+def _passes(problem: PlacementProblem, row: Order, stage: int) -> Iterator[Job]:
+    """The passes of a row, in the order of their starts."""
+    for job in row:
+        if not isinstance(job, Part):
+            yield job
+        elif not job.index:
+            of = job.of
+            if of.kind is PassKind.B and problem.joint[stage]:
+                of = Pass(PassKind.BW, of.chunk, of.microbatch)
+            yield of
+
+
 def _laid_out(
-    problem: LaneProblem, costs: Costs, whole: Schedule
+    problem: PlacementProblem, costs: Costs, whole: Schedule
 ) -> Iterator[Schedule]:
     """Orders of whole passes on lanes; the first is the plan without overlap."""
-    placement, m = problem.base.placement, problem.base.n_microbatches
+    placement, m = problem.placement, problem.n_microbatches
     p = placement.n_stages
     yield whole
     yield lay_out(whole, costs)
@@ -134,61 +182,62 @@ def _laid_out(
         yield replace(lay_out(combined, costs), name=whole.name)
 
 
-def _search(problem: LaneProblem, n_parts: float, seconds: float) -> Rows | None:
+def _search(problem: PlacementProblem, n_parts: float, seconds: float) -> "Rows | None":
     """The shortest rows of all rules that are tried; None: none comes to an end."""
     draws = random.Random(0)
-    n_runs = min(_MOST, max(_LEAST, int(n_parts / problem.row_from[-1])))
+    n_runs = min(_MOST, max(_LEAST, int(n_parts / problem.rows_from[-1])))
     climbs: list[_Climb] = []
     best = math.inf
     for _ in range(max(_KEPT, int(_DRAWN * n_runs))):
-        settings = _draw(problem, draws)
-        span = list_span(problem, settings.rules(problem), below=_WORSE * best)
-        best = min(best, span)
-        if span < math.inf:
-            climbs.append(_Climb(problem, draws, span, settings))
-        if best <= problem.base.target:
+        drawn = _draw(problem, draws)
+        plan = _run(problem, drawn, below=_WORSE * best)
+        if plan is not None:
+            best = min(best, plan.span)
+            climbs.append(_Climb(problem, draws, drawn, plan))
+        if best <= problem.target:
             break
     if not climbs:
         return None
     n_steps = int((1 - _DRAWN) / 2 * n_runs)
     for n_kept in (_KEPT, _LAST):
-        climbs = sorted(climbs, key=lambda climb: climb.span)[:n_kept]
+        climbs = sorted(climbs, key=lambda climb: climb.plan.span)[:n_kept]
         for climb in climbs:
             for _ in range(n_steps // n_kept):
                 climb.step()
-    best_climb = min(climbs, key=lambda climb: climb.span)
+    best_climb = min(climbs, key=lambda climb: climb.plan.span)
     longer = Budget(math.inf, seconds)
-    while seconds and longer.is_left and best_climb.span > problem.base.target:
+    while seconds and longer.is_left and best_climb.plan.span > problem.target:
         best_climb.step()
-    run = list_schedule(problem, best_climb.settings.rules(problem))
-    assert run is not None
-    return run[1]
+    return best_climb.plan.rows
+
+
+def _run(problem: PlacementProblem, drawn: _Draw, *, below: float) -> Plan | None:
+    return list_schedule(problem, drawn.settings(problem), below, Budget(math.inf))
 
 
 @dataclass
 class _Climb:
-    """Settings that get better, and the span that they give."""
+    """Settings that get better, and the plan that they give."""
 
-    problem: LaneProblem
+    problem: PlacementProblem
     draws: random.Random
-    span: float
-    settings: _Settings
+    drawn: _Draw
+    plan: Plan
 
     def step(self) -> None:
         """Change settings; take the change if it is not worse."""
-        if self.span <= self.problem.base.target:
+        if self.plan.span <= self.problem.target:
             return
-        changed = _change(self.settings, self.draws)
-        rules = changed.rules(self.problem)
-        span = list_span(self.problem, rules, below=self.span * (1 + 1e-12))
-        if span <= self.span:
-            self.span, self.settings = span, changed
+        changed = _change(self.drawn, self.draws)
+        plan = _run(self.problem, changed, below=self.plan.span * (1 + 1e-12))
+        if plan is not None and plan.span <= self.plan.span:
+            self.plan, self.drawn = plan, changed
 
 
-def _draw(problem: LaneProblem, draws: random.Random) -> _Settings:
+def _draw(problem: PlacementProblem, draws: random.Random) -> _Draw:
     """Draw settings, the same for all stages but for the caps."""
-    p, m = problem.base.n_stages, problem.base.n_microbatches
-    v = max(map(len, problem.base.numbers)) // 2
+    p, m = problem.n_stages, problem.n_microbatches
+    v = max(map(len, problem.numbers)) // 2
     share = draws.choice((0.5, 0.65, 0.75, 0.85, 0.95, 1.0, 1.2, 1.5))
     fall, more = draws.choice((0, 0.2, 0.3, 0.5, 0.8)), draws.choice((0, 0.5, 1))
     in_flight = [
@@ -218,22 +267,21 @@ def _draw(problem: LaneProblem, draws: random.Random) -> _Settings:
         )
     )
     later = draws.choice((0.0, -12.0))
-    return _Settings(
+    return _Draw(
         turn=turn,
         slope=(*first, *last, 0.0, later),
         stretch=draws.choice((1.0, 1.0, 0.7, 1.3)),
         go_on=draws.choice((0.0, 0.5, 1.0, 20.0)),
-        most=draws.choice((1, 2, 2, 2, 3, 4)),
+        most_open=draws.choice((1, 2, 2, 2, 3, 4)),
         cap=cap,
-        most_f=(draws.choice((1, 2, 2, 3)),) * p,
         most_b=(draws.choice((1, 2, 2)),) * p,
         most_w=(draws.choice((0, 1, 2, 3, 4, 6, 8, 99)),) * p,
-        tolerance=(draws.choice((0.0, 0.5, 1.0)),) * p,
-        tail=(draws.choice((0.0, 0.5, 1.0)),) * p,
+        overrun=(draws.choice((0.0, 0.5, 1.0)),) * p,
+        overrun_tail=(draws.choice((0.0, 0.5, 1.0)),) * p,
     )
 
 
-def _change(settings: _Settings, draws: random.Random) -> _Settings:
+def _change(settings: _Draw, draws: random.Random) -> _Draw:
     """Change one to three settings, of a stage or of all from it on."""
     for _ in range(draws.choice((1, 1, 2, 3))):
         name = draws.choice(_NAMES)
@@ -256,7 +304,7 @@ def _change(settings: _Settings, draws: random.Random) -> _Settings:
     return settings
 
 
-_NAMES = ("cap", "turn", "most_w", *(field.name for field in fields(_Settings)))
+_NAMES = ("cap", "turn", "most_w", *(field.name for field in fields(_Draw)))
 
 
 def _other(name: str, value: float, draws: random.Random) -> float:
@@ -272,8 +320,8 @@ def _other(name: str, value: float, draws: random.Random) -> float:
             return max(0.0, value + draws.gauss(0.0, 0.3))
         case "go_on":
             return draws.choice((0.0, 0.25, 0.5, 1.0, 2.0, 20.0))
-        case "most":
+        case "most_open":
             return draws.choice((1, 2, 2, 3, 4))
-        case "most_f" | "most_b":
+        case "most_b":
             return draws.choice((1, 1, 2, 2, 3))
-    return draws.choice((0.0, 0.25, 0.5, 0.75, 1.0))  # tolerance, tail
+    return draws.choice((0.0, 0.25, 0.5, 0.75, 1.0))  # overrun, overrun_tail
