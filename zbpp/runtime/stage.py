@@ -275,7 +275,7 @@ class Stage:
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report(self.chunks[chunk].leaves_once())
         found = run(microbatch, saved.graph, gradients)
-        self.defers = self.defers or saved.graph.defers()
+        self.defers = self.defers or saved.graph.defers
         input_gradients = gradients_of(saved.inputs, found)
         saved.inputs, saved.ends = (), ()
         return input_gradients

@@ -12,7 +12,7 @@ gradients in another order.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,6 @@ __all__ = [
     "Site",
     "grad_dtype_of",
     "is_plain",
-    "make_plan",
 ]
 
 _VIEWS = (
@@ -68,14 +67,14 @@ class Product(NamedTuple):
     """A product whose weights wait; the same in all similar graphs."""
 
     rule: Rule
-    edges: tuple[int, ...]
+    edges: Sequence[int]
     """Numbers of the node's edges that lead to the weights."""
-    leaves: tuple[Tensor, ...]
+    leaves: Sequence[Tensor]
     """The weights."""
-    operands: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
+    operands: Sequence[str] = ()
+    settings: Sequence[str] = ()
     """Attributes of the node that W reads."""
-    raw: tuple[str, ...] = ()
+    raw: Sequence[str] = ()
     """Attributes that show which of them a hook has packed."""
     slot: int | None = None
     """Number of a compiled node's result; None: an eager node."""
@@ -83,6 +82,9 @@ class Product(NamedTuple):
     """W may add to the only weight's ``.grad`` by itself: the weight has no other use,
     and is multiplied as it is (False) or transposed (True). None: autograd adds."""
 
+
+_Slot = tuple[Any, int]
+"""A node, and the number of its edge; None: the end of the graph."""
 
 Site = tuple[Any, Product, Sequence[Edge]]
 """A node of one graph, its product, and the edges that the weights' gradients enter."""
@@ -111,30 +113,39 @@ def grad_dtype_of(leaf: Tensor) -> torch.dtype | None:
     return dtype
 
 
-def make_plan(ends: Iterable[Edge], inputs: Iterable[Tensor]) -> Plan:
-    """Plan B and W of the graph below some edges, with the leaves that are inputs."""
-    input_ids = {id(x) for x in inputs}
-    uses = _count_uses(ends)
-    leaves = [
-        node.variable
-        for node in uses
-        if node.__class__ is LeafNode
-        and node.variable.requires_grad
-        and id(node.variable) not in input_ids
-    ]
-    if any(type(node).__name__ == _REENTRANT for node in uses):
+def _make_plan(
+    nodes: Sequence[Any],
+    all_edges: Sequence[Sequence[Edge]],
+    input_ids: Collection[int],
+) -> Plan:
+    """Plan B and W of a graph.
+
+    `all_edges` has the edges that lead to its outputs, then those of each node.
+    """
+    users: dict[Any, list[_Slot]] = {}
+    for user, edges in zip((None, *nodes), all_edges, strict=True):
+        for i, (node, *_) in enumerate(edges):
+            if node is not None:
+                users.setdefault(node, []).append((user, i))
+    leaf_nodes = {node.variable: node for node in users if node.__class__ is LeafNode}
+    leaves = [x for x in leaf_nodes if x.requires_grad and id(x) not in input_ids]
+    if any(type(node).__name__ == _REENTRANT for node in nodes):
         return Plan([], leaves)
-    paths = _Paths(input_ids)
-    sites = [site for node in uses for site in paths.sites_of(node)]
-    in_b = paths.leaves_in_b(uses)
-    while True:  # a convolution's bias goes with its weight
-        refused = [x for x in sites if not in_b.isdisjoint(x[1].leaves)]
-        if not refused:
+    waiting = {
+        slot: leaf
+        for leaf in leaves
+        if _may_wait(leaf)
+        for slot in _slots_of(leaf_nodes[leaf], users)
+    }
+    while True:
+        sites = [site for node in nodes for site in _sites_of(node, waiting)]
+        slots = {(node, i) for node, product, _ in sites for i in product.edges}
+        in_b = {leaf for slot, leaf in waiting.items() if slot not in slots}
+        if not in_b:
             break
-        in_b.update(leaf for _, product, _ in refused for leaf in product.leaves)
-        sites = [x for x in sites if in_b.isdisjoint(x[1].leaves)]
+        waiting = {slot: x for slot, x in waiting.items() if x not in in_b}
     sites.sort(key=_turn_of)
-    n_uses = Counter(leaf for _, product, _ in sites for leaf in product.leaves)
+    n_uses = Counter(waiting.values())
     return Plan(
         [
             (node, product._replace(adds_transposed=_adds(edges, n_uses)), edges)
@@ -144,22 +155,62 @@ def make_plan(ends: Iterable[Edge], inputs: Iterable[Tensor]) -> Plan:
     )
 
 
-def _count_uses(ends: Iterable[Edge]) -> dict[Any, int]:
-    """Count the edges that lead to each node of a graph."""
-    uses: dict[Any, int] = {}
-    nodes: list[Any] = []
-    edges: Iterable[Any] = ends
-    while True:
-        for node, *_ in edges:
-            if node is None:
-                continue
-            if node not in uses:
-                uses[node] = 0
-                nodes.append(node)
-            uses[node] += 1
-        if not nodes:
-            return uses
-        edges = nodes.pop().next_functions
+def _may_wait(leaf: Tensor) -> bool:
+    is_known = is_plain(leaf) or type(leaf).__name__ == "DTensor"
+    return is_known and leaf.layout is torch.strided
+
+
+def _slots_of(node: Any, users: Mapping[Any, Sequence[_Slot]]) -> Iterator[_Slot]:
+    """Yield all uses of a node's result, over nodes of one operand."""
+    is_view = [_has_one_operand(user) for user, _ in users[node]]
+    # in W autograd would add a gradient at the node before one over other nodes
+    if len(set(is_view)) > 1:
+        yield None, 0  # which is no product's
+    for slot, goes_on in zip(users[node], is_view, strict=True):
+        if goes_on:
+            yield from _slots_of(slot[0], users)
+        else:
+            yield slot
+
+
+def _has_one_operand(node: Any) -> bool:
+    name = type(node).__name__
+    if name in _LOOKUPS and not no_hook_packed(node, [_LOOKUPS[name]]):
+        return False
+    return name in _ONE_OPERAND
+
+
+def _sites_of(node: Any, waiting: Mapping[_Slot, Tensor]) -> Iterator[Site]:
+    """Yield the products of a node whose weights all may wait."""
+    kind, below = type(node), node.next_functions
+    products = [Product(x, x.weights, ()) for x in RULES.get(kind.__name__, ())]
+    for piece in pieces_of(node):
+        rule = Rule(piece.compute)
+        products.append(Product(rule, (piece.edge,), (), slot=piece.slot))
+    for product in products:
+        rule, (first, *_) = product.rule, product.edges
+        edges = [i for i in product.edges if i == first or below[i][0] is not None]
+        leaves = [waiting[node, i] for i in edges if (node, i) in waiting]
+        operands = [f"_saved_{name}" for name in rule.operands]
+        settings = [f"_saved_{name}" for name in rule.settings]
+        saved = [*operands, *settings]
+        raw = [f"_raw{name}" for name in saved if hasattr(kind, f"_raw{name}")]
+        is_known = all(hasattr(kind, name) for name in saved)
+        waits = len(leaves) == len(edges)
+        if waits and is_known and may_be_read(node, raw):
+            yield (
+                node,
+                product._replace(
+                    edges=edges,
+                    leaves=leaves,
+                    operands=operands,
+                    settings=settings,
+                    raw=raw,
+                ),
+                [below[i] for i in edges],
+            )
+            if product.slot is None:
+                return
 
 
 def _turn_of(site: Site) -> int:
@@ -179,86 +230,6 @@ def _adds(edges: Sequence[Edge], n_uses: Counter[Tensor]) -> bool | None:
     return is_transposed if n_uses[leaf] == 1 and is_plain(leaf) else None
 
 
-class _Paths:
-    """The paths from products to leaves that gradients would take in W."""
-
-    def __init__(self, input_ids: set[int]) -> None:
-        self._input_ids = input_ids
-        self._products: dict[Any, set[Any]] = {}
-        """Products that a node on a path enters as a weight, with the edge's number."""
-        self._nodes: dict[Any, set[Any]] = {}
-        """Nodes of the paths that lead to it."""
-
-    def sites_of(self, node: Any) -> Iterator[Site]:
-        """Yield the products of a node that could wait."""
-        for rule in RULES.get(type(node).__name__, ()):
-            site = self._site(node, Product(rule, rule.weights, ()))
-            if site is not None:
-                yield site
-                return
-        for piece in pieces_of(node):
-            rule = Rule(piece.compute)
-            site = self._site(node, Product(rule, (piece.edge,), (), slot=piece.slot))
-            if site is not None:
-                yield site
-
-    def _site(self, node: Any, product: Product) -> Site | None:
-        """Find a product's leaves and operands; return None if it cannot wait."""
-        rule, kind, below = product.rule, type(node), node.next_functions
-        first, *_ = product.edges
-        edges = [i for i in product.edges if i == first or below[i][0] is not None]
-        steps: list[tuple[Any, Any]] = []
-        leaves = [self._follow(below[i][0], (node, i), steps) for i in edges]
-        operands = tuple(f"_saved_{name}" for name in rule.operands)
-        settings = tuple(f"_saved_{name}" for name in rule.settings)
-        saved = (*operands, *settings)
-        raw = tuple(f"_raw{name}" for name in saved if hasattr(kind, f"_raw{name}"))
-        is_known = all(hasattr(kind, name) for name in saved)
-        if any(x is None for x in leaves) or not (is_known and may_be_read(node, raw)):
-            return None
-        for step, user in steps:
-            users = self._products if type(user) is tuple else self._nodes
-            users.setdefault(step, set()).add(user)
-        product = product._replace(
-            edges=tuple(edges),
-            leaves=tuple(leaves),
-            operands=operands,
-            settings=settings,
-            raw=raw,
-        )
-        return node, product, [below[i] for i in edges]
-
-    def _follow(self, node: Any, user: Any, steps: list[tuple[Any, Any]]) -> Any:
-        """Follow a path to its leaf; return None if that cannot wait."""
-        while node.__class__ is not LeafNode:
-            name = type(node).__name__
-            if name not in _ONE_OPERAND:
-                return None
-            if name in _LOOKUPS and not no_hook_packed(node, [_LOOKUPS[name]]):
-                return None
-            steps.append((node, user))
-            user, node = node, node.next_functions[0][0]
-        leaf = node.variable
-        steps.append((node, user))
-        is_known = is_plain(leaf) or type(leaf).__name__ == "DTensor"
-        is_known = is_known and leaf.layout is torch.strided
-        waits = is_known and leaf.requires_grad and id(leaf) not in self._input_ids
-        return leaf if waits else None
-
-    def leaves_in_b(self, uses: Mapping[Any, int]) -> set[Tensor]:
-        """Return leaves that other nodes use, too."""
-        in_b = set()
-        for node in {**self._products, **self._nodes}:
-            n_products = len(self._products.get(node, ()))
-            n_nodes = len(self._nodes.get(node, ()))
-            # in W autograd would add a gradient at the node before one over other nodes
-            if n_products + n_nodes < uses[node] or (n_products and n_nodes):
-                while node.__class__ is not LeafNode:
-                    node = node.next_functions[0][0]
-                in_b.add(node.variable)
-        return in_b
-
-
 class PlanCache:
     """The plans of one chunk's graphs, most of which are alike.
 
@@ -275,7 +246,10 @@ class PlanCache:
         """By signature: a plan, its products, and the numbers of their nodes."""
 
     def plan(self, ends: Sequence[Edge], inputs: Sequence[Tensor]) -> Plan:
-        """Return the plan of `make_plan`; every B calls it, so speed matters here."""
+        """Plan B and W of the graph below some edges; `inputs` are leaves in it.
+
+        Every B calls it, so speed matters here.
+        """
         places = {id(x): ~i for i, x in enumerate(inputs)}
         nodes: list[Any] = []
         all_edges: list[Any] = [ends]
@@ -299,7 +273,7 @@ class PlanCache:
                 signature.append(number)
         key = tuple(signature)
         if key not in self._plans:
-            plan = make_plan(ends, inputs)
+            plan = _make_plan(nodes, all_edges, places)
             is_simple = all(map(is_built_in, nodes)) and all(
                 map(_is_small, plan.leaves)
             )
@@ -319,7 +293,7 @@ class PlanCache:
         if any([product.adds_transposed is None for _, product in products]):
             sites.sort(key=_turn_of)  # it may have run in another order
         if is_packed and not all(may_be_read(node, x.raw) for node, x, _ in sites):
-            return make_plan(ends, inputs)
+            return _make_plan(nodes, all_edges, places)
         return Plan(sites, plan.leaves, plan.may_capture and not is_packed)
 
 

@@ -33,10 +33,8 @@ class Rule(NamedTuple):
     """Names of the saved tensors that W needs."""
     settings: tuple[str, ...] = ()
     """Names of other saved values."""
-    transposed: Callable[..., Tensor] | None = None
-    """Returns the only weight's gradient transposed, without a second transpose."""
-    add: Callable[..., object] | None = None
-    """Takes a sum first, and adds the gradient to it in the product's kernel."""
+    adds: bool = False
+    """`gradients` can add the only weight's gradient to a `total` in its kernel."""
 
 
 def _is_column_major(sizes: Sizes, strides: Sizes) -> bool:
@@ -47,46 +45,41 @@ def _scaled(gradient: Tensor, alpha: Any) -> Tensor:
     return gradient if alpha == 1 else gradient * alpha.conjugate()
 
 
-# y = x w: the gradient of the right matrix. torch computes it in the layout of that.
+# Matrices. torch computes a gradient in the layout of the weight.
 
 
-def _right_transposed(
-    dy: Tensor, x: Tensor, sizes: Sizes, strides: Sizes, alpha: Any = 1
-) -> Tensor:
+def _right(
+    dy: Tensor,
+    x: Tensor,
+    sizes: Sizes,
+    strides: Sizes,
+    alpha: Any = 1,
+    total: Tensor | None = None,
+) -> tuple[Tensor]:
+    """y = x w."""
+    x = x.conj()
+    if total is not None:
+        return (total.addmm_(x.t(), dy, alpha=alpha.conjugate()),)
     if _is_column_major(sizes, strides):
-        return _scaled(dy.t().mm(x.conj()), alpha)
-    return _scaled(x.t().conj().mm(dy), alpha).t()
+        return (_scaled(dy.t().mm(x), alpha).t(),)
+    return (_scaled(x.t().mm(dy), alpha),)
 
 
-def _right(dy: Tensor, *operands: Any) -> tuple[Tensor]:
-    return (_right_transposed(dy, *operands).t(),)
-
-
-def _add_right(
-    total: Tensor, dy: Tensor, x: Tensor, sizes: Sizes, strides: Sizes, alpha: Any = 1
-) -> None:
-    total.addmm_(x.t().conj(), dy, alpha=alpha.conjugate())
-
-
-# y = w x: that of the left one.
-
-
-def _left_transposed(
-    dy: Tensor, x: Tensor, sizes: Sizes, strides: Sizes, alpha: Any = 1
-) -> Tensor:
+def _left(
+    dy: Tensor,
+    x: Tensor,
+    sizes: Sizes,
+    strides: Sizes,
+    alpha: Any = 1,
+    total: Tensor | None = None,
+) -> tuple[Tensor]:
+    """y = w x."""
+    x = x.conj()
+    if total is not None:
+        return (total.addmm_(dy, x.t(), alpha=alpha.conjugate()),)
     if _is_column_major(sizes, strides):
-        return _scaled(x.conj().mm(dy.t()), alpha)
-    return _scaled(dy.mm(x.t().conj()), alpha).t()
-
-
-def _left(dy: Tensor, *operands: Any) -> tuple[Tensor]:
-    return (_left_transposed(dy, *operands).t(),)
-
-
-def _add_left(
-    total: Tensor, dy: Tensor, x: Tensor, sizes: Sizes, strides: Sizes, alpha: Any = 1
-) -> None:
-    total.addmm_(dy, x.t().conj(), alpha=alpha.conjugate())
+        return (_scaled(x.mm(dy.t()), alpha).t(),)
+    return (_scaled(dy.mm(x.t()), alpha),)
 
 
 # Batches of matrices, and of rows.
@@ -131,11 +124,9 @@ def _layout(name: str) -> tuple[str, str]:
 
 
 def _matrices(left: str, right: str, first: int, *factor: str) -> tuple[Rule, Rule]:
-    right_one = (first + 1,), (left,), (*_layout(right), *factor)
-    left_one = (first,), (right,), (*_layout(left), *factor)
     return (
-        Rule(_right, *right_one, _right_transposed, _add_right),
-        Rule(_left, *left_one, _left_transposed, _add_left),
+        Rule(_right, (first + 1,), (left,), (*_layout(right), *factor), adds=True),
+        Rule(_left, (first,), (right,), (*_layout(left), *factor), adds=True),
     )
 
 

@@ -27,8 +27,8 @@ tensor([[1., 1.],
         [1., 1.]])
 """
 
+import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar, Token
 from functools import partial
@@ -45,8 +45,6 @@ from zbpp.runtime.backward.plan import (
     Product,
     Site,
     grad_dtype_of,
-    is_plain,
-    make_plan,
 )
 from zbpp.runtime.backward.products import Rule
 from zbpp.runtime.backward.wrappers import check_module
@@ -54,7 +52,6 @@ from zbpp.runtime.compiled.backend import defer_piece
 from zbpp.runtime.support.autograd_internals import (
     add_hook,
     hooks_made,
-    is_built_in,
     run_backward,
 )
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
@@ -126,7 +123,7 @@ class WeightQueue:
     def __init__(self, lent: Collection[int] = ()) -> None:
         self.lent = lent
         self.n_hooks = hooks_made()
-        """Hooks of the user when the forward began; None: unknown."""
+        """Hooks of the user when the forward began."""
         self.work: list[_Work] = []
         """In the order of B."""
         self._token: Token[WeightQueue | None] | None = None
@@ -139,8 +136,8 @@ class WeightQueue:
         compute: Callable[[], Sequence[Tensor | None]],
     ) -> None:
         """Leave a call for W, which returns a gradient for each leaf."""
-        product = Product(Rule(compute), (), tuple(leaves))
-        self.work.append(_Work(product, leaves, (), (), []))
+        edges = [get_gradient_edge(leaf) for leaf in leaves]
+        self.work.append(_Work(Product(Rule(compute), (), leaves), edges, (), (), []))
 
     def read(self, site: Site) -> tuple[list[Tensor], list[Any]]:
         """Read the operands and settings of a product before its backward."""
@@ -180,39 +177,28 @@ class WeightQueue:
         self.work.reverse()
         has_grad = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # as `no_grad`, which takes three times as long
+        sums: list[tuple[GradientEdge, Tensor]] = []
+        waiting: dict[Tensor, None] = {}
         try:
-            self._run_all(progress, in_place)
+            while self.work:
+                work = self.work.pop()
+                product, found = work.product, _run_work(work, in_place)
+                del work  # its operands are freed before the next work begins
+                if found is None:
+                    if progress is not None:
+                        progress.done(product.leaves[0])
+                    continue
+                sums += found
+                del found
+                waiting.update(dict.fromkeys(product.leaves))
+                if sum([gradient.nbytes for _, gradient in sums]) >= _TOGETHER_BYTES:
+                    left = [leaf for work in self.work for leaf in work.product.leaves]
+                    if waiting.keys().isdisjoint(left):
+                        _accumulate(sums, waiting, progress)
+            if waiting:
+                _accumulate(sums, waiting, progress)
         finally:
             torch.set_grad_enabled(has_grad)
-
-    def _run_all(self, progress: Progress | None, in_place: bool) -> None:
-        together: _Together | None = None
-        while self.work:
-            work = self.work.pop()
-            product, found = work.product, _run_work(work, in_place)
-            del work  # its operands are freed before the next work begins
-            if found is None:
-                if progress is not None:
-                    progress.done(product.leaves[0])
-                continue
-            if together is None:
-                left = [product, *(work.product for work in self.work)]
-                together = _Together(left, progress)
-            together.add(product.leaves, found)
-            del found
-        if together is not None:
-            together.end()
-
-    def run_first(self, n: int, *, in_place: bool = False) -> None:
-        """Do the first n works, up to one whose gradients autograd adds; see `run`."""
-        n_alone = 0
-        while n_alone < min(n, len(self.work)):
-            if self.work[n_alone].product.adds_transposed is None:
-                break
-            n_alone += 1
-        self.work, rest = self.work[:n_alone], self.work[n_alone:]
-        self.run(in_place=in_place)
-        self.work = rest
 
     def __enter__(self) -> None:
         self._token = _current.set(self)
@@ -234,102 +220,69 @@ def current_queue() -> WeightQueue | None:
     return _current.get()
 
 
-class _Together:
-    """Gradients that autograd accumulates, in few calls.
-
-    One call has all gradients of a leaf: autograd adds them as in a backward.
-    """
-
-    def __init__(self, products: Iterable[Product], progress: Progress | None) -> None:
-        self._progress = progress
-        self._left = Counter(
-            leaf
-            for product in products
-            if product.adds_transposed is None
-            for leaf in product.leaves
-        )
-        """Products of each leaf whose gradients are still missing."""
-        self._leaves: dict[Tensor, None] = {}
-        self._roots: list[Any] = []
-        self._gradients: list[Tensor] = []
-
-    def add(self, leaves: Sequence[Tensor], found: Iterable[tuple[Any, Any]]) -> None:
-        """Add gradients of a product's leaves, each with the edge that it enters."""
-        for root, gradient in found:
-            if gradient is not None:
-                is_leaf = isinstance(root, Tensor)
-                self._roots.append(root if is_leaf else GradientEdge(*root))
-                self._gradients.append(gradient)
-        self._leaves.update(dict.fromkeys(leaves))
-        self._left.subtract(leaves)
-        is_enough = sum([x.nbytes for x in self._gradients]) >= _TOGETHER_BYTES
-        if is_enough and all(self._left[leaf] <= 0 for leaf in self._leaves):
-            self.end()
-
-    def end(self) -> None:
-        """Accumulate the gradients so far."""
-        if self._roots:
-            run_backward(self._roots, self._gradients)
-        if self._progress is not None:
-            for leaf in self._leaves:
-                self._progress.done(leaf)
-        self._leaves, self._roots, self._gradients = {}, [], []
-
-
 def _versions(tensors: Sequence[Any]) -> list[int]:
     """Count the changes in place of each tensor."""
     return [0 if x is None else x._version for x in tensors]
 
 
-def _run_work(
-    work: _Work, in_place: bool
-) -> Sequence[tuple[Any, Tensor | None]] | None:
+def _accumulate(
+    sums: list[tuple[GradientEdge, Tensor]],
+    leaves: dict[Tensor, None],
+    progress: Progress | None,
+) -> None:
+    """Let autograd add all gradients of some leaves, as in one backward."""
+    if sums:
+        run_backward([edge for edge, _ in sums], [gradient for _, gradient in sums])
+    if progress is not None:
+        for leaf in leaves:
+            progress.done(leaf)
+    sums.clear()
+    leaves.clear()
+
+
+def _run_work(work: _Work, in_place: bool) -> list[tuple[GradientEdge, Tensor]] | None:
     """Compute and add the gradients of one product.
 
     Returns gradients that autograd has to accumulate, each with its edge.
     """
     product, edges, tensors, settings, versions = work
-    rule, leaves, is_transposed = product.rule, product.leaves, product.adds_transposed
     if _versions(tensors) != versions:
         raise RuntimeError(
             "a tensor that W needs was changed in place after B; change a copy"
         )
-    if is_transposed is None or not _only_adds(leaves[0]):
-        return list(zip(edges, rule.gradients(*tensors, *settings), strict=False))
     if in_place and _add_in_place(product, tensors, settings):
         return None
-    leaf = leaves[0]
-    total = leaf.grad
-    if total is not None and total.layout is not torch.strided:
-        total = None
-    if is_transposed and rule.transposed is not None:
-        gradient = rule.transposed(*tensors, *settings)
-    else:
-        gradient = cast(Tensor, rule.gradients(*tensors, *settings)[0])
-        gradient = gradient.t() if is_transposed else gradient
-    if total is not None and total.dtype == gradient.dtype:
-        total.add_(gradient)
-    elif leaf.grad is None and gradient.dtype == leaf.dtype == grad_dtype_of(leaf):
-        is_alike = gradient.stride() == leaf.stride()
-        leaf.grad = gradient if is_alike else torch.empty_like(leaf).copy_(gradient)
-    else:
-        return [(leaf, gradient)]
-    return None
+    gradients = product.rule.gradients(*tensors, *settings)
+    if product.adds_transposed is not None and _only_adds(product.leaves[0]):
+        leaf, gradient = product.leaves[0], cast(Tensor, gradients[0])
+        gradient = gradient.t() if product.adds_transposed else gradient
+        total = leaf.grad
+        if total is None and gradient.dtype == leaf.dtype == grad_dtype_of(leaf):
+            is_alike = gradient.stride() == leaf.stride()
+            leaf.grad = gradient if is_alike else torch.empty_like(leaf).copy_(gradient)
+            return None
+        is_strided = total is not None and total.layout is torch.strided
+        if total is not None and is_strided and total.dtype == gradient.dtype:
+            total.add_(gradient)
+            return None
+    pairs = zip(edges, gradients, strict=False)
+    return [(GradientEdge(*edge), dw) for edge, dw in pairs if dw is not None]
 
 
 def _add_in_place(
     product: Product, tensors: Sequence[Any], settings: Sequence[Any]
 ) -> bool:
     """Add a gradient within the product's own kernel; False if that cannot be."""
-    is_transposed, add = product.adds_transposed, product.rule.add
-    if is_transposed is None or add is None or not _only_adds(product.leaves[0]):
+    rule, is_transposed = product.rule, product.adds_transposed
+    if not rule.adds or is_transposed is None or not _only_adds(product.leaves[0]):
         return False
     total = product.leaves[0].grad
     if total is None or total.layout is not torch.strided:
         return False
     if total.dtype != tensors[0].dtype:
         return False
-    add(total.t() if is_transposed else total, *tensors, *settings)
+    total = total.t() if is_transposed else total
+    rule.gradients(*tensors, *settings, total=total)
     return True
 
 
@@ -371,9 +324,11 @@ class SplitGraph:
     ) -> None:
         self._ends: list[Any] = []
         self._shapes: list[torch.Size | None] = []
-        for y in outputs:  # no comprehension, which costs a call: a part of every F
+        for y in outputs:
             if y.requires_grad:
-                self._ends.append(_end_of(y))
+                # torch needs nested tensors and subclasses themselves
+                is_plain = type(y) is Tensor and not y.is_nested
+                self._ends.append(get_gradient_edge(y) if is_plain else y)
                 self._shapes.append(None if y.is_nested else y.shape)
         self._inputs: list[Tensor] = []
         for x in inputs:
@@ -386,11 +341,13 @@ class SplitGraph:
                 self._inputs.append(x)
         if queue is None:
             queue = WeightQueue()
-            queue.n_hooks = None  # the forward began earlier
+            queue.n_hooks = math.nan  # the forward began earlier
         self._queue = queue
         self._is_exact = is_exact
-        self._plans = plans
-        self._is_done = self._has_deferred = False
+        self._plans = plans or PlanCache()
+        self._is_done = False
+        self.defers = False
+        """B has left work for W, or would have, before `backward` did it."""
         self.outputs: Any = None
         """The function's result, with detached tensors; set by `split_forward`."""
 
@@ -404,10 +361,6 @@ class SplitGraph:
         leaves = [*(p for p in parameters if p.requires_grad), *plan.leaves]
         waiting = [leaf for _, product, _ in plan.sites for leaf in product.leaves]
         return dict.fromkeys(leaves, IN_B) | dict.fromkeys(waiting, "W")
-
-    def defers(self) -> bool:
-        """True if B has left work for W; after `backward`: if B would have."""
-        return self._has_deferred or bool(self._queue.work)
 
     def held_bytes(self) -> int:
         """Memory of the operands that wait for W; shared memory counts once.
@@ -433,44 +386,46 @@ class SplitGraph:
             One for each input that requires a gradient; None if it has no influence.
 
         Raises:
-            RuntimeError: B has run already.
+            RuntimeError: B has run already, or needs a gradient for an output that is
+                no scalar; in this case B may be called again.
             RequestError: the gradients do not fit the outputs; B may be called again.
         """
-        ends, dys = self._fitting(gradients)
-        plan, queue = self._plan(), self._queue
-        self._is_done = True
-        input_gradients: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
-        # a gradient is captured before hooks that the forward has set can change it
-        has_hooks = queue.n_hooks is None or queue.n_hooks != hooks_made()
-        may_capture = plan.may_capture and not (has_hooks or queue.lent)
-        if not ends:
-            pass
-        elif may_capture and all(map(_only_adds, plan.leaves)):
-            input_gradients = self._capture(plan, ends, dys)
-        else:
-            with queue:
-                input_gradients = self._run_around(plan, ends, dys)
-        self._ends, self._inputs, self.outputs = [], [], None
-        return input_gradients
+        return self._backward(gradients)
 
     def backward(
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
     ) -> tuple[Tensor | None, ...]:
         """B and W in one full backward; arguments, result and errors as for B."""
-        ends, dys = self._fitting(gradients)
-        self._is_done = True
-        input_gradients: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
-        if ends:
-            with self._queue:
-                if self._is_exact:
-                    input_gradients = _run_whole(ends, dys, self._inputs)
-                else:
-                    plan = self._plan()
-                    input_gradients = self._run_around(plan, ends, dys, adds=True)
-        self._ends, self._inputs, self.outputs = [], [], None
+        input_gradients = self._backward(gradients, is_whole=True)
         if self._queue.work:
-            self._has_deferred = True
             self.backward_weight()
+        return input_gradients
+
+    def _backward(
+        self,
+        gradients: Tensor | Sequence[Tensor | None] | None,
+        *,
+        is_whole: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        ends, dys = self._fitting(gradients)
+        queue = self._queue
+        input_gradients: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
+        plan = Plan([], []) if is_whole and self._is_exact else self._plan()
+        # a gradient is captured before hooks that the forward has set can change it
+        may_capture = plan.may_capture and queue.n_hooks == hooks_made()
+        if not ends:
+            pass
+        elif (
+            may_capture
+            and not (is_whole or queue.lent)
+            and all(map(_only_adds, plan.leaves))
+        ):
+            input_gradients = self._capture(plan, ends, dys)
+        else:
+            with queue:
+                input_gradients = self._run_around(plan, ends, dys, adds=is_whole)
+        self._ends, self._inputs, self.outputs = [], [], None
+        self._is_done, self.defers = True, bool(queue.work)
         return input_gradients
 
     def input_gradients(
@@ -493,23 +448,26 @@ class SplitGraph:
         Raises:
             RuntimeError: B has not run, or not to its end.
         """
-        if not self._is_done or self._ends:
+        if not self._is_done:
             raise RuntimeError("W runs after B")
         self._queue.run(progress, in_place=not self._is_exact)
 
     def begin_weight(self, n_left: int) -> None:
         """Do one of `n_left` parts of W, or all work of a B that still runs."""
-        n_works = len(self._queue.work)
-        n = n_works if self._ends else -(-n_works // n_left)
-        self._queue.run_first(n, in_place=not self._is_exact)
+        queue = self._queue
+        n = -(-len(queue.work) // n_left) if self._is_done else len(queue.work)
+        are_alone = [x.product.adds_transposed is not None for x in queue.work[:n]]
+        n = [*are_alone, False].index(False)  # autograd adds the gradients of the rest
+        queue.work, rest = queue.work[:n], queue.work[n:]
+        queue.run(in_place=not self._is_exact)
+        queue.work = rest
 
     def _plan(self) -> Plan:
         edges = [
             end if isinstance(end, GradientEdge) else get_gradient_edge(end)
             for end in self._ends
         ]
-        plan = make_plan if self._plans is None else self._plans.plan
-        return plan(edges, self._inputs)
+        return self._plans.plan(edges, self._inputs)
 
     def _fitting(
         self, gradients: Tensor | Sequence[Tensor | None] | None
@@ -519,10 +477,6 @@ class SplitGraph:
             raise RuntimeError("B runs once: its graph is freed; run a new forward")
         shapes = self._shapes
         if gradients is None:
-            if any(shape is None or shape.numel() != 1 for shape in shapes):
-                raise RequestError(
-                    "B needs gradients, one for each output: not all are scalars"
-                )
             return self._ends, [None] * len(self._ends)
         if isinstance(gradients, Tensor):
             gradients = (gradients,)
@@ -577,26 +531,30 @@ class SplitGraph:
         in the cache then.
         """
         inputs = self._inputs
-        if not plan.sites:
-            return _run_whole(ends, dys, inputs)
-        hooks = []
+        wanted: list[Any] = []
+        undo: list[Callable[[], object]] = []
         for site in plan.sites:
             node, product, _ = site
+            wanted.append(GradientEdge(node, 0))
             if product.slot is None:
                 hook = partial(self._take, site, adds)
-                hooks.append(add_hook(node.register_prehook, hook))
+                undo.append(add_hook(node.register_prehook, hook).remove)
             else:
                 defer_piece(node, product.slot, partial(self._queue.put, site))
-        edges = [GradientEdge(node, 0) for node, *_ in plan.sites]
-        trainable = [leaf for leaf in plan.leaves if leaf.requires_grad]
+                undo.append(partial(defer_piece, node, product.slot, None))
+        if wanted:  # without any, all leaves are
+            wanted += [*inputs, *(x for x in plan.leaves if x.requires_grad)]
+        before = [x.grad for x in inputs]
+        for x in inputs:
+            x.grad = None
         try:
-            return _run_whole(ends, dys, inputs, [*trainable, *inputs, *edges])
+            run_backward(ends, dys, wanted)
+            return tuple([x.grad for x in inputs])
         finally:
-            for handle in hooks:
-                handle.remove()
-            for node, product, _ in plan.sites:
-                if product.slot is not None:
-                    defer_piece(node, product.slot, None)
+            for x, grad in zip(inputs, before, strict=True):
+                x.grad = grad
+            for call in undo:
+                call()
 
     def _take(self, site: Site, adds: bool, dys: Sequence[Tensor | None]) -> None:
         if dys[0] is not None:
@@ -606,22 +564,7 @@ class SplitGraph:
                 self._queue.put(site, tensors, settings)
 
 
-def _run_whole(
-    ends: list[Any],
-    dys: list[Tensor | None],
-    inputs: list[Tensor],
-    wanted: Sequence[Any] = (),
-) -> tuple[Tensor | None, ...]:
-    """Run a backward to `wanted`, or to all leaves; return the gradients of inputs."""
-    before = [x.grad for x in inputs]
-    for x in inputs:
-        x.grad = None
-    try:
-        run_backward(ends, dys, wanted)
-        return tuple([x.grad for x in inputs])
-    finally:
-        for x, grad in zip(inputs, before, strict=True):
-            x.grad = grad
+_STRIDED = torch.strided
 
 
 def _add_all(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -645,22 +588,6 @@ def _add_all(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
         torch._foreach_add_(totals, added)
     if first:
         run_backward(first, first_gradients)
-
-
-_STRIDED = torch.strided
-
-
-def _end_of(tensor: Tensor) -> Any:
-    """Return the edge of a tensor, which holds no data.
-
-    torch needs nested tensors and subclasses themselves.
-    """
-    node = tensor.grad_fn
-    is_dense = not tensor.is_nested
-    # a node in Python needs a token to live on
-    if node is not None and type(tensor) is Tensor and is_dense and is_built_in(node):
-        return GradientEdge(node, tensor.output_nr)
-    return get_gradient_edge(tensor) if is_plain(tensor) and is_dense else tensor
 
 
 # ---- Forwards.

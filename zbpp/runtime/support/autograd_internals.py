@@ -1,5 +1,6 @@
 """Private functions and attributes of autograd; see `private_names`."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -82,10 +83,9 @@ def may_be_read(node: Any, raw_names: Iterable[str]) -> bool:
 _n_own_hooks = 0
 
 
-def hooks_made() -> int | None:
-    """Count the hooks that users have registered so far; None: unknown."""
-    n = getattr(RemovableHandle, "next_id", None)
-    return None if n is None else n - _n_own_hooks
+def hooks_made() -> float:
+    """Count the hooks that users have registered so far; nan: unknown."""
+    return getattr(RemovableHandle, "next_id", math.nan) - _n_own_hooks
 
 
 def add_hook(register: Callable[..., RemovableHandle], hook: Any) -> RemovableHandle:
