@@ -406,7 +406,7 @@ TABLE = (
      "if keep is not None and keep < 1", "if keep is not None and keep < 0"),
     ("pipeline", "another number of micro-batches has the old program",
      "zbpp/pipeline/pipeline.py",
-     "if self._forward_size != m:", "if not self._forward_size:"),
+     "n_microbatches=call.n_microbatches", "n_microbatches=self.n_microbatches"),
     # ---- memory
     ("memory", "a copy alone is the peak", "zbpp/memory/tracker.py",
      "self._most = max(self._most, self.held + n_bytes)  #",

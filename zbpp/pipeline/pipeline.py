@@ -10,9 +10,10 @@ This file wires the layers together: plan -> programs -> executors.
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -50,7 +51,7 @@ from zbpp.runtime.driver.stages import eval_mode
 from zbpp.runtime.executor import drive
 from zbpp.runtime.layer_random import next_seed
 from zbpp.runtime.loss import loss_modules
-from zbpp.runtime.microbatches import Batch, check_samples
+from zbpp.runtime.microbatches import Batch, MicroBatches, check_samples
 from zbpp.runtime.optim.decision import StepResult
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
 from zbpp.runtime.optim.step_state import StepRules
@@ -69,6 +70,8 @@ from zbpp.schedules import lower, lower_forward
 from zbpp.tuning.watch import make_watcher
 
 __all__ = ["Pipeline"]
+
+_forward_programs = lru_cache(maxsize=2)(lower_forward)
 
 
 class Pipeline:
@@ -204,14 +207,11 @@ class Pipeline:
             self.layered.parts,
             seed=seed,
         )
-        self._parts: tuple[tuple[Program, ...], tuple[Program, ...]] | None = None
         self._use(self.schedule)
         self.n_switches = 0
         """Times that the schedule was changed."""
         self._n_steps = numerics.first_step
-        self._batches = Batches(
-            self.stages.executors, placement, self.layered.cut_batch, weigh=weigh
-        )
+        self._batches = Batches(self.stages, self.layered.cut_batch, weigh=weigh)
         weakref.finalize(self, self.stages.abandon)
         self._watcher = make_watcher(execution.watch, self.plan)
         self._checkpoints = Checkpoints(
@@ -221,9 +221,7 @@ class Pipeline:
             rank=self.rank,
         )
         self._part: StepPart | None = None
-        """The call that was last, of a step that is not taken yet."""
-        self._forward_programs = lower_forward(placement, n_microbatches=1)
-        self._forward_size = 1
+        """Calls of the step that `optim_step` will take."""
         self._has_stepped = False
 
     # Training.
@@ -266,11 +264,14 @@ class Pipeline:
                 "step() is forward_backward() and optim_step() in one; after "
                 "forward_backward() call optim_step()"
             )
-        self._begin(
-            inputs, targets, keeps_outputs=return_outputs, loss_fn=loss_fn, key=key
+        call = MicroBatches(
+            self.n_microbatches,
+            self._n_steps,
+            keeps_outputs=return_outputs,
+            loss_fn=loss_fn,
         )
-        with self._step_under_way():
-            drive(self.stages.executors, self._programs)
+        self._batches.begin(inputs, targets, call, key=key)
+        self._run(self._programs)
         result = self._end_step(return_outputs=return_outputs)
         if self._watcher is not None:
             with self.stages.reporting():
@@ -309,23 +310,25 @@ class Pipeline:
         if self._part is None:
             self._refuse_parts()
             check_count("n_calls", n_calls)
-            self._parts = self._parts or parts_of_step(self._programs)
-            part = StepPart(self.n_microbatches, n_calls)
-        else:
-            part = self._part
-            if n_calls != part.n_calls:
-                raise RequestError(
-                    f"n_calls is {n_calls}, and {part.n_calls} in the first call"
-                )
-            if part.n_done == part.n_calls:
-                raise RequestError(
-                    f"there were {part.n_calls} calls of forward_backward(), as "
-                    "n_calls says; call optim_step()"
-                )
-        assert self._parts is not None
-        self._begin(inputs, targets, part=part, loss_fn=loss_fn, key=key)
-        with self._step_under_way():
-            drive(self.stages.executors, self._parts[0])
+        part = self._part or StepPart(n_calls)
+        if n_calls != part.n_calls:
+            raise RequestError(
+                f"n_calls is {n_calls}, and {part.n_calls} in the first call"
+            )
+        if part.n_done == part.n_calls:
+            raise RequestError(
+                f"there were {part.n_calls} calls of forward_backward(), as n_calls "
+                "says; call optim_step()"
+            )
+        call = MicroBatches(
+            self.n_microbatches,
+            self._n_steps,
+            first=part.n_done * self.n_microbatches,
+            is_part=True,
+            loss_fn=loss_fn,
+        )
+        self._batches.begin(inputs, targets, call, part=part, key=key)
+        self._run(self._passes)
         part.n_done += 1
         self._part = part
 
@@ -340,7 +343,7 @@ class Pipeline:
             PeerError: another stage died or did not answer.
         """
         part = self._part
-        if part is None or self._parts is None:
+        if part is None:
             raise RequestError("optim_step() comes after forward_backward()")
         if part.n_done < part.n_calls:
             raise RequestError(
@@ -349,28 +352,16 @@ class Pipeline:
                 f"{part.n_done}"
             )
         self._part = None
-        with self._step_under_way():
-            for executor in self.stages.executors.values():
-                executor.begin_end()
-            drive(self.stages.executors, self._parts[1])
+        for executor in self.stages.executors.values():
+            executor.batch = None  # it was that of the last call
+        self._run(self._ends)
         return self._end_step(return_outputs=False)
 
-    def _begin(self, inputs: Batch, targets: Batch, **how: Any) -> None:
-        """Give the stages the batch of a step, or of a part of one."""
-        self._batches.begin(
-            *self._batches.pair(inputs, targets),
-            step=self._n_steps,
-            n_microbatches=self.n_microbatches,
-            training=True,
-            **how,
-        )
-
-    @contextmanager
-    def _step_under_way(self) -> Iterator[None]:
-        """Within this the programs of a step run."""
+    def _run(self, programs: Sequence[Program]) -> None:
+        """Run the programs of a step, or of a part of one."""
         try:
             with self.stages.running():
-                yield
+                drive(self.stages.executors, programs)
         except Exception as error:
             if is_out_of_memory(error):
                 error.add_note(
@@ -514,7 +505,7 @@ class Pipeline:
             self._settings,
             costs=self.plan.known_costs,
         )
-        self._parts = None
+        self._passes, self._ends = parts_of_step(self._programs)
 
     # Evaluation.
 
@@ -539,10 +530,8 @@ class Pipeline:
             RequestError: the batch does not fit.
             PeerError: another stage died, did not answer, or does not evaluate.
         """
-        inputs, targets = self._batches.pair(inputs, targets)
-        with self._forwards(inputs, targets, n_microbatches, predicts=False):
-            counts = self._batches.samples(inputs, targets)
-            loss, samples = self.stages.mean_loss(counts)
+        with self._forwards(inputs, targets, n_microbatches):
+            loss, samples = self.stages.mean_loss()
             if metrics is not None:
                 read = self.stages.mean_metrics() or dict
                 metrics.update(read())
@@ -572,8 +561,7 @@ class Pipeline:
             RequestError: the batch does not fit.
             PeerError: another stage died, did not answer, or does not predict.
         """
-        inputs, _ = self._batches.pair(inputs, None)
-        with self._forwards(inputs, None, n_microbatches, predicts=True):
+        with self._forwards(inputs, None, n_microbatches, reads_targets=False):
             return self.stages.last_outputs(everywhere=everywhere)
 
     @contextmanager
@@ -583,32 +571,28 @@ class Pipeline:
         targets: Batch,
         n: int | None,
         *,
-        predicts: bool,
+        reads_targets: bool = True,
         keeps_outputs: bool = False,
         loss_fn: LossFn | None = None,
     ) -> Iterator[None]:
         """Run the forwards of a batch; within this their losses or outputs are read."""
         self._refuse_between_parts()
-        m = n or self.n_microbatches
-        if self._forward_size != m:  # the placement never changes
-            placement = self.schedule.placement
-            self._forward_programs = lower_forward(placement, n_microbatches=m)
-            self._forward_size = m
-        self.synchronize()
-        self._batches.begin(
-            inputs,
-            targets,
-            step=self._n_steps,
-            n_microbatches=m,
+        call = MicroBatches(
+            n or self.n_microbatches,
+            self._n_steps,
             training=False,
-            predicts=predicts,
-            keeps_outputs=keeps_outputs,
+            keeps_outputs=keeps_outputs or not reads_targets,
             loss_fn=loss_fn,
         )
+        programs = _forward_programs(
+            self.schedule.placement, n_microbatches=call.n_microbatches
+        )
+        self.synchronize()
+        self._batches.begin(inputs, targets, call, reads_targets=reads_targets)
         modules = [layer for _, layer in self.stages.layers()]
         modules += loss_modules(loss_fn or self._settings.loss_fn)
         with self.stages.running(), eval_mode(modules):
-            drive(self.stages.executors, self._forward_programs, training=False)
+            drive(self.stages.executors, programs, training=False)
             yield
             self.stages.flush()
 
@@ -632,12 +616,12 @@ class Pipeline:
     @property
     def needs_inputs(self) -> bool:
         """True if this process holds the first chunk; others ignore the inputs."""
-        return self.schedule.placement.stage_of[0] in self.stages.executors
+        return self.stages.has_first
 
     @property
     def needs_targets(self) -> bool:
         """True if this process holds the last chunk; others ignore the targets."""
-        return self.schedule.placement.stage_of[-1] in self.stages.executors
+        return self.stages.has_last
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

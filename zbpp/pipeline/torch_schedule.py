@@ -109,14 +109,11 @@ class TorchSchedule:
             PeerError: another stage died or did not answer.
         """
         pipeline = self.pipeline
-        inputs, targets = pipeline._batches.pair(
-            _inputs(args, kwargs, arg_mbs, kwarg_mbs), _targets(target, target_mbs)
-        )
         with pipeline._forwards(
-            inputs,
-            targets,
+            _inputs(args, kwargs, arg_mbs, kwarg_mbs),
+            _targets(target, target_mbs),
             None,
-            predicts=losses is None,
+            reads_targets=losses is not None,
             keeps_outputs=True,
             loss_fn=self._loss_fn(loss_kwargs),
         ):

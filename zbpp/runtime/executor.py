@@ -146,10 +146,6 @@ class Executor:
         self.batch = batch
         self.stage.begin(batch)
 
-    def begin_end(self) -> None:
-        """Begin what a step of several parts does behind them all."""
-        self.batch = None
-
     def run(self, program: Program, *, training: bool = True) -> Iterator[None]:
         """Run a program; yield where another stage of this process must go first.
 

@@ -1,18 +1,16 @@
 """Hand the batch of a step to the stages that read it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from zbpp.core import Placement, RequestError
+from zbpp.core import RequestError
 from zbpp.runtime.backward.wrappers import check_hooks
 from zbpp.runtime.comm.transport import Reduction
-from zbpp.runtime.executor import Executor
-from zbpp.runtime.loss import LossFn
+from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.microbatches import (
     Batch,
     CutBatch,
@@ -37,20 +35,12 @@ __all__ = ["Batches", "StepPart"]
 
 @dataclass
 class StepPart:
-    """The call that runs now, of several that add up to one step."""
+    """Calls of `zbpp.Pipeline.forward_backward` that add up to one step."""
 
-    n_microbatches: int
-    """Of each call."""
     n_calls: int
     n_done: int = 0
-    """Calls before this one."""
     weight: float | None = None
     """Of each call; None: this process does not know it."""
-
-    @property
-    def first(self) -> int:
-        """Micro-batches of the calls before this one."""
-        return self.n_done * self.n_microbatches
 
     def total(self, weight: float) -> float:
         """Return the weight of all calls; refuse a call of another weight."""
@@ -69,26 +59,18 @@ class Batches:
 
     def __init__(
         self,
-        executors: Mapping[int, Executor],
-        placement: Placement,
+        stages: LocalStages,
         cut_batch: CutBatch | None,
         *,
         weigh: WeighName | Weigh,
     ) -> None:
-        self._executors = executors
-        self._first, self._last = placement.stage_of[0], placement.stage_of[-1]
-        self._transport = next(iter(executors.values())).transport
-        self._samples = self._compare_samples()
-        self._modules: list[nn.Module] = [
-            module
-            for executor in executors.values()
-            for _, layer in executor.stage.numbered()
-            for module in layer.modules()
-        ]
+        self._stages = stages
+        self._samples = _compare_samples(stages)
+        self._modules = [m for _, layer in stages.layers() for m in layer.modules()]
         self._cut_batch = cut_batch
         self._weigh = find_weigh(weigh)
         self._adds = weigh == "sum"
-        for executor in executors.values():
+        for executor in stages.executors.values():
             executor.stage.loss.adds = self._adds
 
     def pair(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
@@ -106,104 +88,94 @@ class Batches:
         self,
         inputs: Batch,
         targets: Batch,
+        call: MicroBatches,
         *,
-        step: int,
-        n_microbatches: int,
-        training: bool,
-        predicts: bool = False,
-        keeps_outputs: bool = False,
         part: StepPart | None = None,
-        loss_fn: LossFn | None = None,
+        reads_targets: bool = True,
         key: Any = None,
     ) -> None:
-        """Cut the batch of a step or an evaluation, and give it to the stages."""
-        m = n_microbatches
-        call = "predict" if predicts else "evaluate"
-        self._transport.doing = f"step {step}" if training else call
-        cut_inputs: Any = None
-        cut_targets: Any = None
-        weights = n_filled = part_total = None
+        """Give the stages a batch, cut, for a call that has no batch yet."""
+        transport = self._stages.transport
+        forwards = "evaluate" if reads_targets else "predict"
+        transport.doing = f"step {call.step}" if call.training else forwards
+        inputs, targets = self.pair(inputs, targets)
         try:
-            if training:
+            if call.training:
                 check_hooks(self._modules)
-            if self._first in self._executors:
-                cut_inputs = split_inputs(inputs, m)
-                n_filled = len(cut_inputs)
-            if self._last in self._executors and not predicts:
-                cut_targets = split_targets(targets, m)
-                weights = weights_of(self._weigh, cut_targets)
-                weights += [0.0] * (m - len(weights))
-                if part is not None and not self._adds:
-                    part_total = part.total(sum(weights))
-            if not predicts:
-                check_samples(*self.samples(inputs, targets))
-                check_filled(n_filled, cut_targets and len(cut_targets))
-            if training and self._samples is not None:
+            batch = self._cut(inputs, targets, call, reads_targets=reads_targets)
+            total = self._total(batch, part)
+            if call.training and self._samples is not None:
                 is_first = part is None or part.n_done == 0
                 self._samples.note(inputs, targets, key, is_first=is_first)
         except RequestError as error:
-            self._transport.report(error, ends=False)
+            transport.report(error, ends=False)
             raise
-        n_inputs, n_targets = self.samples(inputs, targets)
-        if cut_targets is not None:
-            n_filled = len(cut_targets)
-        peers = self._transport.peers
+        peers, m = transport.peers, call.n_microbatches
+        if call.training and peers.sum_dims() and not self._adds:
+            counts = batch.weights is not None and peers.counts_losses
+            weight = sum(batch.weights or []) if counts else 0.0
+            numbers = torch.tensor([weight], dtype=torch.float64)
+            total = partial(_number, transport.sum_numbers(numbers))
         if peers.n_peers > 1:
             # Replicas run the same passes: layers may communicate within them.
-            if cut_inputs is not None:
-                cut_inputs = repeat_first(cut_inputs, m, mapped)
-            if cut_targets is not None:
-                cut_targets = repeat_first(cut_targets, m, map_tensors)
-        whole = None
+            batch = replace(
+                batch,
+                inputs=batch.inputs and repeat_first(batch.inputs, m, mapped),
+                targets=batch.targets and repeat_first(batch.targets, m, map_tensors),
+            )
+        for executor in self._stages.executors.values():
+            executor.begin(replace(batch, total=total))
+
+    def _cut(
+        self, inputs: Batch, targets: Batch, call: MicroBatches, *, reads_targets: bool
+    ) -> MicroBatches:
+        """Cut the parts of a batch that this process reads."""
+        m = call.n_microbatches
+        n_inputs = n_filled = None
+        if self._stages.has_first:
+            pieces = split_inputs(inputs, m)
+            n_inputs, n_filled = samples_to_cut(inputs), len(pieces)
+            call = replace(call, inputs=pieces, n_inputs=n_inputs, n_filled=n_filled)
+        if self._stages.has_last and reads_targets:
+            cut_targets = split_targets(targets, m)
+            weights = weights_of(self._weigh, cut_targets)
+            n_targets = samples_to_cut(targets)
+            check_samples(n_inputs, n_targets)
+            check_filled(n_filled, len(cut_targets))
+            call = replace(
+                call,
+                targets=cut_targets,
+                weights=[*weights, *[0.0] * (m - len(weights))],
+                n_targets=n_targets,
+                n_filled=len(cut_targets),
+            )
+        return call
+
+    def _total(
+        self, batch: MicroBatches, part: StepPart | None
+    ) -> Callable[[], float] | None:
+        """Return the weight of the step, where this process knows it."""
         if self._adds:
-            whole = partial(float, 1.0)
-        elif training and peers.sum_dims():
-            counts = weights is not None and peers.counts_losses
-            weight = sum(weights or []) if counts else 0.0
-            numbers = torch.tensor([weight], dtype=torch.float64)
-            whole = partial(_number, self._transport.sum_numbers(numbers))
-        elif part_total is not None:
-            whole = partial(float, part_total)
-        batch = MicroBatches(
-            m,
-            step,
-            inputs=cut_inputs,
-            targets=cut_targets,
-            weights=weights,
-            total=whole,
-            first=0 if part is None else part.first,
-            is_part=part is not None,
-            training=training,
-            keeps_outputs=predicts or keeps_outputs,
-            loss_fn=loss_fn,
-            n_inputs=n_inputs,
-            n_targets=n_targets,
-            n_filled=n_filled,
-        )
-        for executor in self._executors.values():
-            executor.begin(batch)
-
-    def samples(self, inputs: Batch, targets: Batch) -> tuple[int | None, int | None]:
-        """Samples of inputs and targets where this process reads them, else None."""
-        return (
-            samples_to_cut(inputs) if self._first in self._executors else None,
-            samples_to_cut(targets) if self._last in self._executors else None,
-        )
-
-    def _compare_samples(self) -> SameSamples | None:
-        """Let every step compare samples, if processes could be given other ones."""
-        peers, transport = self._transport.peers, self._transport
-        has_neighbours = "tp" in peers.coordinates
-        if transport.is_local or (self._first == self._last and not has_neighbours):
+            return partial(float, 1.0)
+        if part is None or batch.weights is None:
             return None
-        ((stage, executor),) = self._executors.items()
-        executor.optimizer.samples = SameSamples(
-            peers,
-            is_first=stage == self._first,
-            is_last=stage == self._last,
-            parameters=(p for *_, p in executor.stage.named_stepped()),
-        )
-        return executor.optimizer.samples
+        return partial(float, part.total(sum(batch.weights)))
+
+
+def _compare_samples(stages: LocalStages) -> SameSamples | None:
+    """Let every step compare samples, if processes could be given other ones."""
+    peers, stage_of = stages.transport.peers, stages.first.stage_of
+    is_one_stage = stage_of[0] == stage_of[-1] and "tp" not in peers.coordinates
+    if stages.transport.is_local or is_one_stage:
+        return None
+    samples = SameSamples(
+        peers,
+        is_first=stages.has_first,
+        is_last=stages.has_last,
+        parameters=(p for *_, p in stages.first.stage.named_stepped()),
+    )
+    stages.first.optimizer.samples = samples
+    return samples
 
 
 def _number(total: Reduction) -> float:

@@ -111,7 +111,7 @@ def build(
     _share_first_bits(executors, settings.ties)
     if settings.optimizer is not None:
         check_chosen(executors)
-    stages = LocalStages(executors, settings.ties.placement)
+    stages = LocalStages(executors)
     if parts is not None:
         _release(parts, (layer for _, layer in stages.layers()))
     return stages

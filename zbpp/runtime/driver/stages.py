@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbpp.core import Placement, RequestError
+from zbpp.core import RequestError
 from zbpp.runtime.comm.transport import Reduction, Transport
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import merge
@@ -23,9 +23,12 @@ __all__ = ["LocalStages", "eval_mode"]
 class LocalStages:
     """The stages of this process, by number; all of the pipeline where it is alone."""
 
-    def __init__(self, executors: Mapping[int, Executor], placement: Placement) -> None:
+    def __init__(self, executors: Mapping[int, Executor]) -> None:
         self.executors = executors
-        self._last = placement.stage_of[-1]
+        stage_of = self.first.stage_of
+        self.has_first = stage_of[0] in executors
+        """The first chunk is here."""
+        self._last = executors.get(stage_of[-1])
         self._is_running = False
         self._ended: str | None = None
         self._failure: str | None = None
@@ -39,6 +42,11 @@ class LocalStages:
     def first(self) -> Executor:
         """The executor of the first stage here, for what is the same on all."""
         return next(iter(self.executors.values()))
+
+    @property
+    def has_last(self) -> bool:
+        """The last chunk is here."""
+        return self._last is not None
 
     @property
     def transport(self) -> Transport:
@@ -82,7 +90,7 @@ class LocalStages:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within this block programs run; after a failure in it nothing runs again."""
-        self.refuse_after_failure()
+        self._refuse_after_failure()
         if self._ended is not None:
             raise RuntimeError(f"{self._ended}; build a new Pipeline")
         self._is_running = True
@@ -117,7 +125,7 @@ class LocalStages:
 
     def synchronize(self) -> None:
         """Settle the last step on every stage; refused within a step."""
-        self.refuse_after_failure()
+        self._refuse_after_failure()
         if self._is_running:
             raise RuntimeError(
                 "parameters and optimizer state are asked for in the middle of a step; "
@@ -143,7 +151,7 @@ class LocalStages:
         for executor in self.executors.values():
             executor.stage.ties.end()
 
-    def refuse_after_failure(self) -> None:
+    def _refuse_after_failure(self) -> None:
         """Refuse every call after a failure, and name the last checkpoint."""
         if self._failure is None:
             return
@@ -182,17 +190,16 @@ class LocalStages:
 
     # Results of a run.
 
-    def mean_loss(
-        self, samples: tuple[int | None, int | None]
-    ) -> tuple[float, tuple[int | None, int | None]]:
+    def mean_loss(self) -> tuple[float, tuple[int | None, int | None]]:
         """Mean loss over all replicas; numbers of inputs and targets from any stage."""
         sums: list[Reduction] = []
         peers = self.transport.peers
         for executor in self.executors.values():
             table = executor.stage.loss.table()
+            batch = executor.stage.batch
             # the samples count once a process
-            counts = [0 if sums else count or 0 for count in samples]
-            vector = torch.cat([table.flatten(), table.new_tensor(counts)])
+            counts = [] if sums else [batch.n_inputs or 0, batch.n_targets or 0]
+            vector = torch.cat([table.flatten(), table.new_tensor(counts or [0, 0])])
             sums.append(executor.transport.reduce(vector))
         adds = self.first.stage.loss.adds
         rows = peers.rows(sums[0].result())
@@ -205,22 +212,20 @@ class LocalStages:
 
     def losses(self) -> torch.Tensor:
         """Losses of the micro-batches that have run; the last stage is here."""
-        last = self.executors[self._last]
-        losses: torch.Tensor = last.stage.loss.table()[0, : last.n_filled]
+        assert self._last is not None
+        losses: torch.Tensor = self._last.stage.loss.table()[0, : self._last.n_filled]
         return losses
 
     def mean_metrics(self) -> Callable[[], dict[str, float]] | None:
         """Return what reads the metrics of the last run; None: it has none here."""
-        last = self.executors.get(self._last)
-        if last is None or not last.stage.loss.metrics:
+        if self._last is None or not self._last.stage.loss.metrics:
             return None
-        return last.stage.loss.mean_metrics()
+        return self._last.stage.loss.mean_metrics()
 
     def last_outputs(self, *, everywhere: bool = False) -> Any:
         """Take the outputs of all micro-batches, joined; None on other processes."""
         outputs: Any = None
-        if self._last in self.executors:
-            last = self.executors[self._last]
+        if (last := self._last) is not None:
             by_number, last.stage.outputs = last.stage.outputs, None
             if by_number is not None:
                 numbers = sorted(by_number)[: last.n_filled]
