@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.checkpoint.state import Checkpoints, State
-from zbpp.core import Program, RequestError, Schedule, schedule_text
+from zbpp.core import (
+    Collective,
+    CollectiveKind,
+    Program,
+    RequestError,
+    Schedule,
+    schedule_text,
+)
+from zbpp.core.sharding import reduces_every
 from zbpp.diagnostics import split_warning
 from zbpp.models import Tie, layered_of
 from zbpp.models.given import Given
@@ -35,7 +43,6 @@ from zbpp.pipeline.arguments import (
     warn_of_plan,
     weigh_of,
 )
-from zbpp.pipeline.parallel import parts_of_step, with_collectives
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.pipelines import choose_validation, plan_pipeline
@@ -44,8 +51,8 @@ from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import is_out_of_memory
 from zbpp.profiling.profile import Profile
 from zbpp.runtime.backward.self_check import check_split
-from zbpp.runtime.driver.agreement import check_agreement, refuse_together
-from zbpp.runtime.driver.batches import Batches, StepPart
+from zbpp.runtime.driver.agreement import agreement
+from zbpp.runtime.driver.batches import Batches, StepPart, parts_of_step
 from zbpp.runtime.driver.build import Settings, build
 from zbpp.runtime.driver.stages import eval_mode
 from zbpp.runtime.executor import drive
@@ -66,7 +73,7 @@ from zbpp.runtime.policies import (
 )
 from zbpp.runtime.stage import LossFn
 from zbpp.runtime.ties.plan import TiePlan, check_ties
-from zbpp.schedules import lower, lower_forward
+from zbpp.schedules import add_collectives, lower, lower_forward
 from zbpp.tuning.watch import make_watcher
 
 __all__ = ["Pipeline"]
@@ -133,7 +140,7 @@ class Pipeline:
             timeout_s=waits.start_timeout_s,
         )
         self.rank, self.n_ranks = self.place.rank, self.place.n_ranks
-        with refuse_together(self.place.gather):
+        with agreement(self.place.gather) as facts:
             check_optimizer(optimizer)
             check_arguments(
                 loss_fn=loss_fn,
@@ -195,8 +202,8 @@ class Pipeline:
             )
             ties = self._settings.ties
             programs = lower(self.schedule, ties=ties.chunks)
-        request = schedule_text(self.schedule), self._settings
-        check_agreement(self.place.gather, {"schedules, splits or settings": request})
+            text = schedule_text(self.schedule)
+            facts["schedules, splits or settings"] = text, self._settings
         seed: int = self.place.gather(next_seed())[0]
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
         self.stages = build(
@@ -487,9 +494,8 @@ class Pipeline:
         )  # it may be that it cannot be run
         layers = recomputed_layers(schedule, list(split))
         self.synchronize()
-        check_agreement(
-            self.stages.transport.gather, {"schedules": schedule_text(schedule)}
-        )
+        with agreement(self.stages.transport.gather) as facts:
+            facts["schedules"] = schedule_text(schedule)
         self._use(schedule)
         for executor in self.stages.executors.values():
             executor.stage.recompute(layers)
@@ -497,13 +503,35 @@ class Pipeline:
         self.n_switches += 1
 
     def _use(self, schedule: Schedule) -> None:
-        """Make the programs of a schedule, with the collectives that replicas need."""
-        self.schedule, self._programs = with_collectives(
+        """Make the programs of a schedule, with the collectives of replicas.
+
+        A schedule that has collectives keeps them where they are. One process alone
+        has them where `fully_shard` has wrapped layers over a mesh of one: reductions
+        then write the gradients.
+        """
+        transport, settings = self.stages.transport, self._settings
+        overlaps, adds_up = settings.execution.overlap, False
+        if not overlaps:
+            schedule = replace(schedule, parts=None)
+        collectives = self.stages.first.collectives
+        if self.place.sum_dims() or any(transport.gather(collectives.has_units)):
+            shards = any(transport.gather(collectives.keeps))
+            each = reduces_every(settings.replicas.shard)
+            kinds = {x.kind for x in schedule.orders[0] if isinstance(x, Collective)}
+            if schedule.parts is not None and not shards and not each:
+                adds_up = True
+            elif not kinds or (CollectiveKind.UNSHARD in kinds) != shards:
+                schedule = add_collectives(
+                    schedule, shards=shards, reduces="every" if each else "last"
+                )
+        self.schedule = schedule
+        self._programs = lower(
             schedule,
-            self.stages,
-            self.place,
-            self._settings,
+            ties=settings.ties.chunks,
             costs=self.plan.known_costs,
+            on_device=transport.on_device,
+            overlaps=overlaps,
+            adds_up=adds_up,
         )
         self._passes, self._ends = parts_of_step(self._programs)
 

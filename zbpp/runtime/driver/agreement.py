@@ -11,7 +11,7 @@ from zbpp.core import RequestError
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = ["check_agreement", "check_chosen", "refuse_together"]
+__all__ = ["agreement", "check_chosen"]
 
 _SHOWN = 3  # names in an error
 
@@ -20,17 +20,28 @@ Gather = Callable[[Any], list[Any]]
 
 
 @contextmanager
-def refuse_together(gather: Gather) -> Iterator[None]:
-    """Let the first error of any process within this block end it on all."""
+def agreement(gather: Gather) -> Iterator[dict[str, object]]:
+    """Compare facts of all processes at the end of this block; all must call.
+
+    The first error of any process within the block ends it on all of them.
+
+    Yields:
+        Facts by their names, for the block to fill; their ``repr`` must be the same.
+    """
+    facts: dict[str, object] = {}
     error: Exception | None = None
+    report = None
     try:
-        yield
+        yield facts
     except Exception as caught:
         error = caught
-    report = None
-    if error is not None:
         report = isinstance(error, RequestError), type(error).__name__, str(error)
-    for rank, first in enumerate(gather(report)):
+    digests = {
+        name: hashlib.sha256(repr(fact).encode()).digest()
+        for name, fact in facts.items()
+    }
+    answers = gather((report, digests))
+    for rank, (first, _) in enumerate(answers):
         if error is not None and first == report:
             raise error
         if first is not None:
@@ -39,18 +50,10 @@ def refuse_together(gather: Gather) -> Iterator[None]:
                 raise RequestError(text) from error
             text = f"rank {rank} failed at the start: {kind}: {text}"
             raise PeerError(text) from error
-
-
-def check_agreement(gather: Gather, facts: Mapping[str, object]) -> None:
-    """Refuse facts whose ``repr`` differs between processes; all must call."""
-    digests = {
-        name: hashlib.sha256(repr(fact).encode()).digest()
-        for name, fact in facts.items()
-    }
-    first: dict[str, tuple[int, bytes]] = {}
-    for rank, answer in enumerate(gather(digests)):
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, (_, answer) in enumerate(answers):
         for name, digest in answer.items():
-            at, expected = first.setdefault(name, (rank, digest))
+            at, expected = seen.setdefault(name, (rank, digest))
             if digest != expected:
                 raise RequestError(
                     f"ranks {at} and {rank} were started with different {name}; start "

@@ -1,13 +1,23 @@
-"""Hand the batch of a step to the stages that read it."""
+"""Give the stages the batch of a step, or of one of its parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from zbpp.core import RequestError
+from zbpp.core import (
+    AddTied,
+    Instruction,
+    Program,
+    Receive,
+    Reduce,
+    RequestError,
+    Send,
+    Step,
+    TiedGradient,
+)
 from zbpp.runtime.backward.wrappers import check_hooks
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.driver.stages import LocalStages
@@ -30,7 +40,7 @@ from zbpp.runtime.optim.same_samples import SameSamples
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.values import mapped
 
-__all__ = ["Batches", "StepPart"]
+__all__ = ["Batches", "StepPart", "parts_of_step"]
 
 
 @dataclass
@@ -52,6 +62,25 @@ class StepPart:
                 'equal batches, or a loss that is a sum (reduction="sum")'
             )
         return weight * self.n_calls
+
+
+def parts_of_step(
+    programs: Sequence[Program],
+) -> tuple[tuple[Program, ...], tuple[Program, ...]]:
+    """Cut the programs of a step into its passes, and the rest, which follows them.
+
+    Both ends of each channel are cut alike: gradients of tied parameters come last.
+    """
+
+    def is_end(instruction: Instruction) -> bool:
+        match instruction:
+            case Send(value) | Receive(value):
+                return isinstance(value, TiedGradient)
+        return isinstance(instruction, AddTied | Reduce | Step)
+
+    passes = tuple(tuple(x for x in each if not is_end(x)) for each in programs)
+    ends = tuple(tuple(x for x in each if is_end(x)) for each in programs)
+    return passes, ends
 
 
 class Batches:

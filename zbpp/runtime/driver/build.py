@@ -24,11 +24,7 @@ from zbpp.runtime.comm.mailbox import Mailbox
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.compiled.backend import Call, Compiling, compiled, is_worth_it
-from zbpp.runtime.driver.agreement import (
-    check_agreement,
-    check_chosen,
-    refuse_together,
-)
+from zbpp.runtime.driver.agreement import agreement, check_chosen
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.job_times import JobTimes
@@ -94,7 +90,7 @@ def build(
     """
     transports = _transports(programs, place, settings)
     transport = next(iter(transports.values()))
-    with refuse_together(transport.gather):
+    with agreement(transport.gather) as facts:
         if transport.on_device and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise RequestError(
                 "CUDA_DEVICE_MAX_CONNECTIONS is 1: a message that waits for its other "
@@ -105,8 +101,8 @@ def build(
         layers = _build_layers(
             make_layers, transports, settings, seed=seed if parts is None else None
         )
-    check_agreement(transport.gather, _describe_layers(layers, settings.ties))
-    with refuse_together(transport.gather):
+        facts |= _describe_layers(layers, settings.ties)
+    with agreement(transport.gather):
         executors = _build_executors(layers, transports, settings, place, seed)
     _share_first_bits(executors, settings.ties)
     if settings.optimizer is not None:

@@ -34,9 +34,19 @@ class LocalStages:
         self._failure: str | None = None
         self.checkpoints: str | None = None
         """Folder of the last save or load."""
-        self._hooks = _StateHooks(
-            (layer for _, layer in self.layers()), self.optimizers, self.synchronize
+        settle = _Settle(self.synchronize)
+        modules = dict.fromkeys(
+            m for _, layer in self.layers() for m in layer.modules()
         )
+        with_state: list[Any] = [*modules, *self.optimizers]
+        self._hooks = [
+            hook
+            for x in with_state
+            for hook in (
+                x.register_state_dict_pre_hook(settle),
+                x.register_load_state_dict_pre_hook(settle),
+            )
+        ]
 
     @property
     def first(self) -> Executor:
@@ -147,7 +157,8 @@ class LocalStages:
 
     def _give_back(self) -> None:
         """Leave the modules as a plain model's: tied, and without hooks."""
-        self._hooks.remove()
+        for hook in self._hooks:
+            hook.remove()
         for executor in self.executors.values():
             executor.stage.ties.end()
 
@@ -238,8 +249,8 @@ class LocalStages:
 
 
 class _Settle:
-    """A hook that calls an action. Copies and pickles of it do nothing: a copied
-    module takes its hooks along, and is no part of the pipeline."""
+    """A hook before a state is taken or loaded. Copies and pickles of it do nothing:
+    a copied module has copies of its hooks, and is no part of the pipeline."""
 
     def __init__(self, action: Callable[[], None] | None = None) -> None:
         self._action = action
@@ -250,33 +261,6 @@ class _Settle:
 
     def __reduce__(self) -> tuple[type["_Settle"], tuple[()]]:
         return _Settle, ()
-
-
-class _StateHooks:
-    """Hooks that call an action before a state is taken or loaded."""
-
-    def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        optimizers: Iterable[torch.optim.Optimizer],
-        action: Callable[[], None],
-    ) -> None:
-        settle = _Settle(action)
-        modules = dict.fromkeys(m for layer in layers for m in layer.modules())
-        owners: list[Any] = [*modules, *optimizers]
-        self._handles = [
-            handle
-            for owner in owners
-            for handle in (
-                owner.register_state_dict_pre_hook(settle),
-                owner.register_load_state_dict_pre_hook(settle),
-            )
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks away; those of other pipelines stay."""
-        for handle in self._handles:
-            handle.remove()
 
 
 @contextmanager
