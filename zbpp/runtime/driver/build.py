@@ -304,38 +304,30 @@ def compiled_chunk(chunk: Chunk, how: Compiling) -> Chunk:
     calls = {
         index: call
         for index, layer in chunk.numbered()
-        if (call := compiled_layer(layer)) is not None
+        if (call := _compiled_layer(layer)) is not None
     }
     return replace(chunk, calls=calls)
 
 
-def compiled_layer(
-    layer: nn.Module, compile: Callable[[Call], Call] = compiled
-) -> Call | None:
+def _compiled_layer(layer: nn.Module) -> Call | None:
     """Return the call of a layer, compiled as a whole or in part; None: neither."""
     name = getattr(layer, _PART, "")
-    if name:
-        return _WithPart(layer, name, compile)
-    return compile(layer) if name is not None and is_worth_it(layer) else None
+    if name is None:
+        return None
+    if not name:
+        return compiled(layer) if is_worth_it(layer) else None
+    modules: dict[str, Any] = layer._modules
+    part = compiled(modules[name])
 
-
-class _WithPart:
-    """Runs a layer with a module in it compiled."""
-
-    def __init__(
-        self, layer: nn.Module, name: str, compile: Callable[[Call], Call]
-    ) -> None:
-        self._layer, self._name = layer, name
-        self._compiled: Any = compile(layer._modules[name])  # type: ignore[arg-type]
-
-    def __call__(self, value: object) -> object:
-        modules = self._layer._modules
-        module, modules[self._name] = modules[self._name], self._compiled
+    def call(value: object) -> object:
+        module, modules[name] = modules[name], part
         try:
-            output: object = self._layer(value)
+            output: object = layer(value)
         finally:
-            modules[self._name] = module
+            modules[name] = module
         return output
+
+    return call
 
 
 class _Released:
