@@ -207,7 +207,7 @@ class Checkpoints:
         return self._state(n_steps, lambda slot: True)
 
     def _state(self, n_steps: int, is_saved: Callable[[Slot], bool]) -> State:
-        run = self._stages.history.state_dict()
+        run = self._stages.first.optimizer.history.state_dict()
         state = local_state(self._local_model(), is_saved)
         return {**state, "step": n_steps, "run": run}
 
@@ -319,7 +319,7 @@ class Checkpoints:
             if "run" not in state:
                 loading.misfits.append("the state of the run (run) is missing")
         if run is not None:
-            loading.misfits += self._stages.history.check_state(run)
+            loading.misfits += self._stages.first.optimizer.history.check_state(run)
         counts = self._stages.transport.peers.owns(())
         refuse_misfits(loading, state, self._gather, counts=counts)
         with self._stages.running():  # half loaded, it ends

@@ -1,4 +1,4 @@
-"""Checks of what `zbpp.Pipeline` is given flat; the policies check themselves."""
+"""Checks of the arguments of `zbpp.Pipeline`; policies check their fields."""
 
 import warnings
 from functools import partial

@@ -56,7 +56,6 @@ from zbpp.runtime.driver.batches import Batches, StepPart, parts_of_step
 from zbpp.runtime.driver.build import Settings, build
 from zbpp.runtime.driver.stages import eval_mode
 from zbpp.runtime.executor import drive
-from zbpp.runtime.layer_random import next_seed
 from zbpp.runtime.loss import loss_modules
 from zbpp.runtime.microbatches import Batch, MicroBatches, check_samples
 from zbpp.runtime.optim.decision import StepResult
@@ -204,7 +203,6 @@ class Pipeline:
             programs = lower(self.schedule, ties=ties.chunks)
             text = schedule_text(self.schedule)
             facts["schedules, splits or settings"] = text, self._settings
-        seed: int = self.place.gather(next_seed())[0]
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
         self.stages = build(
             self._settings,
@@ -212,12 +210,12 @@ class Pipeline:
             self.place,
             self.layered.build,
             self.layered.parts,
-            seed=seed,
         )
         self._use(self.schedule)
         self.n_switches = 0
         """Times that the schedule was changed."""
-        self._n_steps = numerics.first_step
+        self.n_steps = numerics.first_step
+        """Steps done so far, those before ``first_step`` included."""
         self._batches = Batches(self.stages, self.layered.cut_batch, weigh=weigh)
         weakref.finalize(self, self.stages.abandon)
         self._watcher = make_watcher(execution.watch, self.plan)
@@ -273,7 +271,7 @@ class Pipeline:
             )
         call = MicroBatches(
             self.n_microbatches,
-            self._n_steps,
+            self.n_steps,
             keeps_outputs=return_outputs,
             loss_fn=loss_fn,
         )
@@ -329,7 +327,7 @@ class Pipeline:
             )
         call = MicroBatches(
             self.n_microbatches,
-            self._n_steps,
+            self.n_steps,
             first=part.n_done * self.n_microbatches,
             is_part=True,
             loss_fn=loss_fn,
@@ -400,7 +398,7 @@ class Pipeline:
 
     def _end_step(self, *, return_outputs: bool) -> StepResult:
         """Count a step that has run, and return its result."""
-        self._n_steps += 1
+        self.n_steps += 1
         stages = self.stages
         result = stages.first.optimizer.result
         assert result is not None
@@ -607,7 +605,7 @@ class Pipeline:
         self._refuse_between_parts()
         call = MicroBatches(
             n or self.n_microbatches,
-            self._n_steps,
+            self.n_steps,
             training=False,
             keeps_outputs=keeps_outputs or not reads_targets,
             loss_fn=loss_fn,
@@ -625,11 +623,6 @@ class Pipeline:
             self.stages.flush()
 
     # Views, which differ between processes.
-
-    @property
-    def n_steps(self) -> int:
-        """Steps done so far, those before ``first_step`` included."""
-        return self._n_steps
 
     @property
     def n_microbatches(self) -> int:
@@ -660,7 +653,7 @@ class Pipeline:
     def loss_scaler(self) -> LossScaler | None:
         """The loss scale, as validated; setting its state sets that of one process."""
         self.synchronize()
-        return self.stages.history.scaler
+        return self.stages.first.optimizer.history.scaler
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """This process's layers as ``layers.<global index>``, validated."""
@@ -700,7 +693,7 @@ class Pipeline:
         """Measure the costs of every layer on these devices (every rank must call).
 
         It comes before the first step. Parameters and buffers are then as before.
-        During a training, `zbpp.diagnostics.measured_costs` tells the costs of chunks.
+        During a training, `zbpp.diagnostics.measured_costs` returns costs of chunks.
 
         Args:
             inputs: of a batch, as for `step`; its first micro-batch is used.
@@ -722,7 +715,7 @@ class Pipeline:
             self.schedule,
             tuple(map(len, self.split)),
             self._settings,
-            self._n_steps,
+            self.n_steps,
             self.place,
         )
         inputs, targets = self._batches.pair(inputs, targets)
@@ -745,13 +738,13 @@ class Pipeline:
         self.stages.synchronize()
 
     def attach(self, *schedulers: Any) -> None:
-        """Hand over LR schedulers of `optimizers`: their state is saved and loaded.
+        """Save and load the state of LR schedulers of `optimizers`, too.
 
         The script still steps them.
 
         Raises:
-            RequestError: one is not of an optimizer of this pipeline, or they are of
-                optimizers of some stages alone.
+            RequestError: an optimizer of a scheduler is not of this pipeline, or
+                optimizers of some stages only have schedulers.
         """
         self._checkpoints.attach(schedulers)
 
@@ -762,7 +755,7 @@ class Pipeline:
         number of steps, and the state of post-validation. Tensors are not copied. With
         one stage per process it is a part of the model's state: `save` writes all.
         """
-        return self._checkpoints.state_dict(self._n_steps)
+        return self._checkpoints.state_dict(self.n_steps)
 
     def load_state_dict(self, state: State, *, model_only: bool = False) -> None:
         """Go on from a state (every rank must call).
@@ -779,7 +772,7 @@ class Pipeline:
         self._refuse_between_parts()
         self._checkpoints.load_state_dict(state, model_only=model_only)
         if not model_only:
-            self._n_steps = int(state["step"])
+            self.n_steps = int(state["step"])
 
     def save(
         self,
@@ -813,7 +806,7 @@ class Pipeline:
         """
         self._checkpoints.save(
             folder,
-            n_steps=self._n_steps,
+            n_steps=self.n_steps,
             about={
                 "mode": self.schedule.name,
                 "n_stages": self.schedule.n_stages,
@@ -859,7 +852,7 @@ class Pipeline:
             path, model_only=model_only, missing_ok=missing_ok
         )
         if state and not model_only:
-            self._n_steps = int(state["step"])
+            self.n_steps = int(state["step"])
         return dict(state.get("extra", {}))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Compare what processes were asked for, and let all end where one refuses."""
+"""Compare the settings of all processes; an error of one ends all of them."""
 
 import hashlib
 import warnings

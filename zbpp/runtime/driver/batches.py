@@ -103,7 +103,7 @@ class Batches:
             executor.stage.loss.adds = self._adds
 
     def pair(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
-        """Return inputs and targets of a batch that may have been given as one."""
+        """Return inputs and targets of a batch that may come as one object."""
         if self._cut_batch is None or inputs is None or targets is not None:
             return inputs, targets
         if not isinstance(inputs, list):
@@ -192,7 +192,7 @@ class Batches:
 
 
 def _compare_samples(stages: LocalStages) -> SameSamples | None:
-    """Let every step compare samples, if processes could be given other ones."""
+    """Compare samples in every step, where processes read different batches."""
     peers, stage_of = stages.transport.peers, stages.first.stage_of
     is_one_stage = stage_of[0] == stage_of[-1] and "tp" not in peers.coordinates
     if stages.transport.is_local or is_one_stage:

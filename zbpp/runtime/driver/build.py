@@ -28,7 +28,7 @@ from zbpp.runtime.driver.agreement import agreement, check_chosen
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.job_times import JobTimes
-from zbpp.runtime.layer_random import LayerRandom
+from zbpp.runtime.layer_random import LayerRandom, next_seed
 from zbpp.runtime.microbatches import Weigh, WeighName
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
@@ -49,7 +49,7 @@ StageLayers = Mapping[int, tuple[Sequence[Chunk], StageTies]]
 """Chunks and ties of each stage of this process."""
 
 _PART = "compiles"
-"""Attribute of a layer that says which module in it is compiled; None: none is."""
+"""Attribute of a layer: the name of the module in it to compile; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +80,13 @@ def build(
     place: Place,
     make_layers: Callable[[range], Sequence[nn.Module]],
     parts: Mapping[str, nn.Module] | None,
-    *,
-    seed: int,
 ) -> LocalStages:
     """Build the stages of this process; all processes must call.
 
     ``parts`` are the modules of a model that exists: those that only other processes
-    train are released. None: ``make_layers`` makes new ones, from the seed.
+    train are released. None: ``make_layers`` makes new ones.
     """
+    seed: int = place.gather(next_seed())[0]
     transports = _transports(programs, place, settings)
     transport = next(iter(transports.values()))
     with agreement(transport.gather) as facts:
@@ -167,9 +166,9 @@ def _build_seeded(
     device: torch.device,
     layers: range,
 ) -> Sequence[nn.Module]:
-    """Build a chunk that draws other numbers than other chunks, on other processes.
+    """Build a chunk from other random numbers than those of the other chunks.
 
-    The generators are as before afterwards, so that loaders shuffle alike on all ranks.
+    Torch's generators stay as they were, so loaders shuffle alike on all ranks.
     """
     kind, on_gpu = device.type, device.type not in ("cpu", "meta")
     devices = [device.index or 0] if on_gpu else []
@@ -259,10 +258,9 @@ def _build_executors(
 
 @torch.no_grad()
 def _share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
-    """Give all stages the tied parameters of those that hold their first layers.
+    """Broadcast each tied parameter from the stage of its first layer.
 
-    All processes that hold a tie must call, when they know that it is alike in all. In
-    one process they have it already: layers share its memory.
+    Layers of one process share its memory already.
     """
     if len(executors) > 1:
         return
@@ -272,9 +270,9 @@ def _share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
         if first in executors:
             # A copy: the first step, or a load, may write before it has left.
             parameter = executors[first].stage.ties.parameters[tie].parameter
-            held = own_shard(parameter).detach().clone()
+            copy = own_shard(parameter).detach().clone()
             for peer in others:
-                executors[first].transport.send(value, (held,), peer)
+                executors[first].transport.send(value, (copy,), peer)
         for stage in others:
             if stage in executors:
                 transport = executors[stage].transport

@@ -14,7 +14,6 @@ from zbpp.core import RequestError
 from zbpp.runtime.comm.transport import Reduction, Transport
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import merge
-from zbpp.runtime.optim.step_state import History
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["LocalStages", "eval_mode"]
@@ -62,11 +61,6 @@ class LocalStages:
     def transport(self) -> Transport:
         """The messages to the other processes."""
         return self.first.transport
-
-    @property
-    def history(self) -> History:
-        """The decisions on the steps so far, the same on all stages."""
-        return self.first.optimizer.history
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -153,9 +147,9 @@ class LocalStages:
         """End the pipeline: nothing can be right any more."""
         text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
         self._ended = self._failure = f"{self.transport.doing} failed ({text})"
-        self._give_back()
+        self._release()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         """Leave the modules as a plain model's: tied, and without hooks."""
         for hook in self._hooks:
             hook.remove()
@@ -175,11 +169,11 @@ class LocalStages:
         )
 
     def close(self) -> None:
-        """Settle the last step, finish the messages, give back all that is held."""
+        """Settle the last step, finish the messages, and release all resources."""
         if self._ended is not None:
             return
         self.synchronize()
-        self._give_back()
+        self._release()
         self._ended = "the pipeline is closed"
         self.flush()
         for executor in self.executors.values():
