@@ -37,6 +37,7 @@ from zbpp.core import (
     replay,
 )
 from zbpp.schedules.passes.lay_out import lay_out
+from zbpp.schedules.passes.segments import in_segments
 from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
 from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.planner.budget import Budget, parse_effort
@@ -119,11 +120,12 @@ def plan_in_parts(
         plans.append(_schedule(problem, rows, whole.name))
 
     def span(schedule: Schedule) -> float:
-        rows = schedule.rows_for(problem.costs)
+        rows, m = schedule.rows_for(problem.costs), problem.n_microbatches
         held = peaks(rows, problem.costs)
         if any(a > b for a, b in zip(held, problem.limits, strict=True)):
             return math.inf
-        m = problem.n_microbatches
+        if schedule.parts is not None:
+            return in_segments(schedule, costs).span
         return longest_span(replay(rows, problem.costs, n_microbatches=m))
 
     return min(plans, key=span)

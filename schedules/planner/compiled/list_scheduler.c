@@ -228,6 +228,7 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
         }
         double rank = (double)one.i * draft->parts->round - settings->go_on;
         if (!settings->order) rank += settings->offset[one.q];
+        if (one.part == draft->parts->first[one.q + 1]) rank = -INFINITY; /* to end */
         if (rank < best) {
             best = rank;
             chosen = k;
@@ -313,20 +314,18 @@ static int finish(Draft *draft, Flight *flight, double now) {
         || heap_push(&draft->heap, now + of->delay[q], of->stage[q + 1]);
 }
 
-/* Run the next stretch of a pass: what computes, and what then occupies the network. */
+/* Run the next stretch of a pass: what computes, and one part on the network. A pass
+   that ends there ends for good when its stage turns to it again. */
 static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
     const Parts *parts = draft->parts;
     const int64_t m = draft->of->n_microbatches, stop = parts->first[flight->q + 1];
     Stage *stage = &draft->stages[s];
     int is_network = 0;
-    double end = now;
-    if (flight->part == stop || parts->is_network[flight->part])
-        end = compute(draft, stage, now, 0.0);
-    for (; flight->part < stop; flight->part++) {
-        int64_t part = flight->part;
-        if (!parts->is_network[part] && is_network) break;
-        if (parts->is_network[part]) {
-            is_network = 1;
+    double end = compute(draft, stage, now, 0.0);
+    while (flight->part < stop && !is_network) {
+        int64_t part = flight->part++;
+        is_network = parts->is_network[part] != 0;
+        if (is_network) {
             if (stage->network > end) end = stage->network;
             end = stage->network = end + parts->time[part];
         } else {
