@@ -122,14 +122,12 @@ class _Stretch:
         part: of the plan, with which it begins.
         computes: for how long.
         call: how long the communication takes that begins at its end.
-        needs: of a W: stretches of its B that must have run.
         is_rest: it only ends a pass behind its last communication.
     """
 
     part: Part
     computes: float
     call: float = 0.0
-    needs: int = 0
     is_rest: bool = False
 
 
@@ -173,18 +171,6 @@ def _stretches(of: Pass, times: ChunkCosts, *, is_joint: bool) -> Iterator[_Stre
     last = min(first, len(parts) - 1)
     part = Part(of, last, parts[last][0])
     yield _Stretch(part, computes, is_rest=first > last)
-
-
-def _stretches_of_w(of: Pass, times: ChunkCosts) -> Iterator[_Stretch]:
-    """The parts of a W; the last one needs the whole B."""
-    lanes = [lane for lane, _ in times.parts_of(Pass(B, of.chunk, of.microbatch))]
-    parts = times.parts_of(of)
-    for index, (lane, time) in enumerate(parts):
-        part = Part(of, index, lane)
-        before = (
-            lanes if part.index + 1 == len(parts) else lanes[: times.source_of(part)]
-        )
-        yield _Stretch(part, time, needs=before.count(Lane.NETWORK) + 1)
 
 
 class _Stage:
@@ -231,9 +217,11 @@ class _Stage:
             return None
         name = full if is_joint else of
         if name not in self._courses:
-            whole = _stretches(of, times, is_joint=is_joint)
-            stretches = _stretches_of_w(of, times) if of.kind is W else whole
-            self._courses[name] = _Course(name, list(stretches))
+            stretches = list(_stretches(of, times, is_joint=is_joint))
+            if of.kind is W:  # it stops at every part, for what its B has left
+                parts = enumerate(times.parts_of(of))
+                stretches = [_Stretch(Part(of, i, lane), t) for i, (lane, t) in parts]
+            self._courses[name] = _Course(name, stretches)
         for stretch in self._courses[name].stretches:
             if stretch.part.index == part.index and not stretch.is_rest:
                 return stretch
@@ -279,7 +267,8 @@ class _Stage:
         of = course.of
         if of.kind is W:
             b = self._courses[Pass(B, of.chunk, of.microbatch)]
-            return b if b.done < course.next.needs else None
+            is_last = course.done + 1 == len(course.stretches)
+            return b if is_last and not b.has_ended else None
         if course.done:
             return None
         for other in self._open:

@@ -14,15 +14,19 @@ from zbpp.core import (
     Costs,
     Lane,
     LayerCosts,
+    Part,
     Parts,
+    PassKind,
     Placement,
     RequestError,
     Schedule,
     ScheduleError,
     draw,
+    ended_by,
     parse_costs,
     parse_job,
     parse_layers,
+    passes_in,
     recomputed,
     replay,
     write_layers,
@@ -32,6 +36,7 @@ from zbpp.schedules import (
     add_collectives,
     balance,
     lay_out,
+    lower,
     plan_combined_1f1b,
     plan_dual_pipe_v,
     plan_vpp,
@@ -243,6 +248,40 @@ def test_the_planned_figures_of_the_docs():
 
 EXCHANGE = ((C, 1.0), (N, 1.0), (C, 1.0))
 NOTHING_LAST = (*EXCHANGE[:2], (C, 0.0))
+
+
+@pytest.mark.parametrize("mode", ["ZBH1", "ZB", "ZBV", "ZBVPP", "auto"])
+@pytest.mark.parametrize(
+    ("f", "w", "more"),
+    [
+        (EXCHANGE, (), {}),  # the backward is in one piece
+        (EXCHANGE, ((C, 1.0),), {"splits": (True, False)}),
+        (NOTHING_LAST, ((C, 1.0),), {}),
+    ],
+    ids=["no W", "a stage that cannot split", "nothing last"],
+)
+def test_all_forms_of_parts_are_planned_and_run(mode, f, w, more):
+    costs = Costs(parts=Parts(f, EXCHANGE, w, layers=2), **more)
+    asked = {"n_stages": 2, "n_microbatches": 4, "effort": "fast"}
+    recompute = None if "splits" in more else "none"
+    request = PlanRequest(schedule=mode, costs=costs, recompute=recompute, **asked)
+    found = make_plan(request)
+    assert found.lower_bound <= found.span * (1 + 1e-9)
+    for schedule in (found.schedule, post_validated(found.schedule)):
+        programs = lower(schedule, costs=costs, overlaps=True)
+        ended = {ended_by(one) for program in programs for one in program}
+        passes = (passes_in(job) for order in schedule.orders for job in order)
+        assert {each for of_job in passes for each in of_job} <= ended
+
+
+def test_no_plan_has_two_forwards_open_on_a_stage():
+    """As the runtime cannot: random numbers are drawn by one F at a time."""
+    costs = moe_costs(0.4)
+    schedule = plan("ZBH2", n_stages=4, n_microbatches=8, costs=costs, effort="fast")
+    assert schedule.parts is not None
+    for row in schedule.parts:
+        forwards = [x.of for x in row if isinstance(x, Part) and x.kind is PassKind.F]
+        assert forwards == sorted(forwards, key=forwards.index)
 
 
 def test_costs_with_other_parts_are_refused_not_cut_short():
