@@ -6,11 +6,13 @@ arguments       a Plan for a Schedule; what is no timeline is refused
 metrics         figures of a timeline: spans, bubble rate, memory
 critical_path   the chain of jobs that fixed the time; who sends to whom
 boxes           a timeline as a list of boxes: what all of these draw:
-plot            pictures: png, svg, pdf
-page/           one HTML file to zoom in
-trace           files for Perfetto, written and read
+svg             shapes, and the writer of SVG
+plot            pictures of timelines: svg, png, pdf
 charts          modes beside one another
 tables          figures in a terminal, or on a page
+entries         a mode on a page: figures and timelines
+page            one HTML file to zoom in
+trace           files for Perfetto, written and read
 """
 
 from zbpp.core import lower_bound, lower_bounds
@@ -30,6 +32,7 @@ from zbpp.simulator.engine import (
     steady_step_time,
     with_rollback,
 )
+from zbpp.simulator.entries import PageEntry
 from zbpp.simulator.metrics import (
     bubble_rate,
     idle,
@@ -43,7 +46,7 @@ from zbpp.simulator.metrics import (
     step_time,
     work,
 )
-from zbpp.simulator.page import PageEntry, write_page
+from zbpp.simulator.page import write_page
 from zbpp.simulator.plot import plot
 from zbpp.simulator.trace import read_trace, trace_events, write_trace
 

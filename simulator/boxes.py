@@ -8,7 +8,6 @@ Parts of passes that exchange data are in lane 1 too, in the look of their pass.
 What a box is called, its colour and its lane are decided here, for all media.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +29,6 @@ from zbpp.core import (
     passes_in,
     place_of,
 )
-from zbpp.core.timeline import Place
 
 __all__ = [
     "DARK",
@@ -42,7 +40,6 @@ __all__ = [
     "Drawing",
     "Mark",
     "Style",
-    "by_style",
     "ink_on",
     "legend_of",
     "origin_of",
@@ -75,20 +72,15 @@ class Style(NamedTuple):
     """The look of a box.
 
     ``leg``: the first (0), second (1), ... chunk of its stage, lighter each time;
-    ``is_hatched``: a B that computes layers again.
+    ``recomputes``: a B that computes layers again.
     """
 
     role: str
     leg: int = 0
-    is_hatched: bool = False
-
-    @property
-    def colour(self) -> str:
-        """As ``#rrggbb``."""
-        return self.colour_in(PALETTE)
+    recomputes: bool = False
 
     def colour_in(self, palette: Mapping[str, str]) -> str:
-        """As ``#rrggbb``, with the colours of another palette."""
+        """As ``#rrggbb``."""
         return shade(palette[self.role], self.leg)
 
     @property
@@ -97,22 +89,16 @@ class Style(NamedTuple):
         return State.VERDICT in LOOKS[self.role].awaits
 
     @property
-    def ink(self) -> str:
-        """Dark or white letters, whichever stand out from the colour."""
-        return ink_on(self.colour)
-
-    @property
     def order(self) -> tuple[int, int, bool]:
         """Place among all styles: that of the legend."""
-        return list(LOOKS).index(self.role), self.leg, self.is_hatched
+        return list(LOOKS).index(self.role), self.leg, self.recomputes
 
 
 class Box(NamedTuple):
     """A job, or the end of one in which its stage only sends.
 
-    Times are in the unit of the timeline, and count from its first start. ``place`` is
-    the slot that it is made of; a job has a box on each lane of its stage that it
-    occupies, and lane 0 computes.
+    Times are in the unit of the timeline, and count from its first start. A job has a
+    box on each lane of its stage that it occupies; lane 0 computes.
     """
 
     stage: int
@@ -121,7 +107,6 @@ class Box(NamedTuple):
     end: float
     style: Style
     job: Job
-    place: Place
 
     @property
     def duration(self) -> float:
@@ -134,12 +119,16 @@ class Box(NamedTuple):
         return f"send of {self.job}" if self.style.role == SEND else str(self.job)
 
     @property
+    def microbatches(self) -> list[int]:
+        """Of its passes; of none, one, or the two of a pair."""
+        return [part.microbatch for part in passes_in(self.job)]
+
+    @property
     def text(self) -> str:
-        """Text inside the box: the micro-batch; O and V have none."""
+        """Text inside the box: micro-batches, or the name of a job of the stage."""
         if self.lane or self.style.role == SEND:
             return ""
-        numbers = [str(part.microbatch) for part in passes_in(self.job)]
-        return " ".join(numbers) or str(self.job)
+        return " ".join(map(str, self.microbatches)) or str(self.job)
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -197,8 +186,8 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
     looks: dict[object, tuple[Style, list[int]]] = {}
     for line, slots in enumerate(timeline.lines):
         stage = line % n_stages
-        for index, slot in enumerate(slots):
-            job, place = slot.job, (line, index)
+        for slot in slots:
+            job = slot.job
             key = (job.kind, place_of(job), lanes_of(job))
             if key not in looks:
                 lanes = [_LANES.index(lane) for lane in lanes_of(job)]
@@ -207,9 +196,9 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
             start, end = slot.start - origin, slot.end - origin
             sends = timeline.sending_of(job)
             for lane in lanes:
-                yield Box(stage, lane, start, end - sends, style, job, place)
+                yield Box(stage, lane, start, end - sends, style, job)
                 if sends:
-                    yield Box(stage, lane, end - sends, end, Style(SEND), job, place)
+                    yield Box(stage, lane, end - sends, end, Style(SEND), job)
 
 
 def _style(job: Job, timeline: Timeline) -> Style:
@@ -227,20 +216,12 @@ def origin_of(timeline: Timeline) -> float:
     return min((slot.start for slot in slots), default=0.0)
 
 
-def by_style(boxes: Iterable[Box]) -> dict[Style, list[Box]]:
-    """The boxes of each style, in the order of the legend."""
-    groups: dict[Style, list[Box]] = defaultdict(list)
-    for box in boxes:
-        groups[box.style].append(box)
-    return {style: groups[style] for style in sorted(groups, key=lambda s: s.order)}
-
-
 class Mark(NamedTuple):
-    """An entry of a legend; the pattern is "hatched", "idle" or none."""
+    """An entry of a legend; ``is_strip``: with a strip in the colour of F."""
 
     label: str
     colour: str
-    pattern: str = ""
+    is_strip: bool = False
 
 
 def legend_of(boxes: Iterable[Box], palette: Mapping[str, str] = PALETTE) -> list[Mark]:
@@ -252,11 +233,9 @@ def legend_of(boxes: Iterable[Box], palette: Mapping[str, str] = PALETTE) -> lis
         for role, look in LOOKS.items()
         if role in roles
     ]
-    marks.append(Mark("idle", palette["idle"], "idle"))
-    if any(style.is_hatched for style in styles):
-        marks.append(
-            Mark("hatched: recomputes", Style("B").colour_in(palette), "hatched")
-        )
+    marks.append(Mark("idle", palette["idle"]))
+    if any(style.recomputes for style in styles):
+        marks.append(Mark("strip: recomputes", palette["B"], is_strip=True))
     if any(style.leg for style in styles):
         later = Style("F", 1).colour_in(palette)
         marks.append(Mark("lighter: later chunk of a stage", later))

@@ -20,8 +20,7 @@ from zbpp.bench.ours import Jobs
 from zbpp.bench.turns import Turn
 from zbpp.core import RequestError, format_bytes
 from zbpp.runtime.support.devices import device_name, runs_ahead
-from zbpp.simulator import write_trace
-from zbpp.simulator.page import PageEntry, write_page
+from zbpp.simulator import PageEntry, write_page, write_trace
 from zbpp.simulator.tables import Table
 
 __all__ = ["Outcome", "write_results"]

@@ -12,8 +12,7 @@ from zbpp.core import Costs, PassKind
 from zbpp.core.costs.columns import Per, columns_of
 from zbpp.planning import BASELINE, Plan
 from zbpp.planning.modes import AUTO
-from zbpp.simulator import simulate
-from zbpp.simulator.page import PageEntry
+from zbpp.simulator import PageEntry, simulate
 
 __all__ = ["Comparison", "Planned", "csv_text"]
 

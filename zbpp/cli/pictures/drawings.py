@@ -6,8 +6,7 @@ from zbpp.cli.flags import ScheduleFlags
 from zbpp.cli.several import command_text
 from zbpp.cli.summary import summarize
 from zbpp.core import Costs, Schedule, Timeline
-from zbpp.simulator import plot, write_trace
-from zbpp.simulator.page import PageEntry, write_page
+from zbpp.simulator import PageEntry, plot, write_page, write_trace
 
 __all__ = ["draw_file"]
 

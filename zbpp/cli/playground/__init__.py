@@ -4,5 +4,5 @@ answers          questions of the page and their answers, as JSON
 server           a server for this machine alone: the page's files, and answers
 command          `zbpp playground`
 playground.html  the page, with playground.css and playground.js; timelines are drawn
-                 by the scripts of simulator/page
+                 by simulator/page.js
 """

@@ -3,7 +3,7 @@
 A question has what it asks for (``do``), the settings of the page, and modes:
 
     plan   figures of one mode, and its schedule file, as ``zbpp plan`` writes it
-    draw   timelines of some modes: elements for the page, and data for its scripts
+    draw   timelines of some modes, as elements of the page
 
 Settings: stages, microbatches, f, b, w and comm (times), limit (memory, 0: none),
 speeds (one factor a stage, on its times).
@@ -19,9 +19,8 @@ from zbpp.cli.summary import summarize
 from zbpp.core import Costs, RequestError, parse_costs
 from zbpp.planning import MODES, Plan, PlanRequest, make_plan
 from zbpp.planning.answer import plan_text
-from zbpp.simulator import simulate
-from zbpp.simulator.page import PageEntry
-from zbpp.simulator.page.panels import Panel, panels_data, panels_html
+from zbpp.simulator import PageEntry, simulate
+from zbpp.simulator.page import timelines_html
 
 __all__ = ["MOST_JOBS", "answer", "costs_text", "overview"]
 
@@ -108,11 +107,7 @@ def _planned(settings: str, mode: str) -> dict[str, Any]:
 def _drawn(settings: str, modes: list[str]) -> dict[str, Any]:
     """Timelines, as the pages of ``zbpp show -o x.html`` have them."""
     entries = [_entry(_plan(settings, mode)[0], mode) for mode in modes]
-    panels = [Panel(entry, "simulated") for entry in entries]
-    return {
-        "html": panels_html(entries, panels),
-        "data": panels_data(entries, panels, ""),
-    }
+    return {"html": timelines_html(entries)}
 
 
 def _entry(plan: Plan, mode: str) -> PageEntry:

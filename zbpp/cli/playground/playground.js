@@ -1,5 +1,5 @@
 // The playground: settings, which plans are asked for, the table, the chart.
-// Timelines are drawn by the scripts of zbpp's pages, timeline.js and view.js.
+// Timelines are drawn by the script of zbpp's pages, page.js.
 
 const MODES = JSON.parse(byId("all-modes").textContent);
 const SIZES = [  // name, label, least, most, step, at first
@@ -58,16 +58,11 @@ async function update() {
 // Timelines of the modes that have a plan.
 async function drawShown(asked, isStale) {
   const modes = MODES.map(({ name }) => name).filter((name) => shown.has(name) && !answers.get(name)?.reason);
-  if (!modes.length) {
-    panels.length = 0;
-    byId("drawn").replaceChildren();
-    return;
-  }
-  const { html, data, reason } = await ask({ do: "draw", settings: asked, modes });
+  const { html, reason } = await ask({ do: "draw", settings: asked, modes });
   if (isStale()) return;
   if (reason) return say(reason, true);
-  byId("drawn").innerHTML = html;
-  await showPage(data);
+  byId("timelines").innerHTML = html;
+  showTimelines();
 }
 
 // Settings

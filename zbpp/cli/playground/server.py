@@ -15,9 +15,8 @@ _MOST_BYTES = 100_000  # of a question
 _PLACES = {
     "playground.css": "zbpp.cli.playground",
     "playground.js": "zbpp.cli.playground",
-    "page.css": "zbpp.simulator.page",
-    "timeline.js": "zbpp.simulator.page",
-    "view.js": "zbpp.simulator.page",
+    "page.css": "zbpp.simulator",
+    "page.js": "zbpp.simulator",
 }
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 

@@ -6,9 +6,8 @@ Columns of the table of modes for which no entry has a figure are left out.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import fmean
 
-from zbpp.core import Costs, Job, Schedule, Timeline, format_memory
+from zbpp.core import Costs, Schedule, Timeline, format_memory
 from zbpp.simulator.metrics import bubble_rate, memory_scale, peak_memory, step_time
 from zbpp.simulator.tables import Table
 
@@ -71,6 +70,11 @@ class PageEntry:
         }
 
     @property
+    def title(self) -> str:
+        """Name and group."""
+        return f"{self.name}, {self.group}" if self.group else self.name
+
+    @property
     def any_timeline(self) -> Timeline | None:
         """The simulated timeline, else the measured one."""
         return self.simulated or self.measured
@@ -116,36 +120,6 @@ class PageEntry:
         limit = self.costs.memory_limit
         return float(max(limit)) if isinstance(limit, tuple) else float(limit)
 
-    def times_by_kind(self) -> dict[str, tuple[float, float]]:
-        """Time of all jobs of each kind, simulated and measured."""
-        if self.simulated is None or self.measured is None:
-            return {}
-        both = [_by_kind(timeline) for timeline in (self.simulated, self.measured)]
-        return {
-            kind: (both[0][kind], both[1][kind])
-            for kind in both[0]
-            if both[0][kind] > 0 and kind in both[1]
-        }
-
-    def errors_by_kind(self) -> dict[str, tuple[float, float]]:
-        """Mean error of a job's time, and of its start, by kind of job.
-
-        Measured against simulated, each from its own first start; in the unit of time.
-        Jobs that are in one of the timelines only do not count.
-        """
-        if self.simulated is None or self.measured is None:
-            return {}
-        promised, seen = _jobs(self.simulated), _jobs(self.measured)
-        errors: dict[str, list[tuple[float, float]]] = {}
-        for job in promised.keys() & seen:
-            (start, time), (own_start, own_time) = promised[job], seen[job]
-            error = abs(own_time - time), abs(own_start - start)
-            errors.setdefault(str(job.kind), []).append(error)
-        return {
-            kind: (fmean(time for time, _ in pairs), fmean(start for _, start in pairs))
-            for kind, pairs in sorted(errors.items())
-        }
-
 
 def unit_of_memory(entries: Sequence[PageEntry]) -> tuple[str, float]:
     """Name and size of the unit in which the entries' memory is shown."""
@@ -154,35 +128,16 @@ def unit_of_memory(entries: Sequence[PageEntry]) -> tuple[str, float]:
     return memory_scale(max(peaks, default=0.0), costs)
 
 
-def _jobs(timeline: Timeline) -> dict[Job, tuple[float, float]]:
-    """Start, from the first one of all, and time of each job."""
-    slots = [slot for row in timeline.rows for slot in row]
-    origin = min((slot.start for slot in slots), default=0.0)
-    return {slot.job: (slot.start - origin, slot.duration) for slot in slots}
-
-
-def _by_kind(timeline: Timeline) -> dict[str, float]:
-    times: dict[str, float] = {}
-    for row in timeline.rows:
-        for slot in row:
-            kind = str(slot.job.kind)
-            times[kind] = times.get(kind, 0.0) + slot.duration
-    return times
-
-
 def modes_table(entries: Sequence[PageEntry], *, time_unit: str = "") -> Table:
-    """Tabulate entries; the shortest step is bold."""
+    """Tabulate the entries of a group; the shortest step is bold."""
     steps = _steps(entries)
     least = min((step for step in steps if step is not None), default=0.0)
-    baselines = {
-        entry.group: step
-        for entry, step in zip(entries, steps, strict=True)
-        if entry.name == _BASELINE
-    }
+    by_name = {entry.name: step for entry, step in zip(entries, steps, strict=True)}
+    baseline = by_name.get(_BASELINE)
     unit = f", {time_unit}" if time_unit else ""
     beside = any(entry.measured_step is not None for entry in entries)
     rows = [
-        _cells(entry, step, baselines.get(entry.group), unit, beside=beside)
+        _cells(entry, step, baseline, unit, beside=beside)
         for entry, step in zip(entries, steps, strict=True)
     ]
     names = dict.fromkeys(name for row in rows for name in row)
