@@ -396,7 +396,7 @@ TABLE = (
     ("schedules", "a W ends before its B", "schedules/passes/segments.py",
      "return b if is_last and not b.has_ended else None", "return None"),
     ("schedules", "passes are open at a V", "schedules/passes/segments.py",
-     "next((x for x in begun if not x.has_ended), entry)", "entry"),
+     "next((x for x in begun if not x.has_ended), job)", "job"),
     ("schedules", "an F is planned beside another one",
      "schedules/planner/compiled/list_scheduler.c",
      "if (q < draft->of->n_chunks && stage->n_f) return 1;", ""),

@@ -21,7 +21,7 @@ nothing but its own communication, so no stages wait for one another in a circle
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zbpp.core import (
@@ -43,6 +43,7 @@ from zbpp.core import (
     reads,
     writes,
 )
+from zbpp.core.costs.parts import PartTimes
 from zbpp.core.validation import unit_times
 
 __all__ = ["SegmentedOrders", "in_segments"]
@@ -114,63 +115,50 @@ def in_segments(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """What a pass computes up to its next communication.
-
-    Args:
-        part: of the plan, with which it begins.
-        computes: for how long.
-        call: how long the communication takes that begins at its end.
-        is_rest: it only ends a pass behind its last communication.
-    """
-
-    part: Part
-    computes: float
-    call: float = 0.0
-    is_rest: bool = False
-
-
 @dataclass(eq=False)
 class _Course:
     """A pass, and how far it has come."""
 
     of: Pass
-    stretches: list[_Stretch]
+    parts: PartTimes
     done: int = 0
     ready: float = 0.0
+    has_ended: bool = False
 
     @property
-    def next(self) -> _Stretch:
-        """The stretch that comes next."""
-        return self.stretches[self.done]
+    def n_left(self) -> int:
+        """Segments that come behind: a W stops at every part, others at calls."""
+        if self.has_ended:
+            return 0
+        left = self.parts[self.done :]
+        if self.of.kind is W:
+            return len(left)
+        return [lane for lane, _ in left].count(Lane.NETWORK) + 1
 
-    @property
-    def has_ended(self) -> bool:
-        """True if nothing comes any more."""
-        return self.done == len(self.stretches)
+    def run(self, start: float) -> tuple[Part, float, float]:
+        """Go on up to the next call; its first part, its end, and the call's time."""
+        first = min(self.done, len(self.parts) - 1)
+        part, end = Part(self.of, first, self.parts[first][0]), start
+        while self.done < len(self.parts):
+            lane, time = self.parts[self.done]
+            self.done += 1
+            if lane is Lane.NETWORK:
+                return part, end, time
+            end += time
+            if self.of.kind is W:
+                break
+        self.has_ended = self.done == len(self.parts)
+        return part, end, 0.0
 
 
-def _stretches(of: Pass, times: ChunkCosts, *, is_joint: bool) -> Iterator[_Stretch]:
-    """The stretches of an F or B; a B that is joint computes its W, too."""
-    parts = times.parts_of(of)
-    takes = [time for _, time in parts]
-    if is_joint:
-        w = Pass(W, of.chunk, of.microbatch)
-        for index, (lane, time) in enumerate(times.parts_of(w)):
-            takes[times.source_of(Part(w, index, lane))] += time
-        of = Pass(BW, of.chunk, of.microbatch)
-    first, computes = 0, 0.0
-    for index, (lane, _) in enumerate(parts):
-        if lane is Lane.NETWORK:
-            part = Part(of, first, parts[first][0])
-            yield _Stretch(part, computes, takes[index])
-            first, computes = index + 1, 0.0
-        else:
-            computes += takes[index]
-    last = min(first, len(parts) - 1)
-    part = Part(of, last, parts[last][0])
-    yield _Stretch(part, computes, is_rest=first > last)
+def _joint_parts(b: Pass, w: Pass, times: ChunkCosts) -> PartTimes:
+    """The parts of a B that computes its W, too: each part behind what it needs."""
+    parts = list(times.parts_of(b))
+    for index, (w_lane, w_time) in enumerate(times.parts_of(w)):
+        source = times.source_of(Part(w, index, w_lane))
+        lane, time = parts[source]
+        parts[source] = lane, time + w_time
+    return tuple(parts)
 
 
 class _Stage:
@@ -189,43 +177,26 @@ class _Stage:
         self.order: list[Job | Segment] = []
         self.starts: list[float] = []
         self.ends: list[float] = []
+        self._row, self._column = row, 0
         self._times, self._n_chunks = times, times.placement.n_chunks
         self._network = 0.0  # free from then on
         self._open: list[_Course] = []
         self._courses: dict[Pass, _Course] = {}
-        self._row: list[Job | _Stretch] = []
-        for job in row:
-            if isinstance(job, Part):
-                stretch = self._enter(job, joint)
-                self._row += [stretch] if stretch is not None else []
+        for of in dict.fromkeys(x.of for x in row if isinstance(x, Part)):
+            chunk, i = of.chunk, of.microbatch
+            b, w, full = Pass(B, chunk, i), Pass(W, chunk, i), Pass(BW, chunk, i)
+            if of.kind is F or full not in joint:
+                self._courses[of] = _Course(of, times.parts_of(of))
             else:
-                self._row.append(job)
-        chunks = [x.chunk for x in self._courses if x.kind in (W, BW)]
+                course = _Course(full, _joint_parts(b, w, times))
+                self._courses[b] = self._courses[w] = course
+        due = {course.of for course in self._courses.values()}
+        chunks = [x.chunk for x in due if x.kind in (W, BW)]
         self._due = Counter(chunks if adds_up else ())
         """W's and BW's to come, by chunk whose gradients are added up."""
         self._sums: list[int] = []
-        self._column = 0
         self._chosen: _Course | Job | None = None
         self._start = 0.0
-
-    def _enter(self, part: Part, joint: set[Pass]) -> _Stretch | None:
-        """The stretch that begins with a part; None: it goes on with one."""
-        of, times = part.of, self._times
-        full = Pass(BW, of.chunk, of.microbatch)
-        is_joint = of.kind is not F and full in joint
-        if is_joint and of.kind is W:
-            return None
-        name = full if is_joint else of
-        if name not in self._courses:
-            stretches = list(_stretches(of, times, is_joint=is_joint))
-            if of.kind is W:  # it stops at every part, for what its B has left
-                parts = enumerate(times.parts_of(of))
-                stretches = [_Stretch(Part(of, i, lane), t) for i, (lane, t) in parts]
-            self._courses[name] = _Course(name, stretches)
-        for stretch in self._courses[name].stretches:
-            if stretch.part.index == part.index and not stretch.is_rest:
-                return stretch
-        return None
 
     @property
     def is_done(self) -> bool:
@@ -239,9 +210,10 @@ class _Stage:
     def choose(self, written: Mapping[Value, float]) -> float:
         """Choose what comes next; return when it starts, infinite: nothing can."""
         now, self._chosen, self._start = self._now, None, math.inf
-        for course in self._open:
-            if course.next.is_rest and max(now, course.ready) < self._start:
-                self._chosen, self._start = course, max(now, course.ready)
+        for course in self._open:  # what only ends, goes first
+            at = max(now, course.ready)
+            if course.done == len(course.parts) and at < self._start:
+                self._chosen, self._start = course, at
         chosen = self._next()
         start = math.inf if chosen is None else max(now, self._ready(chosen, written))
         if start < self._start:
@@ -251,15 +223,14 @@ class _Stage:
     def _next(self) -> _Course | Job | None:
         """What comes next in the plan, or a pass that must end before it."""
         while self._column < len(self._row):
-            entry = self._row[self._column]
-            if not isinstance(entry, _Stretch):
+            job = self._row[self._column]
+            if not isinstance(job, Part):
                 begun = (x for x in self._courses.values() if x.done)
-                return next((x for x in begun if not x.has_ended), entry)
-            course = self._courses[entry.part.of]
-            if course.has_ended or course.stretches.index(entry) < course.done:
-                self._column += 1
-                continue
-            return self._before(course) or course
+                return next((x for x in begun if not x.has_ended), job)
+            course = self._courses[job.of]
+            if job.of.kind in (course.of.kind, B) and job.index >= course.done:
+                return self._before(course) or course
+            self._column += 1
         return None
 
     def _before(self, course: _Course) -> _Course | None:
@@ -267,7 +238,7 @@ class _Stage:
         of = course.of
         if of.kind is W:
             b = self._courses[Pass(B, of.chunk, of.microbatch)]
-            is_last = course.done + 1 == len(course.stretches)
+            is_last = course.done + 1 == len(course.parts)
             return b if is_last and not b.has_ended else None
         if course.done:
             return None
@@ -302,20 +273,20 @@ class _Stage:
                     self._note(wait, start, start)
             self._note(chosen, start, start)
             return {}
-        of, stretch = chosen.of, chosen.next
-        begins = chosen.done == 0
-        chosen.done += 1
-        end, ends = start + stretch.computes, chosen.has_ended
-        if of.kind is W:
-            begins = ends  # until then it does no more than B has left for it
-        elif begins:
+        of, begins = chosen.of, chosen.done == 0
+        part, end, call = chosen.run(start)
+        ends = chosen.has_ended
+        if begins and of.kind is not W:
             self._open.append(chosen)
-        left = len(chosen.stretches) - chosen.done
-        is_whole = len(chosen.stretches) == 1
-        self._note(of if is_whole else Segment(stretch.part, begins, left), start, end)
+        if begins and ends:
+            self._note(of, start, end)
+        else:
+            # until its end a W does no more than its B has left for it
+            begins = ends if of.kind is W else begins
+            self._note(Segment(part, begins, chosen.n_left), start, end)
         if not ends:
             if of.kind is not W:
-                chosen.ready = self._network = max(end, self._network) + stretch.call
+                chosen.ready = self._network = max(end, self._network) + call
             return {}
         if of.kind is not W:
             self._open.remove(chosen)
