@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.order import GradientOrder, Summing
-from zbpp.runtime.backward.split import SplitGraph, WeightQueue, alias_of
+from zbpp.runtime.backward.order import GradientOrder
+from zbpp.runtime.backward.split import Progress, SplitGraph, WeightQueue, alias_of
 from zbpp.runtime.backward.wrappers import check_module
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
@@ -166,7 +166,7 @@ class Stage:
         """True if the stage has the last chunk."""
         return self._last in self.chunks
 
-    def watch_weights(self, watches: Mapping[int, Summing]) -> None:
+    def watch_weights(self, watches: Mapping[int, Progress]) -> None:
         """Let the last W's of this step's chunks tell how far they are, or all W's."""
         for chunk, progress in watches.items():
             self._orders[chunk].listen(self.batch.n_microbatches, progress)

@@ -80,13 +80,19 @@ caches, but more gradients need more memory."""
 
 
 class Progress(Protocol):
-    """Receives the progress of W."""
+    """Receives the progress of W, to sum gradients over replicas meanwhile."""
+
+    sums_each: bool
+    """Each micro-batch is summed by itself, which takes its gradients away."""
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """W begins, and will add to these leaves."""
 
     def done(self, leaf: Tensor) -> None:
         """All gradients of a leaf are added."""
+
+    def rest(self) -> None:
+        """Start the sums that have not begun."""
 
 
 class _Work(NamedTuple):

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind
-from zbpp.runtime.backward.order import Summing
+from zbpp.runtime.backward.split import Progress
 from zbpp.runtime.support.fsdp import Unit
 from zbpp.runtime.support.sharded import as_sharded, local_part, place_gradients
 
@@ -108,7 +108,7 @@ class Buckets:
         self._totals = {}
 
 
-class ChunkCollectives(Summing):
+class ChunkCollectives(Progress):
     """The collectives of one chunk.
 
     Args:
