@@ -120,7 +120,7 @@ def trace_chunk(
     index = 0 if is_first else 1
     n_chunks = index + 1 if inputs.is_last else index + 2
     held = [*tensors_of(layers), *tensors_in((inputs.inputs, inputs.targets))]
-    with LayerRandom(torch.device("cpu")).borrowed(), mode:
+    with LayerRandom(torch.device("cpu")).restored(), mode:
         tracker.ignore(held)
         stage = Stage(
             [Chunk(index, 0, tuple(watched))],

@@ -483,7 +483,7 @@ def drive(
     """
     random = next(iter(executors.values())).stage.random
     may_draw = any(executor.stage.may_draw for executor in executors.values())
-    with random.borrowed(training=training, may_draw=may_draw):
+    with random.restored() if may_draw else nullcontext():
         runs = []
         for stage, executor in executors.items():
             executor.n_filled = executor.transport.begin(executor.batch)

@@ -4,35 +4,26 @@
     after the passes     they are as before: they belong to the caller
 
 So dropout is the same under every mode, for any number of stages and in a replay, and
-a ``DataLoader(shuffle=True)`` reads the same samples on every rank.
-
-To seed a generator takes time, so only those are seeded that are used:
-
-    torch's              in all chunks but those of torch's own modules that draw
-                         nothing (`draws_nothing`), without hooks
-    Python's, numpy's    there too in the first training step, which watches who draws;
-                         afterwards only if a layer has
-
-A layer that draws from Python's or numpy's generator for the first time in a later step
-is found at the end of that step.
+a ``DataLoader(shuffle=True)`` reads the same samples on every rank. Seeding takes time,
+so chunks of torch's modules that draw nothing, without hooks, are left out.
 """
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from zbpp.runtime.support.devices import runs_ahead
-from zbpp.runtime.support.random_state import mixed_seed
+from zbpp.runtime.support.random_state import (
+    mixed_seed,
+    random_state,
+    seed_torch,
+    set_random_state,
+)
 
 __all__ = ["LayerRandom", "draws_nothing", "has_hooks", "next_seed"]
-
-_SIGNED = 2**63 - 1
 
 
 def next_seed() -> int:
@@ -74,50 +65,12 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-class _RareGenerator:
-    """Python's generator, or numpy's.
-
-    Args:
-        state: returns its state.
-        restore: sets a state.
-        seed: seeds it.
-        draw: draws a number that hardly any two states have in common.
-    """
-
-    def __init__(
-        self,
-        state: Callable[[], Any],
-        restore: Callable[[Any], None],
-        seed: Callable[[int], None],
-        draw: Callable[[], object],
-    ) -> None:
-        self.state, self.restore = state, restore
-        self._seed, self._draw = seed, draw
-        self._next: object = None
-        """Its next draw, if no layer has drawn since it was seeded."""
-        self.is_watched = True
-        """Until the first training step is over."""
-        self.is_used = False
-        """A layer has drawn from it."""
-
-    def seed(self, number: int) -> None:
-        """Seed it; `look` then notices whether a layer has drawn."""
-        self._seed(number)
-        if not self.is_used:
-            self._next = self._draw()
-            self._seed(number)
-
-    def look(self) -> None:
-        """Notice whether a layer has drawn since it was seeded; this draws a number."""
-        self.is_used = self.is_used or self._draw() != self._next
-
-
 class LayerRandom:
-    """The generators of one process, lent to its layers.
+    """The seeds of the layers of one process.
 
     Args:
         device: of the layers.
-        place: of the process, but for its stage, if others draw other numbers.
+        place: of the process among those that draw other numbers; stages draw alike.
     """
 
     def __init__(self, device: torch.device, place: tuple[int, ...] = ()) -> None:
@@ -125,101 +78,35 @@ class LayerRandom:
         self._place = place
         self.use(0)
         self.latest = 0
-        self._rare = {"random": _pythons()}
-        self._seeded: list[_RareGenerator] = []
-        self._generators: list[torch.Generator] = [torch.default_generator]
-        self._is_complete = not runs_ahead(device)
+        """The seed of the layer that runs."""
 
     def use(self, seed: int) -> None:
         """Draw by this seed from the next step on; the same on all ranks."""
         self._base = mixed_seed(seed, *self._place) if any(self._place) else seed
 
     @contextmanager
-    def borrowed(
-        self, *, training: bool = True, may_draw: bool = True
-    ) -> Iterator[None]:
-        """Within this, layers may draw; afterwards all generators are as before.
-
-        Args:
-            training: the passes are those of a training step.
-            may_draw: False: they are of layers that draw nothing, so Python's and
-                numpy's generators need no look.
-        """
-        if not self._is_complete:
-            self._add_device()
-        if "numpy" not in self._rare and "numpy.random" in sys.modules:
-            self._rare["numpy"] = _numpys()
-        rare = [*self._rare.values()] if may_draw else []
-        with self._as_before(rare):
-            for generator in rare:
-                generator.seed(0)
-            self._seeded = [x for x in rare if x.is_used or x.is_watched]
-            try:
-                yield
-            finally:
-                for generator in rare:
-                    generator.look()
-                    generator.is_watched = generator.is_watched and not training
-
-    def seed_layer(self, step: int, microbatch: int, layer: int) -> None:
-        """Seed the generators before a layer.
-
-        Args:
-            step: its number.
-            microbatch: its number in the step.
-            layer: global index.
-        """
-        number = self.latest = mixed_seed(self._base, step, layer, microbatch)
-        for torchs in self._generators:
-            torchs.manual_seed(number & _SIGNED)
-        for rare in self._seeded:
-            rare.look()
-            rare.seed(number)
-
-    @contextmanager
-    def again(self, number: int) -> Iterator[None]:
-        """Within this, a layer draws once more what it drew behind this seed.
-
-        Args:
-            number: `latest`, as it was then.
-        """
-        with self._as_before(self._seeded):
-            for torchs in self._generators:
-                torchs.manual_seed(number & _SIGNED)
-            for rare in self._seeded:
-                rare.look()
-                if rare.is_used:
-                    rare.seed(number)
-            yield
-
-    @contextmanager
-    def _as_before(self, rare: Iterable[_RareGenerator]) -> Iterator[None]:
-        """Afterwards torch's generators and others have the states that they had."""
-        states = [(x.set_state, x.get_state()) for x in self._generators]
-        others = [(x.restore, x.state()) for x in rare]
+    def restored(self) -> Iterator[None]:
+        """Bring all generators back to their states at the end."""
+        before = random_state(self._device)
         try:
             yield
         finally:
-            for restore, state in (*states, *others):
-                restore(state)
+            set_random_state(before, self._device)
 
-    def _add_device(self) -> None:
-        """Add the device's own generator, which is there once it is initialised."""
-        every = torch.get_device_module(self._device).default_generators
-        self._generators.append(every[self._device.index or 0])
-        self._is_complete = True
+    def seed_layer(self, step: int, microbatch: int, layer: int) -> None:
+        """Seed the generators before a layer runs on a micro-batch of a step."""
+        self.latest = mixed_seed(self._base, step, layer, microbatch)
+        self._seed(self.latest)
 
+    @contextmanager
+    def again(self, number: int) -> Iterator[None]:
+        """Let a layer draw once more what it drew after this seed."""
+        with self.restored():
+            self._seed(number)
+            yield
 
-def _pythons() -> _RareGenerator:
-    draw = partial(random.getrandbits, 64)
-    return _RareGenerator(random.getstate, random.setstate, random.seed, draw)
-
-
-def _numpys() -> _RareGenerator:
-    numpys = sys.modules["numpy.random"]
-    return _RareGenerator(
-        numpys.get_state,
-        numpys.set_state,
-        lambda number: numpys.seed(number % 2**32),
-        numpys.random_sample,
-    )
+    def _seed(self, number: int) -> None:
+        seed_torch(number, self._device)
+        random.seed(number)
+        if (numpys := sys.modules.get("numpy.random")) is not None:
+            numpys.seed(number % 2**32)

@@ -45,11 +45,11 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
 def seed_torch(number: int, device: torch.device) -> None:
     """Seed torch's generators that a forward on a device draws from."""
     seed = number & 0x7FFF_FFFF_FFFF_FFFF
-    if device.type == "cpu":
-        # torch.manual_seed notes a stack trace for each kind of absent device.
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+    # torch.manual_seed notes a stack trace for each kind of absent device.
+    torch.default_generator.manual_seed(seed)
+    if runs_ahead(device):
+        generators = torch.get_device_module(device).default_generators
+        generators[device.index or 0].manual_seed(seed)
 
 
 def mixed_seed(*numbers: int) -> int:
