@@ -13,9 +13,8 @@ A stage that only sends (`Costs.send_occupies`) computes nothing: that time is i
 bubble rate, as no work, and is told apart from idle time.
 """
 
-from bisect import bisect_right
-from collections.abc import Collection, Sequence
-from itertools import accumulate, chain
+from collections.abc import Collection
+from itertools import chain
 
 from zbpp.core import (
     Costs,
@@ -24,7 +23,6 @@ from zbpp.core import (
     Slot,
     Step,
     Timeline,
-    held_during,
     longest_span,
     pass_span,
     peaks,
@@ -36,7 +34,6 @@ __all__ = [
     "bubble_rate",
     "idle",
     "makespan",
-    "memory_by_job",
     "memory_over_time",
     "memory_scale",
     "overhead",
@@ -181,47 +178,27 @@ def memory_over_time(
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    starts = [row[0].start for row in timeline.rows if row]
-    origin = min(starts, default=0.0)
-    fixed = costs.on(timeline.placement).fixed
-    if timeline.has_parts:
-        return [_curve_of_parts(timeline, costs, s, origin) for s in _stages(timeline)]
+    times = costs.on(timeline.placement)
+    origin = min((row[0].start for row in timeline.rows if row), default=0.0)
     curves = []
-    for stage, jobs in enumerate(memory_by_job(timeline, costs)):
-        before = fixed[stage]
-        curve = [(origin, before)] if before else []
-        for slot, (during, after) in zip(timeline.rows[stage], jobs, strict=True):
-            if during != before:
-                curve.append((slot.start, during))
-            if after != during:
-                curve.append((slot.end, after))
-            before = after
-        curves.append(curve)
+    for stage, held in enumerate(times.fixed):
+        jobs: dict[Job | Slot, tuple[Job, float, float]] = {}
+        for slot in _slots(timeline, stage):
+            job = times.holder_of(slot.job) if timeline.has_parts else slot.job
+            key = job if timeline.has_parts else slot  # parts of a pass are one
+            _, start, _ = jobs.get(key, (job, slot.start, slot.end))
+            jobs[key] = job, start, slot.end
+        changes = [(start, times.peak(job)) for job, start, _ in jobs.values()]
+        changes += [
+            (end, times.change(job) - times.peak(job)) for job, _, end in jobs.values()
+        ]
+        curve = {origin: held} if held else {}
+        for time, change in sorted(changes):  # memory is freed first
+            if change:
+                held += change
+                curve[time] = held
+        curves.append(list(curve.items()))
     return curves
-
-
-@takes_timelines
-def memory_by_job(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
-    """List for each job of each stage the most that it holds, and what it leaves.
-
-    In the unit of the costs, fixed memory included.
-
-    Raises:
-        RequestError: the costs do not fit the placement.
-    """
-    if timeline.has_parts:
-        curves = memory_over_time(timeline, costs)
-        pairs = zip(timeline.rows, curves, strict=True)
-        return [_held_in(row, curve) for row, curve in pairs]
-    of_chunk = costs.on(timeline.placement)
-    stages = []
-    for stage, row in enumerate(timeline.rows):
-        jobs = [slot.job for slot in row]
-        during = held_during(jobs, of_chunk, stage=stage)
-        changes = map(of_chunk.change, jobs)
-        _, *after = accumulate(changes, initial=of_chunk.fixed[stage])
-        stages.append(list(zip(during, after, strict=True)))
-    return stages
 
 
 @takes_timelines
@@ -266,41 +243,6 @@ def _slots(timeline: Timeline, stage: int) -> list[Slot]:
     return sorted(row + parts, key=_start_of)
 
 
-def _held_in(
-    row: Sequence[Slot], curve: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """The most that is held during each slot, and what is held at its end."""
-    times = [time for time, _ in curve]
-    amounts = []
-    for slot in row:
-        begin = max(0, bisect_right(times, slot.start) - 1)
-        during = [held for _, held in curve[begin : bisect_right(times, slot.end)]]
-        amounts.append((max(during, default=0.0), during[-1] if during else 0.0))
-    return amounts
-
-
 def _start_of(slot: Slot) -> tuple[float, float, int]:
     index = slot.job.index if isinstance(slot.job, Part) else 0
     return slot.start, slot.end, index
-
-
-def _curve_of_parts(
-    timeline: Timeline, costs: Costs, stage: int, origin: float
-) -> list[tuple[float, float]]:
-    """`memory_over_time` of a stage whose passes overlap: from first to last parts."""
-    times = costs.on(timeline.placement)
-    starts: dict[Job, float] = {}
-    ends: dict[Job, float] = {}
-    for slot in _slots(timeline, stage):
-        job = times.holder_of(slot.job)
-        starts.setdefault(job, slot.start)
-        ends[job] = slot.end
-    changes = [(start, times.peak(job)) for job, start in starts.items()]
-    changes += [(end, times.change(job) - times.peak(job)) for job, end in ends.items()]
-    held, fixed = dict[float, float](), times.fixed[stage]
-    if fixed:
-        held[origin] = fixed
-    for time, change in sorted(changes):  # at one time, what is given back is first
-        fixed += change
-        held[time] = fixed
-    return list(held.items())

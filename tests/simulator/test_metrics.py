@@ -89,11 +89,9 @@ def test_memory_is_taken_at_starts_and_freed_at_ends_with_peaks_in_between():
     """
     assert memory_over_time(DRAWN, MEMORY) == [
         [
-            (100, 10),
             (100, 15),
             (102, 14),
             (106, 17),
-            (108, 16),
             (108, 17),
             (110, 10),
             (111, 12),
