@@ -12,7 +12,7 @@ charts          modes beside one another
 tables          figures in a terminal, or on a page
 entries         a mode on a page: figures and timelines
 page            one HTML file to zoom in
-trace           files for Perfetto, written and read
+trace           files for Perfetto
 """
 
 from zbpp.core import lower_bound, lower_bounds
@@ -48,7 +48,7 @@ from zbpp.simulator.metrics import (
 )
 from zbpp.simulator.page import write_page
 from zbpp.simulator.plot import plot
-from zbpp.simulator.trace import read_trace, trace_events, write_trace
+from zbpp.simulator.trace import trace_events, write_trace
 
 __all__ = [
     "CriticalPath",
@@ -68,7 +68,6 @@ __all__ = [
     "peak_memory",
     "plot",
     "plot_comparison",
-    "read_trace",
     "rollback_time",
     "sending",
     "simulate",

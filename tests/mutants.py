@@ -126,7 +126,7 @@ TABLE = (
     ("simulator", "a slow drift is the end", "simulator/engine.py",
      "_SAME = 1e-9", "_SAME = 1e-2"),
     ("simulator", "collectives on the thread of jobs", "simulator/trace.py",
-     '"tid": box.lane * n_stages + box.stage', '"tid": box.stage'),
+     "thread = box.lane * n_stages + box.stage", "thread = box.stage"),
     ("simulator", "ties are not best", "simulator/entries.py",
      "step <= least * (1 + _ROUNDING)", "step < least"),
     ("simulator", "MiB are MB", "simulator/metrics.py",
