@@ -254,14 +254,14 @@ class Pipeline:
                 the last stage; asked for there, or on every rank.
             loss_fn: of this step, in place of the pipeline's.
             key: numbers of the samples in the data set, a tensor or a list. Every step
-                compares what the first and the last stage were given, if both were
-                given inputs and targets; best give both on all ranks. A key is
-                compared instead, where ranks are given only what they read.
+                compares the inputs and targets of the first and the last stage, if
+                both stages get both; best give both on all ranks. Where ranks get only
+                the part that they read, the key is compared instead.
 
         Raises:
-            RequestError: the batch does not fit, or the first and the last stage were
-                given other samples; a post-validated step says so in the next call,
-                and is rolled back.
+            RequestError: the batch does not fit, or the first and the last stage read
+                different samples; after a post-validated step the next call raises it,
+                and rolls the step back.
             PeerError: another stage died or did not answer.
         """
         if self._part is not None:
@@ -371,7 +371,7 @@ class Pipeline:
             if is_out_of_memory(error):
                 error.add_note(
                     f"out of memory in {self.schedule.name} with {self.n_microbatches} "
-                    "micro-batches: `zbpp estimate` tells which modes, splits and "
+                    "micro-batches: `zbpp estimate` shows which modes, splits and "
                     "sizes fit, `zbpp doctor` what this machine has"
                 )
             raise
@@ -406,7 +406,8 @@ class Pipeline:
             if (warning := split_warning(self)) is not None:
                 warnings.warn(warning, stacklevel=3)
             with stages.reporting():
-                self._refuse_lost_buffers()
+                for executor in stages.executors.values():
+                    executor.stage.loss.check_buffers()
         self._warn_of_unstepped()
         if (mean_metrics := stages.mean_metrics()) is not None:
             result = replace(result, mean_metrics=mean_metrics)
@@ -415,9 +416,10 @@ class Pipeline:
         return result
 
     def _warn_of_unstepped(self) -> None:
-        """Warn once of parameters that no optimizer steps: in the first step for all.
+        """Warn once of parameters that no optimizer steps.
 
-        Those that are unfrozen later are known to their own process alone.
+        After the first step rank 0 warns of those of all stages. Of parameters that
+        are unfrozen later, their process warns.
         """
         names: list[str] = []
         for executor in self.stages.executors.values():
@@ -438,17 +440,6 @@ class Pipeline:
                 stacklevel=4,
             )
 
-    def _refuse_lost_buffers(self) -> None:
-        """Refuse a loss whose forward changes buffers that a checkpoint should hold."""
-        for executor in self.stages.executors.values():
-            name = executor.stage.loss.changed_buffer()
-            if name is not None:
-                raise RequestError(
-                    f"loss_fn changes its buffer {name}, and a checkpoint holds no "
-                    "state of a loss; move it into the last layer, or register it "
-                    "with persistent=False if it need not be saved"
-                )
-
     def switch(self, schedule: Schedule | Plan) -> None:
         """Run the next steps by another schedule (every rank must call, with the same).
 
@@ -461,8 +452,8 @@ class Pipeline:
                 one.
 
         Raises:
-            RequestError: it has others, or another split; or the ranks were given
-                different ones.
+            RequestError: placement, micro-batches or split differ from the present
+                ones; or the schedules of the ranks differ.
             PeerError: another stage died or does not switch.
         """
         self._refuse_between_parts()
@@ -677,9 +668,9 @@ class Pipeline:
             for name, buffer in layer.named_buffers():
                 yield self.layered.own_name(index, name), buffer
 
-    def gather(self, thing: Any) -> list[Any]:
-        """Give every process the picklable things of all, by rank."""
-        return self.stages.transport.gather(thing)
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank; they must be picklable."""
+        return self.stages.transport.gather(value)
 
     def profile(
         self,
@@ -797,8 +788,8 @@ class Pipeline:
                 the place in the data, for instance. Rank 0's counts.
             wait: return when it is on the disk.
             trainable_only: leave out frozen parameters, their optimizer state, and all
-                buffers: such a checkpoint, of a LoRA for instance, is loaded onto a
-                model that has them already.
+                buffers. The checkpoint, of a LoRA for instance, is loaded into a model
+                that has them already.
 
         Raises:
             CheckpointError: the folder cannot be written; with ``wait``, or it failed.
@@ -834,14 +825,14 @@ class Pipeline:
         """Go on from a checkpoint (every rank must call).
 
         Args:
-            path: of a checkpoint, or the folder that `save` was given: then the newest
-                one that is not damaged, and a damaged one is logged.
+            path: of a checkpoint, or the folder of several: then the newest one that
+                is not damaged is loaded, and damaged ones are logged.
             model_only: load parameters and buffers, and leave all else as it is.
             missing_ok: change nothing if there is no checkpoint yet, as at the first
                 start of a job that resumes.
 
         Returns:
-            What `save` was given as ``extra``; an empty dict if nothing was loaded.
+            The ``extra`` of `save`; an empty dict if nothing was loaded.
 
         Raises:
             CheckpointError: there is none; or names the damaged files.

@@ -100,13 +100,16 @@ class Loss:
         self.values[self._batch.first + microbatch] = loss.detach().clone()
         return loss
 
-    def changed_buffer(self) -> str | None:
-        """Name a persistent buffer of the loss that has changed since it was made."""
+    def check_buffers(self) -> None:
+        """Refuse a loss that changes its buffers: no checkpoint has them."""
         pairs = zip(self._first_versions, self._saved_buffers(), strict=False)
         for (name, before, version), (_, now) in pairs:
             if now is not before or now._version != version:
-                return name
-        return None
+                raise RequestError(
+                    f"loss_fn changes its buffer {name}, and a checkpoint holds no "
+                    "state of a loss; move it into the last layer, or register it "
+                    "with persistent=False if it need not be saved"
+                )
 
     def _saved_buffers(self) -> list[tuple[str, Tensor]]:
         """Persistent buffers of the loss, by name."""

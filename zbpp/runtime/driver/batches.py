@@ -134,8 +134,7 @@ class Batches:
             batch = self._cut(inputs, targets, call, reads_targets=reads_targets)
             total = self._total(batch, part)
             if call.training and self._samples is not None:
-                is_first = part is None or part.n_done == 0
-                self._samples.note(inputs, targets, key, is_first=is_first)
+                self._samples.note(inputs, targets, key, is_first=not call.first)
         except RequestError as error:
             transport.report(error, ends=False)
             raise
