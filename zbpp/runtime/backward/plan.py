@@ -24,7 +24,7 @@ from zbpp.runtime.support.autograd_internals import (
     LeafNode,
     is_built_in,
     may_be_read,
-    no_hook_packed,
+    packed_by_hooks,
 )
 from zbpp.runtime.support.torch_internals import is_fake
 
@@ -175,21 +175,20 @@ def _slots_of(node: Any, users: Mapping[Any, Sequence[_Slot]]) -> Iterator[_Slot
 
 def _has_one_operand(node: Any) -> bool:
     name = type(node).__name__
-    if name in _LOOKUPS and not no_hook_packed(node, [_LOOKUPS[name]]):
-        return False
-    return name in _ONE_OPERAND
+    is_packed = name in _LOOKUPS and packed_by_hooks(node, [_LOOKUPS[name]])
+    return name in _ONE_OPERAND and not is_packed
 
 
 def _sites_of(node: Any, waiting: Mapping[_Slot, Tensor]) -> Iterator[Site]:
     """Yield the products of a node whose weights all may wait."""
     kind, below = type(node), node.next_functions
-    products = [Product(x, x.weights, ()) for x in RULES.get(kind.__name__, ())]
-    for piece in pieces_of(node):
-        rule = Rule(piece.compute)
-        products.append(Product(rule, (piece.edge,), (), slot=piece.slot))
-    for product in products:
-        rule, (first, *_) = product.rule, product.edges
-        edges = [i for i in product.edges if i == first or below[i][0] is not None]
+    rules: list[tuple[Rule, int | None]] = [
+        *((rule, None) for rule in RULES.get(kind.__name__, ())),
+        *((Rule(x.compute, (x.edge,)), x.slot) for x in pieces_of(node)),
+    ]
+    for rule, slot in rules:
+        first, *more = rule.weights
+        edges = [first, *(i for i in more if below[i][0] is not None)]
         leaves = [waiting[node, i] for i in edges if (node, i) in waiting]
         operands = [f"_saved_{name}" for name in rule.operands]
         settings = [f"_saved_{name}" for name in rule.settings]
@@ -198,18 +197,9 @@ def _sites_of(node: Any, waiting: Mapping[_Slot, Tensor]) -> Iterator[Site]:
         is_known = all(hasattr(kind, name) for name in saved)
         waits = len(leaves) == len(edges)
         if waits and is_known and may_be_read(node, raw):
-            yield (
-                node,
-                product._replace(
-                    edges=edges,
-                    leaves=leaves,
-                    operands=operands,
-                    settings=settings,
-                    raw=raw,
-                ),
-                [below[i] for i in edges],
-            )
-            if product.slot is None:
+            product = Product(rule, edges, leaves, operands, settings, raw, slot)
+            yield node, product, [below[i] for i in edges]
+            if slot is None:
                 return
 
 

@@ -39,21 +39,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.plan import (
-    Plan,
-    PlanCache,
-    Product,
-    Site,
-    grad_dtype_of,
-)
+from zbpp.runtime.backward.plan import Plan, PlanCache, Product, Site, grad_dtype_of
 from zbpp.runtime.backward.products import Rule
 from zbpp.runtime.backward.wrappers import check_module
 from zbpp.runtime.compiled.backend import defer_piece
-from zbpp.runtime.support.autograd_internals import (
-    add_hook,
-    hooks_made,
-    run_backward,
-)
+from zbpp.runtime.support.autograd_internals import add_hook, hooks_made, run_backward
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 from zbpp.runtime.support.sharded import own_shard
 
@@ -158,13 +148,13 @@ class WeightQueue:
     ) -> None:
         """Leave the work of a product for W."""
         if self.lent:  # an operand may be a parameter: a layer's queries, say
-            tensors = [self._copy_if_lent(x) for x in tensors]
+            lent = [x is not None and memory_of(x) in self.lent for x in tensors]
+            tensors = [
+                x.clone() if is_lent else x
+                for x, is_lent in zip(tensors, lent, strict=True)
+            ]
         work = _Work(site[1], site[2], tensors, settings, _versions(tensors))
         self.work.append(work)
-
-    def _copy_if_lent(self, x: Tensor | None) -> Tensor | None:
-        is_lent = x is not None and memory_of(x) in self.lent
-        return x.clone() if is_lent else x  # type: ignore[union-attr]
 
     def run(self, progress: Progress | None = None, *, in_place: bool = False) -> None:
         """Do all work, and free its operands one by one.
@@ -188,14 +178,14 @@ class WeightQueue:
         try:
             while self.work:
                 work = self.work.pop()
-                product, found = work.product, _run_work(work, in_place)
+                product, pairs = work.product, _run_work(work, in_place)
                 del work  # its operands are freed before the next work begins
-                if found is None:
+                if pairs is None:
                     if progress is not None:
                         progress.done(product.leaves[0])
                     continue
-                sums += found
-                del found
+                sums += pairs
+                del pairs
                 waiting.update(dict.fromkeys(product.leaves))
                 if sum([gradient.nbytes for _, gradient in sums]) >= _TOGETHER_BYTES:
                     left = [leaf for work in self.work for leaf in work.product.leaves]
@@ -418,14 +408,11 @@ class SplitGraph:
         input_gradients: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         plan = Plan([], []) if is_whole and self._is_exact else self._plan()
         # a gradient is captured before hooks that the forward has set can change it
-        may_capture = plan.may_capture and queue.n_hooks == hooks_made()
+        may_capture = plan.may_capture and not (is_whole or queue.lent)
+        may_capture = may_capture and queue.n_hooks == hooks_made()
         if not ends:
             pass
-        elif (
-            may_capture
-            and not (is_whole or queue.lent)
-            and all(map(_only_adds, plan.leaves))
-        ):
+        elif may_capture and all(map(_only_adds, plan.leaves)):
             input_gradients = self._capture(plan, ends, dys)
         else:
             with queue:
@@ -513,15 +500,14 @@ class SplitGraph:
         queue, leaves, inputs = self._queue, plan.leaves, self._inputs
         values = [queue.read(site) for site in plan.sites]
         edges = [GradientEdge(site[0], 0) for site in plan.sites]
-        found = run_backward(ends, dys, [*inputs, *leaves, *edges], accumulates=False)
+        results = run_backward(ends, dys, [*inputs, *leaves, *edges], accumulates=False)
         first, first_site = len(inputs), len(inputs) + len(leaves)
-        _add_all(leaves, found[first:first_site])
-        for i, site in enumerate(plan.sites):
-            dy = found[first_site + i]
+        _add_all(leaves, results[first:first_site])
+        sites = zip(plan.sites, results[first_site:], values, strict=True)
+        for site, dy, (operands, settings) in sites:
             if dy is not None:
-                operands, settings = values[i]
                 queue.put(site, [dy, *operands], settings)
-        return found[:first]
+        return results[:first]
 
     def _run_around(
         self,
@@ -570,30 +556,26 @@ class SplitGraph:
                 self._queue.put(site, tensors, settings)
 
 
-_STRIDED = torch.strided
-
-
 def _add_all(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Add gradients from autograd; one tensor may be that of several leaves."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
-    first: list[Tensor] = []
-    first_gradients: list[Tensor] = []
+    others: dict[Tensor, Tensor] = {}
+    strided = torch.strided
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
             continue
         total = leaf.grad
         is_sum = total is not None and total.dtype == gradient.dtype
-        if total is not None and is_sum and total.layout is gradient.layout is _STRIDED:
+        if total is not None and is_sum and total.layout is gradient.layout is strided:
             totals.append(total)
             added.append(gradient)
         else:
-            first.append(leaf)
-            first_gradients.append(gradient)
+            others[leaf] = gradient
     if totals:
         torch._foreach_add_(totals, added)
-    if first:
-        run_backward(first, first_gradients)
+    if others:
+        run_backward([*others], [*others.values()])
 
 
 # ---- Forwards.

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbpp.runtime.support.compile_internals import (
-    can_split,
     compile_graph,
     compile_with,
     current_node,
@@ -108,9 +107,9 @@ def zbpp(
     Raises:
         RuntimeError: Inductor has no such mode or option.
     """
-    compiler = _Compiler(inputs) if can_split() else None
     settings = inductor_options(mode, options) | _NO_GRAPHS
-    return compile_with(compiler, graph, inputs, settings)
+    call: Callable[..., Any] = compile_with(_Compiler(inputs), graph, inputs, settings)
+    return call
 
 
 class _Compiler:

@@ -1,7 +1,7 @@
 """Private functions and attributes of autograd; see `private_names`."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ __all__ = [
     "hooks_made",
     "is_built_in",
     "may_be_read",
-    "no_hook_packed",
+    "packed_by_hooks",
     "run_backward",
 ]
 
@@ -48,18 +48,11 @@ class _Handles(dict[Any, Any]):
             super().__setitem__(key, value)
 
 
-def _packed(node: Any, raw_names: Iterable[str]) -> Iterator[Any]:
-    """Yield the saved tensors of a node that a hook has packed."""
-    for name in raw_names:
-        raw = getattr(node, name)
-        for saved in raw if isinstance(raw, tuple) else (raw,):
-            if saved.unpack_hook is not None:
-                yield saved
-
-
-def no_hook_packed(node: Any, raw_names: Iterable[str]) -> bool:
-    """True if no hook has packed these saved tensors."""
-    return next(_packed(node, raw_names), None) is None
+def packed_by_hooks(node: Any, raw_names: Iterable[str]) -> list[Any]:
+    """Return those of a node's saved tensors that a hook has packed."""
+    raw = [getattr(node, name) for name in raw_names]
+    tensors = [y for x in raw for y in (x if isinstance(x, tuple) else (x,))]
+    return [saved for saved in tensors if saved.unpack_hook is not None]
 
 
 def may_be_read(node: Any, raw_names: Iterable[str]) -> bool:
@@ -69,7 +62,7 @@ def may_be_read(node: Any, raw_names: Iterable[str]) -> bool:
     second one although the tensor lives as long as its node. This lifts the refusal.
     Tensors of other hooks (offloading, say) may not be read again.
     """
-    for saved in _packed(node, raw_names):
+    for saved in packed_by_hooks(node, raw_names):
         handles = getattr(saved.data, "handles", None)
         if type(handles) is dict:
             saved.data.handles = _Handles(handles)

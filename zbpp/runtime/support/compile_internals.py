@@ -3,7 +3,6 @@
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from zbpp.runtime.support.private_names import missing_names
 
 __all__ = [
     "Inner",
-    "can_split",
     "compile_graph",
     "compile_with",
     "current_node",
@@ -37,11 +35,7 @@ B is planned."""
 
 
 _PLACES = ("torch._C:", "torch._inductor.", "torch._functorch.")
-
-
-def can_split() -> bool:
-    """True if this torch has the names of its compiler that a split needs."""
-    return not any(name.startswith(_PLACES) for name in missing_names())
+"""Where private names are that a split needs."""
 
 
 def _module(name: str) -> Any:
@@ -51,27 +45,21 @@ def _module(name: str) -> Any:
 
 
 def compile_with(
-    inner: Inner | None,
+    inner: Inner,
     graph: fx.GraphModule,
     inputs: Sequence[Any],
     options: Mapping[str, Any],
-) -> Callable[..., Any]:
+) -> Any:
     """Compile a graph of Dynamo by Inductor, with `inner` for each finished graph.
 
-    Without `inner` it is a plain compilation.
+    A torch that lacks a name for it compiles the graph without `inner`.
     """
     compile_fx = _module("torch._inductor.compile_fx").compile_fx
-    result: Callable[..., Any]
-    if inner is None:
-        result = compile_fx(graph, inputs, config_patches=dict(options))
-        return result
-    config = _module("torch._functorch.config")
-    patched: AbstractContextManager[object] = config.patch(_SETTINGS)
-    with patched:
-        result = compile_fx(
-            graph, inputs, inner_compile=inner, config_patches=dict(options)
-        )
-    return result
+    patches = dict(options)
+    if any(name.startswith(_PLACES) for name in missing_names()):
+        return compile_fx(graph, inputs, config_patches=patches)
+    with _module("torch._functorch.config").patch(_SETTINGS):
+        return compile_fx(graph, inputs, inner_compile=inner, config_patches=patches)
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:
