@@ -25,7 +25,6 @@ from zbpp.core import (
     Timeline,
     kind_of,
     lanes_of,
-    members_of,
     passes_in,
     place_of,
 )
@@ -61,11 +60,6 @@ PALETTE = {role: look.colour or DARK for role, look in LOOKS.items()} | {"idle":
 """Colours by role, and that of idle time."""
 
 _LANES = list(Lane)
-_NUMBERS = {
-    Scope.MICROBATCH: ("chunk", "microbatch"),
-    Scope.CHUNK: ("chunk",),
-    Scope.STAGE: (),
-}
 
 
 class Style(NamedTuple):
@@ -129,12 +123,6 @@ class Box(NamedTuple):
         if self.lane or self.style.role == SEND:
             return ""
         return " ".join(map(str, self.microbatches)) or str(self.job)
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """Chunk and micro-batch of the job, or of its first part, if it has them."""
-        part = members_of(self.job)[0]
-        return {name: getattr(part, name) for name in _NUMBERS[kind_of(part).scope]}
 
     @property
     def is_work(self) -> bool:

@@ -87,10 +87,9 @@ def trace_events(
     ]
     for box in drawing.boxes:
         start, end = microseconds(box.start), microseconds(box.end)
-        look = {"cat": box.style.role, "args": box.numbers}
-        thread = box.lane * n_stages + box.stage
-        times = {"ts": start, "dur": round(end - start, 3)}
-        events.append(event("X", box.name, thread, **times, **look))
+        thread, duration = box.lane * n_stages + box.stage, round(end - start, 3)
+        role = box.style.role
+        events.append(event("X", box.name, thread, cat=role, ts=start, dur=duration))
     for number, message in enumerate(messages(timeline)):
         sender, reader = (
             lines[line][index] for line, index in (message.source, message.target)

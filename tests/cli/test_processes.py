@@ -193,6 +193,12 @@ def test_timelines_have_a_panel_a_mode(answer):
     assert lengths == ["33", "25.5"]
 
 
+def test_a_chart_has_a_dot_and_a_label_a_mode(answer):
+    html = answer("chart", "1F1B", "ZBV")["html"]
+    assert html.count('r="3.5"') == 2
+    assert ">1F1B</text>" in html and ">ZBV</text>" in html
+
+
 def test_settings_without_a_plan_have_a_reason(answer):
     assert "too many for a page" in answer("plan", "ZBV", microbatches=10**6)["reason"]
     assert "did you mean" in answer("plan", "ZBW")["reason"]

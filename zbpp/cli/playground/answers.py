@@ -4,6 +4,7 @@ A question has what it asks for (``do``), the settings of the page, and modes:
 
     plan   figures of one mode, and its schedule file, as ``zbpp plan`` writes it
     draw   timelines of some modes, as elements of the page
+    chart  bubble rates of some modes against their memory, likewise
 
 Settings: stages, microbatches, f, b, w and comm (times), limit (memory, 0: none),
 speeds (one factor a stage, on its times).
@@ -20,7 +21,9 @@ from zbpp.core import Costs, RequestError, parse_costs
 from zbpp.planning import MODES, Plan, PlanRequest, make_plan
 from zbpp.planning.answer import plan_text
 from zbpp.simulator import PageEntry, simulate
+from zbpp.simulator.charts import comparison_picture
 from zbpp.simulator.page import timelines_html
+from zbpp.simulator.svg import PAGE
 
 __all__ = ["MOST_JOBS", "answer", "costs_text", "overview"]
 
@@ -44,8 +47,9 @@ def answer(question: str) -> str:
     asked = json.loads(question)
     settings, modes = json.dumps(asked["settings"], sort_keys=True), asked["modes"]
     try:
-        if asked["do"] == "draw":
-            return json.dumps(_drawn(settings, modes))
+        if asked["do"] in _DRAW:
+            plans = {mode: _plan(settings, mode)[0] for mode in modes}
+            return json.dumps({"html": _DRAW[asked["do"]](plans)})
         (mode,) = modes
         return json.dumps(_planned(settings, mode))
     except RequestError as error:
@@ -104,12 +108,22 @@ def _planned(settings: str, mode: str) -> dict[str, Any]:
     }
 
 
-def _drawn(settings: str, modes: list[str]) -> dict[str, Any]:
-    """Timelines, as the pages of ``zbpp show -o x.html`` have them."""
-    entries = [_entry(_plan(settings, mode)[0], mode) for mode in modes]
-    return {"html": timelines_html(entries)}
+def _timelines(plans: Mapping[str, Plan]) -> str:
+    entries = [
+        PageEntry(
+            name=mode, simulated=simulate(plan.schedule, plan.costs), costs=plan.costs
+        )
+        for mode, plan in plans.items()
+    ]
+    return timelines_html(entries)
 
 
-def _entry(plan: Plan, mode: str) -> PageEntry:
-    timeline = simulate(plan.schedule, plan.costs)
-    return PageEntry(name=mode, simulated=timeline, costs=plan.costs)
+def _chart(plans: Mapping[str, Plan]) -> str:
+    points = {}
+    for mode, plan in plans.items():
+        figures = summarize(plan.schedule, plan.costs)
+        points[mode] = max(figures.peak_memory), figures.bubble_rate
+    return comparison_picture(points, {}).svg(PAGE, "inherit") if points else ""
+
+
+_DRAW = {"draw": _timelines, "chart": _chart}

@@ -43,7 +43,8 @@ async function update() {
       performance.mark(`zbpp planned ${mode}`);
       answers.set(mode, answer);
       fillRow(mode, answer);
-      drawChart();
+      await drawChart(asked, isStale);
+      if (isStale()) return;
       say(number + 1 < inTurn.length ? `Planning ${inTurn[number + 1]} …` : "");
       if (number + 1 === shown.size) await drawShown(asked, isStale);
       if (isStale()) return;
@@ -53,6 +54,13 @@ async function update() {
   } catch (error) {
     if (!isStale()) say(error.message, true);
   }
+}
+
+// Bubble over memory, a point for each mode that has a plan.
+async function drawChart(asked, isStale) {
+  const modes = [...answers.keys()].filter((name) => !answers.get(name).reason);
+  const { html } = await ask({ do: "chart", settings: asked, modes });
+  if (!isStale()) byId("chart").innerHTML = html;
 }
 
 // Timelines of the modes that have a plan.
@@ -175,7 +183,7 @@ function set(changes) {
   timer = setTimeout(update, 120);
 }
 
-// Table and chart
+// Table
 
 const percent = (share) => `${(100 * share).toFixed(2)} %`;
 
@@ -209,40 +217,6 @@ function fillRow(mode, { reason, bubble, step, peak, gap, seconds, chosen }) {
   for (const [name, one] of answers) byId(`mode-${name}`).classList.toggle("bold", one.step <= least);
 }
 
-// The next of 1, 2, 5, 10, ... at or above a number.
-function roundStep(rough) {
-  const power = 10 ** Math.floor(Math.log10(rough));
-  return power * [1, 2, 5, 10].find((one) => one * power >= rough * (1 - 1e-9));
-}
-
-// Bubble over memory, one point a mode; names keep clear of one another and of points.
-function drawChart() {
-  const svg = byId("chart"), width = svg.clientWidth || 600, height = 250;
-  const [left, top, right, bottom] = [52, 12, width - 76, height - 36];
-  const points = [...answers].filter(([name, { reason }]) => !reason && name !== "auto").map(([name, { peak, bubble }]) => ({ name, peak, bubble }));
-  const most = Math.max(...points.map(({ peak }) => peak), settings.limit, 1) * 1.05;
-  const worst = Math.max(...points.map(({ bubble }) => bubble), 0.01) * 1.1;
-  const x = (peak) => left + (peak / most) * (right - left), y = (bubble) => bottom - (bubble / worst) * (bottom - top);
-  const parts = [`<line x1="${left}" y1="${bottom}" x2="${right}" y2="${bottom}"/><line x1="${left}" y1="${top}" x2="${left}" y2="${bottom}"/>`];
-  const [down, across] = [roundStep(worst / 4), roundStep(most / 5)];
-  for (let k = 0; k * down <= worst; k++)
-    parts.push(`<text x="${left - 6}" y="${y(k * down) + 4}" text-anchor="end">${number(100 * k * down, 3)} %</text>`);
-  for (let k = 0; k * across <= most; k++)
-    parts.push(`<text x="${x(k * across)}" y="${bottom + 16}" text-anchor="middle">${number(k * across, 3)}</text>`);
-  parts.push(`<text x="${(left + right) / 2}" y="${height - 4}" text-anchor="middle">peak memory</text>`, `<text x="${left + 6}" y="${top + 4}">bubble</text>`);
-  if (settings.limit) parts.push(`<line class="limit" x1="${x(settings.limit)}" y1="${top}" x2="${x(settings.limit)}" y2="${bottom}"/>`);
-  const taken = points.map(({ peak, bubble }) => [x(peak) - 4, y(bubble) + 4, 8]);  // left, bottom, width
-  for (const { name, peak, bubble } of points.sort((a, b) => a.bubble - b.bubble || b.peak - a.peak)) {
-    const at = x(peak) + 7, wide = 7.5 * name.length;
-    let line = y(bubble) + 4;
-    while (taken.some(([ox, oy, owide]) => Math.abs(oy - line) < 11 && at < ox + owide && ox < at + wide)) line -= 4;
-    taken.push([at, line, wide]);
-    parts.push(`<circle cx="${x(peak)}" cy="${y(bubble)}" r="4"/><text class="name" x="${at}" y="${line}">${name}</text>`);
-  }
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.innerHTML = parts.join("");
-}
-
 // Files
 
 function saveFile(mode) {
@@ -270,5 +244,4 @@ function beginAgain() {
 
 buildForm();
 window.addEventListener("hashchange", beginAgain);
-window.addEventListener("resize", drawChart);
 beginAgain();
