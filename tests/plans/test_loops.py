@@ -72,3 +72,41 @@ def test_changed_sources_are_built_again(checkout):
         file.write("/* changed */\n")
     assert run(checkout, PLAN) == before
     assert loops.read_bytes() != built
+
+
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+REQUESTS = """
+import json, sys
+from zbpp.core import Costs, Lane, Parts, parse_costs
+from zbpp.planning import plan
+c, n = (Lane.COMPUTE, 0.5), (Lane.NETWORK, 0.3)
+parts = Costs(parts=Parts((c, n, c, n), (n, c, n, c), (c, c), 2))
+for mode in ("ZB", "ZBV", "ZBVPP"):
+    plan(mode, n_stages=4, n_microbatches=8, costs=parts, effort="fast")
+for row in json.load(open(sys.argv[1])):
+    costs = parse_costs(json.dumps(row["costs"]))
+    sizes = {"n_stages": row["p"], "n_microbatches": row["m"]}
+    plan(row["mode"], **sizes, costs=costs, effort="fast")
+print("done")
+"""
+
+
+@pytest.mark.nightly
+def test_the_loops_stay_within_their_arrays(checkout):
+    """The 242 requests and some with parts, under gcc's AddressSanitizer."""
+    find = ["gcc", "-print-file-name=libasan.so"]
+    asan = subprocess.run(find, capture_output=True, text=True).stdout.strip()
+    environment = {
+        "CC": f"gcc {SANITIZERS}",
+        "LD_PRELOAD": asan,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": str(checkout / "src"),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", REQUESTS, str(Path(__file__).with_name("spans.json"))],
+        cwd=checkout / "src",
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "done\n", result.stderr

@@ -50,7 +50,7 @@ typedef struct {
 } Known;
 
 typedef struct {
-    double held, start, end, idle, free, network;
+    double held, start, end, idle, free, network, wake; /* when it decides next */
     int32_t *row;
     int64_t n_row, n_f, n_b, n_w, n_flights, n_early, n_ordered, n_backward;
     Flight *flights; /* at most one of a number */
@@ -293,7 +293,7 @@ static double compute(Draft *draft, Stage *stage, double now, double time) {
 }
 
 /* Run a part of a W. */
-static int run_weight(Draft *draft, int64_t s, int64_t w, double now) {
+static void run_weight(Draft *draft, int64_t s, int64_t w, double now) {
     const Parts *parts = draft->parts;
     Stage *stage = &draft->stages[s];
     int64_t part = parts->first[w] + draft->w_part[w];
@@ -301,7 +301,33 @@ static int run_weight(Draft *draft, int64_t s, int64_t w, double now) {
     stage->row[stage->n_row++] = (int32_t)part;
     if (!draft->w_part[w]) stage->n_w--;
     draft->w_part[w] = part + 1 == parts->first[w + 1] ? -1 : draft->w_part[w] + 1;
-    return heap_push(&draft->heap, draft->w_ready[w], s);
+}
+
+/* Let a stage decide at a time, if it does not before. */
+static int wake(Draft *draft, int64_t s, double time) {
+    if (time >= draft->stages[s].wake) return 1;
+    draft->stages[s].wake = time;
+    return heap_push(&draft->heap, time, s);
+}
+
+/* Let a stage that can run nothing decide when anything is there. */
+static int sleep_until_next(Draft *draft, int64_t s, double now) {
+    const Problem *of = draft->of;
+    const Stage *stage = &draft->stages[s];
+    double next = INFINITY;
+    int64_t n;
+    const int64_t *mine = numbers_of(of, s, &n);
+    for (int64_t k = 0; k < stage->n_flights; k++) {
+        double at = stage->flights[k].ready;
+        if (at > now && at < next) next = at;
+    }
+    for (int64_t k = 0; k < n; k++) {
+        int64_t i = draft->started[mine[k]];
+        if (i == of->n_microbatches) continue;
+        double at = arrival_of(draft, mine[k], i);
+        if (at > now + of->tiny && at < next) next = at;
+    }
+    return wake(draft, s, next);
 }
 
 /* Let a pass end: its message leaves. */
@@ -310,8 +336,11 @@ static int finish(Draft *draft, Flight *flight, double now) {
     int64_t q = flight->q;
     flight->is_over = 1;
     draft->ends[q * of->n_microbatches + flight->i] = now;
-    return q + 1 == 2 * of->n_chunks
-        || heap_push(&draft->heap, now + of->delay[q], of->stage[q + 1]);
+    if (q + 1 == 2 * of->n_chunks) return 1;
+    int64_t reader = of->stage[q + 1];
+    const Stage *stage = &draft->stages[reader];
+    return stage->free >= stage->wake /* it is busy */
+        || wake(draft, reader, now + of->delay[q]);
 }
 
 /* Run the next stretch of a pass: what computes, and one part on the network. A pass
@@ -335,9 +364,7 @@ static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
         stage->row[stage->n_row++] = (int32_t)part;
     }
     flight->ready = end;
-    if (!heap_push(&draft->heap, end, s)) return 0;
-    if (is_network) return heap_push(&draft->heap, stage->free, s);
-    return finish(draft, flight, end);
+    return is_network || finish(draft, flight, end);
 }
 
 static int run(Draft *draft, int64_t s, int64_t chosen, double now) {
@@ -345,7 +372,10 @@ static int run(Draft *draft, int64_t s, int64_t chosen, double now) {
     const int64_t C = of->n_chunks, m = of->n_microbatches, q = chosen - 3 * C;
     Stage *stage = &draft->stages[s];
     if (q < 0) return run_stretch(draft, s, &stage->flights[chosen], now);
-    if (q >= 2 * C) return run_weight(draft, s, q, now);
+    if (q >= 2 * C) {
+        run_weight(draft, s, q, now);
+        return 1;
+    }
     int64_t i = draft->started[q]++;
     double arrival = arrival_of(draft, q, i);
     stage->n_ordered++;
@@ -391,17 +421,21 @@ static void drop_ended(Draft *draft, int64_t s, double now) {
 
 static int64_t grow(Draft *draft, double below) {
     const Problem *of = draft->of;
-    for (int64_t s = 0; s < of->n_stages; s++)
-        if (!heap_push(&draft->heap, 0.0, s)) return NO_MEMORY;
+    if (!wake(draft, of->stage[0], 0.0)) return NO_MEMORY;
     while (draft->heap.n) {
         Event event = heap_pop(&draft->heap);
         int64_t s = event.stage;
         Stage *stage = &draft->stages[s];
+        if (stage->wake != event.time) continue; /* it was woken earlier */
         drop_ended(draft, s, event.time);
-        if (stage->free > event.time) continue;
         int64_t chosen = choose(draft, s, event.time);
-        if (chosen < 0) continue;
-        if (!run(draft, s, chosen, event.time)) return NO_MEMORY;
+        stage->wake = INFINITY;
+        if (chosen < 0) {
+            if (!sleep_until_next(draft, s, event.time)) return NO_MEMORY;
+            continue;
+        }
+        if (!run(draft, s, chosen, event.time)
+            || !wake(draft, s, stage->free)) return NO_MEMORY;
         if (stage->idle + draft->parts->work[s] + of->tiny > below) return GIVEN_UP;
     }
     for (int64_t q = 0; q < 3 * of->n_chunks; q++)
@@ -437,7 +471,7 @@ ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Parts *parts,
     for (int64_t s = 0; s < p; s++) {
         Stage *stage = &draft.stages[s];
         stage->row = rows + rows_from[s];
-        stage->start = INFINITY;
+        stage->start = stage->wake = INFINITY;
         stage->n_early = settings->early[s];
         stage->flights = flights + of->first[s];
     }

@@ -19,6 +19,13 @@ producer *starts*: every rule below looks that far ahead.
    the one that has waited longest (arXiv 2401.10241).
 4. Else sleep until an input arrives.
 
+Where costs have parts, a pass computes up to its next exchange of data, and goes on
+when that has ended; meanwhile its stage computes something else. Exchanges of a stage
+queue. As the runtime has it, one F of a stage and one B of a chunk are open at a time.
+
+    compute  0F0.0        0B1.1   0F0.2         0W1.0
+    network        0F0.1~   0B1.2~      0F0.3~
+
 With ``order``, rows of F's and B's, rules 1 and 2 are: the next pass of the row, as
 soon as it is there and fits. So the same loop places the W's of a known order:
 
@@ -68,7 +75,14 @@ __all__ = ["Settings", "list_schedule"]
 class Settings:
     """Ranks and limits of one run; tuples have one entry per stage.
 
-    ``offset`` has one entry per F and B number, in the unit of the times.
+    Args:
+        offset: of each F and B number, in the unit of the times.
+        max_in_flight, max_without_b, early, overrun, overrun_tail, delay_b, delay_f,
+            is_fair, order: see the rules.
+        go_on: advantage in rank of a pass that has started; it has parts.
+        most_open: passes of a stage that are open at once, of ``most_b`` B's.
+        most_w: W's that wait before one goes ahead of all else, as it does where an F
+            or B lacks memory; (): neither.
     """
 
     offset: tuple[float, ...]
