@@ -16,6 +16,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,9 +109,15 @@ def plot(
         picture_suffix(path)
     timelines = [timeline] if isinstance(timeline, Timeline) else timeline
     layout = _Layout(
-        [Drawing(each) for each in timelines], costs, _palette(colors), font_size
+        drawings=[Drawing(each) for each in timelines],
+        costs=costs,
+        palette=_palette(colors),
+        font=font_size,
+        time_unit=time_unit,
+        has_titles=title,
+        has_legend=legend,
     )
-    picture = layout.picture(size, time_unit=time_unit, title=title, legend=legend)
+    picture = layout.picture() if size is None else layout.fitted(*size)
     if path is not None:
         write_picture(picture, path, font=font)
     return picture
@@ -218,71 +225,63 @@ def _stage_colour(stage: int, n_stages: int) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
+@dataclass(kw_only=True)
 class _Layout:
     """Where the rows, axes and texts of a picture are, from top to bottom."""
 
-    def __init__(
-        self,
-        drawings: Sequence[Drawing],
-        costs: Costs | None,
-        palette: Mapping[str, str],
-        font: float,
-    ) -> None:
-        self._drawings, self._costs = drawings, costs
-        self._palette, self._font = palette, font
-        self._length = max(step_time(d.timeline) for d in drawings) or 1.0
-        self._left = 5.4 * font
-        self._has_memory = costs is not None and len(drawings) == 1
+    drawings: Sequence[Drawing]
+    costs: Costs | None
+    palette: Mapping[str, str]
+    font: float
+    time_unit: str
+    has_titles: bool
+    has_legend: bool
+
+    def fitted(self, width: float, height: float) -> Picture:
+        """A picture of this size in inches: texts leave the rest to rows."""
+        width, n_rows = _POINTS * width, sum(map(_stages_of, self.drawings))
+        other = self.picture(width, 1.0).height - n_rows
+        row = max((_POINTS * height - other) / n_rows, 1.0)
+        return self.picture(width, row)
+
+    def picture(self, width: float | None = None, row: float | None = None) -> Picture:
+        """Lay out; width and height of a row in points, or the usual ones."""
+        font, line = self.font, 1.6 * self.font
         self._areas: list[Area] = []
         self._marks: list[Text | Dot] = []
-
-    def picture(
-        self,
-        size: tuple[float, float] | None,
-        *,
-        time_unit: str,
-        title: bool,
-        legend: bool,
-    ) -> Picture:
-        """Lay out; the rows of stages take the height that texts leave."""
-        font, line = self._font, 1.6 * self._font
-        width = _POINTS * size[0] if size else self._usual_width()
+        self._length = max(step_time(d.timeline) for d in self.drawings) or 1.0
+        self._left = 5.4 * font
+        width = width or self._usual_width()
         self._width = width - self._left - font
+        if row is None:
+            row = min(30.0, max(10.0, 430.0 / max(map(_stages_of, self.drawings))))
         y = 0.4 * line
-        titles = [
-            list(self._title(d.timeline)) if title else [] for d in self._drawings
-        ]
-        if legend:
+        if self.has_legend:
             y = self._write_legend(y)
-        below = line * (2.2 + sum(map(len, titles)))  # at most
-        below += (_MEMORY_HEIGHT + line) * self._has_memory
-        stages = [drawing.timeline.placement.n_stages for drawing in self._drawings]
-        row = min(30.0, max(10.0, 430.0 / max(stages)))
-        if size:
-            row = max((_POINTS * size[1] - y - below) / sum(stages), 1.0)
-        for drawing, texts in zip(self._drawings, titles, strict=True):
-            for text in texts:
-                self._marks.append(text._replace(y=y + text.y + line / 2))
-            y += line * (1 + bool(texts and texts[-1].y)) if texts else 0.0
+        for drawing in self.drawings:
+            if self.has_titles:
+                for text in self._title(drawing.timeline):
+                    self._marks.append(text._replace(y=y + text.y + line / 2))
+                y = self._marks[-1].y + line / 2
             y = self._draw_rows(drawing, y, row)
-        y = self._draw_axis(y, time_unit)
-        if self._costs is not None and self._has_memory:
-            y = self._draw_memory(self._drawings[0].timeline, self._costs, y)
+        y = self._draw_axis(y)
+        if self.costs is not None and len(self.drawings) == 1:
+            y = self._draw_memory(self.drawings[0].timeline, self.costs, y)
         return Picture(width, y + 0.4 * line, self._areas, self._marks)
 
     def _usual_width(self) -> float:
-        typical = min(drawing.typical for drawing in self._drawings) or 1.0
+        typical = min(drawing.typical for drawing in self.drawings) or 1.0
         inches = _JOB_INCHES * self._length / typical + 1.2
         return _POINTS * min(max(inches, 8.0), _WIDEST)
 
     def _text(self, x: float, y: float, text: str, anchor: str = "start") -> Text:
-        return Text(x, y, text, self._font, anchor)
+        return Text(x, y, text, self.font, anchor)
 
     def _write_legend(self, y: float) -> float:
-        font, x = self._font, self._left
+        font, x = self.font, self._left
         line = 1.6 * font
-        boxes = [box for drawing in self._drawings for box in drawing.boxes]
-        for mark in legend_of(boxes, self._palette):
+        boxes = [box for drawing in self.drawings for box in drawing.boxes]
+        for mark in legend_of(boxes, self.palette):
             text = self._text(x + 1.4 * font, y + line / 2, mark.label)
             if text.x + text.width > self._left + self._width and x > self._left:
                 x, y = self._left, y + line
@@ -290,7 +289,7 @@ class _Layout:
             square = Bars(mark.colour, [(0.0, 0.0, 1.0, 1.0)])
             shapes = [square]
             if mark.is_strip:
-                shapes.append(Bars(self._palette["F"], [(0.0, 0.75, 1.0, 0.25)]))
+                shapes.append(Bars(self.palette["F"], [(0.0, 0.75, 1.0, 0.25)]))
             top = y + (line - font) / 2
             self._areas.append(Area(x, top, font, font, (0, 0, 1, 1), shapes))
             self._marks.append(text)
@@ -301,53 +300,52 @@ class _Layout:
         """Name and sizes, and the figures: on one line if both fit."""
         measure, share = waste(timeline)
         facts = [f"{measure} {100 * share:.2f} %"]
-        if self._costs is not None:
-            peak = max(peak_memory(timeline, self._costs))
-            unit = " M_B" if self._costs.m_b == 1.0 else ""
+        if self.costs is not None:
+            peak = max(peak_memory(timeline, self.costs))
+            unit = " M_B" if self.costs.m_b == 1.0 else ""
             facts.append(f"peak memory {format_memory(float(f'{peak:.4g}'))}{unit}")
         n_stages, m = timeline.placement.n_stages, timeline.n_microbatches
         sizes = f"{timeline.name}   {n_stages} stages, {m} micro-batches"
-        name = Text(self._left, 0, sizes, 1.1 * self._font, weight="bold")
+        name = Text(self._left, 0, sizes, 1.1 * self.font, weight="bold")
         figures = self._text(0, 0, "    ".join(facts))
         yield name
         if name.width + figures.width < self._width:
             yield figures._replace(x=self._left + self._width, anchor="end")
         else:
-            yield figures._replace(x=self._left, y=1.6 * self._font)
+            yield figures._replace(x=self._left, y=1.6 * self.font)
 
     def _draw_rows(self, drawing: Drawing, y: float, row: float) -> float:
         n_stages = drawing.timeline.placement.n_stages
         per_unit = self._width / self._length
         outlined = drawing.typical * per_unit > _THINNEST
-        shapes = timeline_shapes(drawing, self._palette, is_outlined=outlined)
+        shapes = timeline_shapes(drawing, self.palette, is_outlined=outlined)
         view = (0.0, 0.0, self._length, float(n_stages))
         area = Area(self._left, y, self._width, n_stages * row, view, shapes)
         self._areas.append(area)
-        for stage in range(0, n_stages, math.ceil(self._font / row)):
+        for stage in range(0, n_stages, math.ceil(self.font / row)):
             middle = y + (stage + 0.5) * row
-            x = self._left - 0.6 * self._font
+            x = self._left - 0.6 * self.font
             self._marks.append(self._text(x, middle, f"stage {stage}", "end"))
         top, height = _extent(0, drawing.n_lanes)
         for box in drawing.boxes:
-            size = min(self._font, 0.8 * height * row, box.duration * per_unit / 1.4)
-            if box.text and len(box.text) > 1:
-                size = min(size, box.duration * per_unit / (0.7 * len(box.text)))
+            wide = box.duration * per_unit / max(1.15, 0.7 * len(box.text))
+            size = min(self.font, 0.8 * height * row, wide)
             if not box.text or size < 4.5:
                 continue
             x = self._left + (box.start + box.end) / 2 * per_unit
-            ink = ink_on(box.style.colour_in(self._palette))
+            ink = ink_on(box.style.colour_in(self.palette))
             middle = y + (box.stage + top + height / 2) * row
             self._marks.append(Text(x, middle, box.text, size, "middle", ink))
         return y + n_stages * row
 
-    def _draw_axis(self, y: float, unit: str) -> float:
-        font = self._font
+    def _draw_axis(self, y: float) -> float:
+        font = self.font
         step = nice_step(self._length / max(self._width / (8 * font), 1))
         for k in range(int(self._length / step * (1 + 1e-9)) + 1):
             x = self._left + k * step / self._length * self._width
             text = self._text(x, y + 1.1 * font, f"{k * step:.6g}", "middle")
             self._marks.append(text)
-        label = f"time ({unit})" if unit else "time"
+        label = f"time ({self.time_unit})" if self.time_unit else "time"
         middle = self._left + self._width / 2
         self._marks.append(self._text(middle, y + 2.6 * font, label, "middle"))
         return y + 3.4 * font
@@ -356,15 +354,19 @@ class _Layout:
         top, shapes = memory_shapes(timeline, costs)
         view = (0.0, 0.0, self._length, top)
         line = Bars("muted", [(0.0, 0.995 * top, self._length, 0.005 * top)])
-        y += 0.6 * self._font
+        y += 0.6 * self.font
         self._areas.append(
             Area(self._left, y, self._width, _MEMORY_HEIGHT, view, [*shapes, line])
         )
         for text, height in memory_labels(timeline, costs):
             place = y + (1 - height / top) * _MEMORY_HEIGHT
-            x = self._left - 0.6 * self._font
+            x = self._left - 0.6 * self.font
             self._marks.append(self._text(x, place, text, "end"))
         return y + _MEMORY_HEIGHT
+
+
+def _stages_of(drawing: Drawing) -> int:
+    return drawing.timeline.placement.n_stages
 
 
 def memory_labels(timeline: Timeline, costs: Costs) -> list[tuple[str, float]]:

@@ -303,7 +303,7 @@ def test_passes_that_compute_layers_again_have_a_strip():
 def test_several_timelines_share_their_time_and_a_legend():
     timelines = [timeline_of("1F1B"), timeline_of("ZBV")]
     picture = plot(timelines, size=(3.3, 3.0), font_size=7)
-    assert (picture.width, picture.height) == pytest.approx((3.3 * 72, 3 * 72), abs=20)
+    assert (picture.width, picture.height) == pytest.approx((3.3 * 72, 3 * 72))
     rows = [area for area in picture.areas if area.view != (0, 0, 1, 1)]
     assert [area.view[2] for area in rows] == [max(map(step_time, timelines))] * 2
     assert len({(area.x, area.width) for area in rows}) == 1
