@@ -90,6 +90,10 @@ OF_ONE_RANK: dict[str, Row] = {
         lambda: make(clip_grad_norm=last_has(2.0, 1.0)),
         "ranks 0 and 1 were started with different",
     ),
+    "another overlap": (
+        lambda: make(execution=zbpp.Execution(overlap=last_has(False, True))),
+        "different schedules, splits or settings",
+    ),
     "processes": (
         lambda: make(n_stages=3),
         "2 processes cannot run 3 stages; start one process a stage",
@@ -339,6 +343,19 @@ def warnings_of(pattern: str, frozen: bool, n_stages: int | None) -> list[str]:
 
 HALF = "8 parameter(s) have gradients, but no optimizer steps them (0.bias, 1.bias, 2."
 FROZEN = "all parameters of the model are frozen"
+
+
+def losses_with_other_limits() -> float:
+    x = torch.ones(8, WIDTH)
+    limits = zbpp.Execution(timeout_s=last_has(50.0, 60.0))
+    with make(execution=limits) as pipeline:
+        return pipeline.step(x, x).loss
+
+
+@pytest.mark.dist
+def test_ranks_may_have_different_time_outs(pool: Pool) -> None:
+    first, last = pool.run(losses_with_other_limits, 2)
+    assert first == last
 
 
 @pytest.mark.dist

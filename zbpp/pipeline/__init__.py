@@ -2,8 +2,7 @@
 
 pipeline        `Pipeline`: plan -> programs -> executors, and ``step``
 plan_model      `plan_model`: from a model to the plan that a pipeline runs
-checkpoints     the state of a pipeline, taken, saved and loaded
-arguments       checks of what a pipeline is given
+arguments       checks of the arguments of a pipeline
 torch_schedule  `TorchSchedule`: for a trainer that takes a schedule of torch
 """
 

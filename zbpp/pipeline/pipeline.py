@@ -202,7 +202,9 @@ class Pipeline:
             ties = self._settings.ties
             programs = lower(self.schedule, ties=ties.chunks)
             text = schedule_text(self.schedule)
-            facts["schedules, splits or settings"] = text, self._settings
+            # overlap decides the order of the messages
+            passes = execution.compile, execution.overlap
+            facts["schedules, splits or settings"] = text, self._settings, passes
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
         self.stages = build(
             self._settings,

@@ -1,5 +1,5 @@
 """Serve `zbpp.Pipeline`: the stages of one process, from start to end.
 
-`build` makes their executors, `agreement` compares what the ranks begin with, `stages`
-runs them and settles their steps, `batches` gives them the micro-batches of a call.
+`build` makes their executors, `agreement` compares the settings of the ranks, `stages`
+settles steps and ends the pipeline, `batches` cuts the batch of a call.
 """

@@ -56,7 +56,7 @@ _PART = "compiles"
 class Settings:
     """Settings of every stage; `zbpp.Pipeline` explains the fields.
 
-    Ranks compare its ``repr``, which shows what must be the same on all of them.
+    Ranks compare its ``repr``, which leaves out what may differ between them.
     """
 
     ties: TiePlan
@@ -64,10 +64,11 @@ class Settings:
     rules: StepRules
     numerics: Numerics
     """A ``weigh`` that is a function is None here: each rank has its own object."""
-    execution: Execution
     replicas: DataParallel
     recompute: frozenset[int]
     """Layers of the whole model whose graph B computes again."""
+    execution: Execution = field(repr=False)
+    """With time-outs, which may differ."""
     weigh: WeighName | Weigh = field(repr=False)
     loss_fn: LossFn = field(repr=False)
     optimizer: MakeOptimizer | None = field(repr=False)
