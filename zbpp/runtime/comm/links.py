@@ -97,8 +97,7 @@ class StreamWaits:
 
     def confirm(self, work: dist.Work, context: WaitContext, peer: int | None) -> None:
         """Wait on the host for a message or sum; the oldest late one is named."""
-        with self._side:
-            self.wait(work, context, peer)
+        self._unconfirmed.append((work, context, peer))
         deadline = time.monotonic() + self._failures.timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
