@@ -13,7 +13,7 @@ from pathlib import Path
 from zbpp.simulator.plot import nice_step, write_picture
 from zbpp.simulator.svg import Area, Bars, Curve, Dot, Picture, Text
 
-__all__ = ["comparison_picture", "plot_comparison"]
+__all__ = ["plot_comparison"]
 
 _CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("", "6 3", "2 2")
@@ -26,31 +26,9 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def plot_comparison(
-    points: Points, series: Series, path: str | Path, *, chosen: str = "auto"
-) -> Picture:
-    """Draw modes into a file (svg; by matplotlib png and pdf).
-
-    Args:
-        points: for each mode its peak memory and bubble rate (0 to 1).
-        series: for each mode pairs of micro-batches and bubble rate.
-        path: the file to write.
-        chosen: the mode that has a ring.
-
-    Returns:
-        The picture, which notebooks show.
-
-    Raises:
-        RequestError: matplotlib is missing, the suffix names no known format, or
-            the file cannot be written.
-    """
-    picture = comparison_picture(points, series, chosen=chosen)
-    write_picture(picture, path)
-    return picture
-
-
-def comparison_picture(
     points: Points,
     series: Series,
+    path: str | Path | None = None,
     *,
     chosen: str = "auto",
     unit: str = "",
@@ -59,11 +37,19 @@ def comparison_picture(
     """Draw both charts side by side, or the one that has data.
 
     Args:
-        points: as for `plot_comparison`.
-        series: as there.
-        chosen: as there.
+        points: for each mode its peak memory and bubble rate (0 to 1).
+        series: for each mode pairs of micro-batches and bubble rate.
+        path: of a file to write: .svg, or by matplotlib .png and .pdf.
+        chosen: the mode that has a ring.
         unit: of the memory.
         limit: of the memory, a dashed line.
+
+    Returns:
+        The picture, which notebooks show.
+
+    Raises:
+        RequestError: matplotlib is missing, the suffix names no known format, or
+            the file cannot be written.
     """
     charts = []
     if points:
@@ -75,7 +61,10 @@ def comparison_picture(
         shift = number * _WIDTH
         areas += [area._replace(x=area.x + shift) for area in chart.areas]
         marks += [mark._replace(x=mark.x + shift) for mark in chart.marks]
-    return Picture(len(charts) * _WIDTH, _HEIGHT, areas, marks)
+    picture = Picture(len(charts) * _WIDTH, _HEIGHT, areas, marks)
+    if path is not None:
+        write_picture(picture, path)
+    return picture
 
 
 class _Chart:

@@ -14,7 +14,7 @@ from pathlib import Path
 from zbpp.core import Timeline
 from zbpp.core.files.json_text import write_file
 from zbpp.simulator.boxes import PALETTE, Drawing, legend_of
-from zbpp.simulator.charts import comparison_picture
+from zbpp.simulator.charts import plot_comparison
 from zbpp.simulator.entries import PageEntry, modes_table, unit_of_memory
 from zbpp.simulator.metrics import step_time, waste
 from zbpp.simulator.plot import memory_labels, memory_shapes, timeline_shapes
@@ -110,7 +110,7 @@ def _charts(entries: Sequence[PageEntry], series: Series) -> str:
         return ""
     limits = {entry.limit for entry in entries if entry.limit is not None}
     limit = limits.pop() / size if len(limits) == 1 else None
-    picture = comparison_picture(points, series, unit=unit, limit=limit)
+    picture = plot_comparison(points, series, unit=unit, limit=limit)
     return f'<div class="wide">{picture.svg(PAGE, "inherit")}</div>'
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["Row", "Table"]
+__all__ = ["Table"]
 
 
 @dataclass(frozen=True)
-class Row:
+class _Row:
     """The cells of a row; a note stands in place of all but the first of them."""
 
     cells: Sequence[str]
@@ -28,13 +28,13 @@ class Table:
     title: str = ""
     caption: str = ""
     left: int = 1
-    rows: list[Row] = field(default_factory=list)
+    rows: list[_Row] = field(default_factory=list)
 
     def add(
         self, *cells: str, look: Literal["", "bold", "dim"] = "", note: str = ""
     ) -> None:
         """Append a row."""
-        self.rows.append(Row(cells, look, note))
+        self.rows.append(_Row(cells, look, note))
 
     def for_terminal(self) -> "rich.table.Table":
         """The table as rich prints it; a row with a note has dashes, and no note."""
@@ -65,7 +65,7 @@ class Table:
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         )
 
-    def _html_row(self, row: Row) -> str:
+    def _html_row(self, row: _Row) -> str:
         name, *others = map(escape, row.cells)
         cells = "".join(f"<td>{cell}</td>" for cell in others)
         if row.note:

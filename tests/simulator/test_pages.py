@@ -140,6 +140,13 @@ def test_names_cannot_break_out_of_the_page(page_text, evil):
     assert name == f"{evil}, {evil}" and panel.count("<b>") == 1
 
 
+def test_a_page_of_twelve_thousand_boxes_is_small(page_text):
+    schedule = plan("ZBH1", n_stages=32, n_microbatches=128)
+    timeline = simulate(schedule, COSTS)
+    text = page_text([PageEntry(name="x", simulated=timeline, costs=COSTS)])
+    assert len(timelines_of(text)) > 400_000 > 200_000 > len(text)
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(RequestError, match=r"no/x\.html: cannot be written"):
         write_page([entry_of("1F1B")], tmp_path / "no" / "x.html")

@@ -20,8 +20,7 @@ from zbpp.cli.summary import summarize
 from zbpp.core import Costs, RequestError, parse_costs
 from zbpp.planning import MODES, Plan, PlanRequest, make_plan
 from zbpp.planning.answer import plan_text
-from zbpp.simulator import PageEntry, simulate
-from zbpp.simulator.charts import comparison_picture
+from zbpp.simulator import PageEntry, plot_comparison, simulate
 from zbpp.simulator.page import timelines_html
 from zbpp.simulator.svg import PAGE
 
@@ -123,7 +122,7 @@ def _chart(plans: Mapping[str, Plan]) -> str:
     for mode, plan in plans.items():
         figures = summarize(plan.schedule, plan.costs)
         points[mode] = max(figures.peak_memory), figures.bubble_rate
-    return comparison_picture(points, {}).svg(PAGE, "inherit") if points else ""
+    return plot_comparison(points, {}).svg(PAGE, "inherit") if points else ""
 
 
 _DRAW = {"draw": _timelines, "chart": _chart}
