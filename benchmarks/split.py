@@ -157,6 +157,16 @@ def blocks(n: int, width: int = 512, **options: Any) -> nn.Module:
     return nn.Sequential(*(Block(width, **options) for _ in range(n)))
 
 
+def four_blocks() -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """Equal layers, for `zbpp bench --model split:four_blocks`."""
+    torch.manual_seed(0)
+    return (
+        blocks(4),
+        (torch.randn(1, 256, 512), torch.randn(1, 256, 512)),
+        functional.mse_loss,
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP x4": (lambda: mlp(1024), (512, 1024)),
     "block x4, micro-batch 1": (lambda: blocks(4), (1, 256, 512)),
