@@ -180,12 +180,12 @@ def memory_over_time(
     """
     times = costs.on(timeline.placement)
     origin = min((row[0].start for row in timeline.rows if row), default=0.0)
-    curves = []
+    curves, has_parts = [], timeline.has_parts
     for stage, held in enumerate(times.fixed):
         jobs: dict[Job | Slot, tuple[Job, float, float]] = {}
         for slot in _slots(timeline, stage):
-            job = times.holder_of(slot.job) if timeline.has_parts else slot.job
-            key = job if timeline.has_parts else slot  # parts of a pass are one
+            job = times.holder_of(slot.job) if has_parts else slot.job
+            key = job if has_parts else slot  # parts of a pass are one
             _, start, _ = jobs.get(key, (job, slot.start, slot.end))
             jobs[key] = job, start, slot.end
         changes = [(start, times.peak(job)) for job, start, _ in jobs.values()]
