@@ -15,6 +15,7 @@ bubble rate, as no work, and is told apart from idle time.
 
 from collections.abc import Collection
 from itertools import chain
+from operator import itemgetter
 
 from zbpp.core import (
     Costs,
@@ -188,16 +189,19 @@ def memory_over_time(
             key = job if has_parts else slot  # parts of a pass are one
             _, start, _ = jobs.get(key, (job, slot.start, slot.end))
             jobs[key] = job, start, slot.end
-        changes = [(start, times.peak(job)) for job, start, _ in jobs.values()]
-        changes += [
-            (end, times.change(job) - times.peak(job)) for job, _, end in jobs.values()
-        ]
-        curve = {origin: held} if held else {}
-        for time, change in sorted(changes):  # memory is freed first
+        changes = []
+        for job, start, end in jobs.values():
+            peak = times.peak(job)
+            changes += [(start, peak), (end, times.change(job) - peak)]
+        changes.sort(key=itemgetter(0))  # at one time a job ends before the next starts
+        curve = [(origin, held)] if held else []
+        for time, change in changes:
+            held += change
             if change:
-                held += change
-                curve[time] = held
-        curves.append(list(curve.items()))
+                if curve and curve[-1][0] == time and curve[-1][1] <= held:
+                    curve.pop()  # a peak stays, even of a job that takes no time
+                curve.append((time, held))
+        curves.append(curve)
     return curves
 
 
