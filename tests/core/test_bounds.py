@@ -117,6 +117,8 @@ def test_some_hand_made_schedules_are_proved_optimal(mode, p, m, costs):
         ),
         # One chunk, a W fits beside two: loop 6, F before the second, B after it, W.
         ("slots", (0, 1), 4, Costs(comm=1, memory_limit=2.5), (24 + 2) / 2 + 1),
+        # One at a time, by BW's, as what B keeps for W does not fit: 6 times 3.
+        ("slots", (0,), 6, Costs(m_w=2, memory_limit=1), 6 * 3),
         # One chunk: as cycle above.
         ("turns", (0, 1), 4, Costs(comm=1, memory_limit=2), 6 + 1 + 8 + 1),
         # Down 1 + 2, there 5 (3 + 3), back up 2 + 1, a W; the link to stage 2 is idle.

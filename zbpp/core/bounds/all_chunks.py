@@ -363,7 +363,8 @@ def memory_slots(stage: Stage) -> float:
     up = max(first.wait(k - 1), stage.start[v - 1])
     down = last.wait(k - 1)
     if k * least + min(stage.m_w) > stage.net:  # no W beside k
-        after = max(stage.w) * count(stage.net, min(stage.m_w))
+        # at least one, of a BW, for which nothing is kept
+        after = max(stage.w) * max(1.0, count(stage.net, min(stage.m_w)))
         used += m * sum(stage.w) - min(stage.around, after)
     else:
         down = max(down, _way(stage, v - 1))
