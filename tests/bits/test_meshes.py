@@ -20,7 +20,6 @@ FACTORS: dict[str, list[Any]] = {
     "stages": [2, 1],
     "uses": ["some", "no layer", "none of one"],
     "weights": ["tied", "frozen", "plain"],
-    "source": ["list", "cut"],
     "optimizer": ["adamw", "sgd", "unknown"],
     "numbers": ["float64", "autocast", "narrow"],
     "validation": ["always", "small buckets", "barrier"],
@@ -40,7 +39,7 @@ def is_possible(values: list[Any]) -> bool:
     return not (
         (stages == 2 and kind.n_peers == 4)
         or (stages == 1 and (kind.n_peers == 1 or "group" in kind.options))
-        or (kind.wrap and (row.get("weights") == "tied" or row.get("source") == "cut"))
+        or (kind.wrap and row.get("weights") == "tied")
         # replicas give zeros where one process gives none
         or (
             row.get("uses", "some") != "some"

@@ -1,6 +1,7 @@
-"""Modules cut at named blocks; nothing of transformers is loaded."""
+"""Modules cut at their blocks by export; nothing of transformers is loaded."""
 
 import copy
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,7 @@ class InADict(Encoder):
         return logits
 
 
-class HandingBlock(Block):
+class ChainedBlock(Block):
     """Puts out a bias beside the hidden state; makes it if it gets none."""
 
     def forward(self, hidden: Tensor, bias: Any = None, scale: Any = 1.0) -> Any:
@@ -75,83 +76,21 @@ class HandingBlock(Block):
         return hidden + self.linear(hidden + bias), bias
 
 
-class HandsOn(Encoder):
+class Chained(Encoder):
     """Each block gets the bias that the one before has put out, as in T5."""
 
     def __init__(self) -> None:
         super().__init__()
-        blocks = nn.ModuleList(HandingBlock() for _ in range(4))
+        blocks = nn.ModuleList(ChainedBlock() for _ in range(4))
         self.body = nn.ModuleDict({"blocks": blocks})
         del self.bias, self.position
-
-    def biases(self, old: Any, new: Any) -> Any:
-        return new
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden, bias = self.embed(ids), None
         for block in self.body["blocks"]:
-            hidden, new = block(hidden, bias)
-            bias = self.biases(bias, new)
+            hidden, bias = block(hidden, bias)
         logits: Tensor = self.norm(hidden) @ self.embed.weight.t()
         return logits
-
-
-IDS = torch.arange(12).reshape(2, 6)
-PATH = "body.blocks"
-NAMES = {"before": ("embed", "bias"), "after": ("norm", "embed")}
-FOUND = {"before": ("embed",), "after": ("embed",), "example": IDS}
-HANDED = {"before": ("embed",), "after": ("norm", "embed")}
-
-
-def run(layered: Layered, value: Any = IDS) -> Any:
-    """Hand a value through all layers."""
-    for layer in layered.build(range(layered.n_layers)):
-        value = layer(value)
-    return value
-
-
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (Encoder, NAMES),
-        (Encoder, FOUND),
-        (lambda: Encoder("tuple"), NAMES),
-        (InADict, NAMES),
-        (InADict, FOUND),
-        (HandsOn, HANDED),
-    ],
-)
-def test_a_module_is_cut_to_the_bit_under_its_own_names(
-    make: Callable[[], nn.Module], names: Any
-) -> None:
-    model = make()
-    plain = copy.deepcopy(model)
-    layered = cut(model, PATH, **names)
-    assert layered.n_layers == 6
-    value, expected = run(layered), plain(IDS)
-    assert torch.equal(value, expected)
-    value.square().mean().backward()
-    expected.square().mean().backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    found = {
-        layered.own_name(index, name)
-        for index, layer in enumerate(layered.build(range(6)))
-        for name, _ in layer.named_parameters()
-    }
-    assert found == {name for name, _ in model.named_parameters()}
-    (tie,) = layered.ties  # what runs before and after the blocks
-    assert [layered.own_name(*end) for end in tie] == ["embed.weight"] * 2
-    assert [index for index, _ in tie] == [0, 5]
-
-
-def test_what_every_block_reads_travels_with_its_gradient() -> None:
-    layers = cut(Encoder(), PATH, **NAMES).build(range(6))
-    value = layers[0](IDS)
-    (bias,) = (x for x in value["shared"] if x.requires_grad)
-    assert any(x is bias for x in layers[1](value)["shared"])
-    of_block = cut(HandsOn(), PATH, **HANDED).build(range(2))
-    assert of_block[1](of_block[0](IDS))["more"][0].requires_grad
 
 
 class Dropping(Encoder):
@@ -170,20 +109,135 @@ class Dropping(Encoder):
         return logits
 
 
-@pytest.mark.parametrize("before", [("embed",), ("embed", "drop")])
-def test_a_dropout_before_the_blocks_works_in_training(before: Any) -> None:
-    model = Dropping()
+IDS = torch.arange(12).reshape(2, 6)
+PATH = "body.blocks"
+
+
+def run(layered: Layered, value: Any = IDS, *, training: bool = True) -> Any:
+    """Pass a value through all layers."""
+    for layer in layered.build(range(layered.n_layers)):
+        value = layer.train(training)(value)
+    return value
+
+
+class Skip(Encoder):
+    """The head reads what the embedding has put out."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = hidden = self.embed(ids)
+        for block in self.body["blocks"]:
+            hidden = block(hidden, 0.0) + 1.0
+        return (hidden + first) @ self.embed.weight.t()
+
+
+class Twice(Encoder):
+    """Runs its first block once more at the end."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in (*self.body["blocks"], self.body["blocks"][0]):
+            hidden = block(hidden, 0.0)
+        return hidden @ self.embed.weight.t()
+
+
+class Normed(nn.Module):
+    """Nothing runs before or after its blocks, which have buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Embedding(16, 16), nn.BatchNorm1d(6))
+            if i == 0
+            else nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(6), nn.Dropout(0.5))
+            for i in range(3)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        for block in self.blocks:
+            ids = block(ids)
+        return ids
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Encoder,
+        lambda: Encoder("tuple"),
+        InADict,
+        Chained,
+        Skip,
+        Twice,
+        Dropping,
+        Normed,
+    ],
+)
+def test_a_module_is_cut_to_the_bit_under_the_names_of_the_model(
+    make: Callable[[], nn.Module], training: bool
+) -> None:
+    model = make().train(training)
+    plain = copy.deepcopy(model)
+    path = "blocks" if isinstance(model, Normed) else PATH
+    layered = cut(model, path, example=IDS)
+    assert all(part.training is training for part in model.modules())
     torch.manual_seed(1)
-    expected = model(IDS)
-    layered = cut(model, PATH, before=before, after=("norm", "embed"))
+    value = run(layered, training=training)
     torch.manual_seed(1)
-    assert torch.equal(run(layered), expected)
+    expected = plain(IDS)
+    assert torch.equal(value, expected)
+    value.square().mean().backward()
+    expected.square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is q.grad or torch.allclose(p.grad, q.grad, rtol=1e-6), name
+        assert p.grad is None or name.startswith("embed") or torch.equal(p.grad, q.grad)
+    for b, c in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(b, c)
+    layers = layered.build(range(layered.n_layers))
+    names = {
+        layered.own_name(index, name)
+        for index, layer in enumerate(layers)
+        for name in layer.state_dict()
+    }
+    assert names == model.state_dict().keys()
+
+
+def test_dropout_differs_between_training_and_evaluation() -> None:
+    layered = cut(Dropping(), PATH, example=IDS)
+    assert not torch.equal(run(layered), run(layered))
+    evaluated = [run(layered, training=False) for _ in range(2)]
+    assert torch.equal(*evaluated)
+
+
+def test_what_every_block_reads_travels_with_its_gradient() -> None:
+    layers = cut(Encoder(), PATH, example=IDS).build(range(6))
+    value = layers[0](IDS)
+    travels = [x for x in layers[1](value).values() if x.requires_grad]
+    assert len(travels) == 2, "the hidden state and the bias"
+    assert any(x is y for x in travels for y in value.values())
+
+
+@pytest.mark.parametrize("mode", ["ZBH1", "ZBV"])
+def test_a_pipeline_of_a_skip_trains_as_the_plain_model(mode: str) -> None:
+    model = Skip()
+    plain = copy.deepcopy(model)
+    ids, targets = IDS.repeat(4, 1), torch.randn(8, 6, 16)
+    with zbpp.Pipeline(
+        cut(model, PATH, example=IDS), mode, optimizer=None, n_stages=2,
+        n_microbatches=4, loss_fn=nn.functional.mse_loss,
+    ) as pipeline:  # fmt: skip
+        losses = pipeline.step(ids, targets).losses
+    for part, target, loss in zip(ids.chunk(4), targets.chunk(4), losses, strict=True):
+        expected = nn.functional.mse_loss(plain(part), target)
+        assert float(expected.detach()) == loss
+        (expected / 4).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_buffers_above_the_blocks_are_saved_once_and_loaded() -> None:
     def state_and_loss(model: nn.Module, state: Any = None) -> tuple[Any, float]:
         with zbpp.Pipeline(
-            cut(model, PATH, **NAMES), "1F1B", optimizer=None, n_stages=2,
+            cut(model, PATH, example=IDS[:1]), "1F1B", optimizer=None, n_stages=2,
             n_microbatches=2, loss_fn=nn.functional.mse_loss,
         ) as pipeline:  # fmt: skip
             if state is not None:
@@ -200,54 +254,20 @@ def test_buffers_above_the_blocks_are_saved_once_and_loaded() -> None:
     assert state_and_loss(Encoder(), state)[1] != loss
 
 
-class Looping(Encoder):
-    """Runs its blocks as a function says, which is handed the hidden state."""
-
-    def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
-
+class Recomputes(Encoder):
     def forward(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = self.norm(self.loop(self.body["blocks"], self.embed(ids)))
-        return hidden
-
-
-class Twice(Looping):
-    def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
-        for block in (*blocks, blocks[0]):
-            hidden = block(hidden, 0.0)
-        return hidden
-
-
-class Between(Looping):
-    def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
-        for block in blocks:
-            hidden = block(hidden, 0.0) + 1.0
-        return hidden
-
-
-class Skip(Looping):
-    """The head reads what the embedding put out."""
-
-    def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
-        first = hidden
-        for block in blocks:
-            hidden = block(hidden, 0.0)
-        return hidden + first
-
-
-class Recomputes(Looping):
-    def loop(self, blocks: Any, hidden: Tensor) -> Tensor:
-        for block in blocks:
+        hidden: Tensor = self.embed(ids)
+        for block in self.body["blocks"]:
             hidden = checkpoint(block, hidden, 0.0, use_reentrant=True)
         return hidden
 
 
-class HandsNothingOn(HandsOn):
-    def biases(self, old: Any, new: Any) -> Any:
-        return None
+class Branches(Encoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids if bool((ids > 3).any()) else ids + 1)
 
 
-def wrapped_as_a_whole() -> nn.Module:
+def wrapped() -> nn.Module:
     model = Encoder()
     model._get_fsdp_state = None  # as fully_shard leaves it
     return model
@@ -261,41 +281,25 @@ def on_meta(make: Callable[[], nn.Module] = Encoder) -> nn.Module:
 STATE = Encoder().state_dict()
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize(
     ("make", "arguments", "words"),
     [
-        (Between, NAMES, "block 1 is not called with what block 0 puts out"),
-        (Twice, NAMES, "block 0 is called a second time"),
-        (Recomputes, NAMES, "needs use_reentrant=False"),
-        (HandsNothingOn, HANDED, r"more than the hidden state \(Tensor\)"),
-        (
-            Skip,
-            {"before": ("embed", "bias"), "after": ("norm",)},
-            "reads what ran before",
-        ),
-        (
-            Encoder,
-            {"before": ("embed", "norm"), "after": ("bias",)},
-            "bias was called where the model's layers",
-        ),
-        (Encoder, {"blocks": "body"}, r"body is a ModuleDict.*body\.blocks \(4\)"),
-        (Encoder, {}, "not known whether they run before or after"),
-        (Encoder, {"before": ("x",)}, "x: no module beside the path"),
-        (wrapped_as_a_whole, NAMES, r"cut the model first, and wrap"),
-        (on_meta, NAMES, "on the meta device; say in weights="),
-        (on_meta, {**NAMES, "weights": 1}, "^scale has no initialisation"),
+        (Recomputes, {}, "torch.export cannot export this Recomputes"),
+        (Branches, {}, "torch.export cannot export this Branches"),
+        (Encoder, {"blocks": "body"}, r"body is a ModuleDict.*'body\.blocks' \(4\)"),
+        (Encoder, {"example": None}, "needs a micro-batch"),
+        (Encoder, {"example": IDS[:1]}, r"shapes \[\[2, 6\]\], and.*\[\[1, 6\]\]"),
+        (wrapped, {}, r"cut the model first, and wrap"),
+        (on_meta, {}, "on the meta device; name the source of its weights"),
+        (on_meta, {"weights": 1}, "position has no initialisation"),
         (
             on_meta,
-            {**NAMES, "weights": {**STATE, "norm.weight": torch.ones(3)}},
+            {"weights": {**STATE, "norm.weight": torch.ones(3)}},
             r"norm\.weight has the shape \(3,\)",
         ),
         (
             on_meta,
-            {
-                **NAMES,
-                "weights": {k: v for k, v in STATE.items() if k != "norm.weight"},
-            },
+            {"weights": {k: v for k, v in STATE.items() if k != "norm.weight"}},
             r"have no tensor norm\.weight",
         ),
     ],
@@ -304,15 +308,13 @@ def test_what_cannot_be_cut_is_refused_by_name(
     make: Callable[[], nn.Module], arguments: Any, words: str
 ) -> None:
     with pytest.raises(RequestError, match=words):
-        run(cut(make(), **{"blocks": PATH, **arguments}))
+        run(cut(make(), **{"blocks": PATH, "example": IDS, **arguments}))
 
 
-def test_parts_are_wrapped_after_the_cut_and_never_as_a_whole() -> None:
-    model = Encoder()
-    layered = cut(model, PATH, **NAMES)
-    model._get_fsdp_state = None
-    with pytest.raises(RequestError, match=r"an? Encoder is wrapped as a whole"):
-        layered.build(range(1))
+def test_the_way_of_a_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="zbpp"):
+        cut(Encoder(), example=IDS)
+    assert "Encoder is cut by torch.export into 6 layers" in caplog.text
 
 
 def test_sequentials_keep_their_own_names_and_lists_get_some() -> None:
@@ -355,7 +357,8 @@ def test_layers_below_a_wrapper_of_peft_keep_the_wrappers_names() -> None:
         assert set(pipeline.state_dict()["model"]) == set(model.state_dict())
         assert pipeline.step(torch.ones(4, 4), torch.zeros(4, 4)).loss > 0
     for path in (PATH, f"base_model.model.{PATH}"):
-        name = zbpp.cut(of_peft(Encoder()), path, **NAMES).own_name(1, "block.x")
+        layered = zbpp.cut(of_peft(Encoder()), path, example=IDS)
+        name = layered.own_name(1, "graph.model.body.blocks.0.x")
         assert name == "base_model.model.body.blocks.0.x"
     with pytest.raises(RequestError, match="PROMPT_TUNING puts a prompt before"):
         layered_of(of_peft(Encoder(), prompt=True))
@@ -364,6 +367,6 @@ def test_layers_below_a_wrapper_of_peft_keep_the_wrappers_names() -> None:
 def test_a_model_on_meta_is_made_where_it_is_needed() -> None:
     real = Encoder()
     model = on_meta()
-    layered = cut(model, PATH, **NAMES, weights=real.state_dict())
+    layered = cut(model, PATH, example=IDS, weights=real.state_dict())
     assert torch.equal(run(layered), real(IDS))
     assert all(p.is_meta for p in model.parameters())

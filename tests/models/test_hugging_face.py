@@ -13,11 +13,11 @@ import torch
 from allpairspy import AllPairs
 from pages import ROOT
 from pool import Pool
-from tiny_hf import FAMILIES, batch_of, tiny
+from tiny_hf import EXPORTED, FAMILIES, batch_of, tiny
 
 import zbpp
 from zbpp import RequestError
-from zbpp.models import Family, layered_of, register
+from zbpp.models import layered_of
 
 pytestmark = [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
 
@@ -42,6 +42,13 @@ class Case(NamedTuple):
 
     def model(self) -> Any:
         return tiny(self.family, 6, tie_word_embeddings=self.tied)
+
+    def layers(self) -> Any:
+        """The model as a pipeline takes it."""
+        model = self.model()
+        if self.family not in EXPORTED:
+            return model
+        return zbpp.cut(model, example=parts_of(batch_of(self.family, 2 * M))[0])
 
 
 HOW = [
@@ -102,7 +109,7 @@ def plain(key: tuple[Any, ...]) -> Run:
 
 def piped(case: Case) -> Run:
     """The same in a pipeline; gradients of the stages of this process."""
-    model, numerics = case.model(), zbpp.Numerics(autocast=case.autocast)
+    model, numerics = case.layers(), zbpp.Numerics(autocast=case.autocast)
     plan: Any = case.mode
     if case.recompute:
         plan = zbpp.plan_model(
@@ -125,7 +132,7 @@ def piped(case: Case) -> Run:
 @cache
 def tied_names(family: str, tied: bool) -> tuple[str, ...]:
     """Names of the tied parameter of a family's model, the first layer's first."""
-    layered = zbpp.cut(Case(family, tied=tied).model())
+    layered = layered_of(Case(family, tied=tied).layers())
     return tuple(layered.own_name(*end) for tie in layered.ties for end in tie)
 
 
@@ -141,21 +148,29 @@ def assert_plain(run: Run, case: Case) -> None:
 
     All but a tied parameter's: a plain loop adds up its layers' gradients micro-batch
     by micro-batch, a pipeline layer by layer. These agree within 1e-6 of the largest,
-    and have the same bits under every mode and number of stages.
+    and have the same bits under every mode and number of stages. An exported graph has
+    the casts of the dtypes of its example, so under autocast it rounds otherwise.
     """
     losses, expected = plain(case.key)
-    assert run[0] == losses
+    rounds = case.family in EXPORTED and case.autocast is not None
+    assert run[0] == (pytest.approx(losses, rel=1e-2) if rounds else losses)
     tied = tied_names(case.family, case.tied)
     names = {name for name, gradient in expected.items() if gradient is not None}
     assert names <= run[1].keys()
     for name in names - {*tied}:
-        assert torch.equal(run[1][name], expected[name]), name
+        found, gradient = run[1][name], expected[name]
+        if rounds:
+            most = float(gradient.abs().max())
+            torch.testing.assert_close(found, gradient, rtol=0, atol=0.03 * most)
+        else:
+            assert torch.equal(found, gradient), name
     for name in tied:  # one for each stage that holds it
         if name not in run[1]:
             continue
         found, gradient = run[1][name], expected[tied[0]]
         most = float(gradient.abs().max())
-        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-6 * most)
+        atol = (0.03 if rounds else 1e-6) * most
+        torch.testing.assert_close(found, gradient, rtol=0, atol=atol)
         assert torch.equal(found, tied_gradient(case.key, tied[0])), name
 
 
@@ -184,13 +199,22 @@ def test_two_processes_find_the_same_gradients(pool: Pool) -> None:
         assert_plain((first[0] or last[0], first[1] | last[1]), case)
 
 
-def test_a_routers_loss_is_part_of_the_loss() -> None:
+def test_a_routers_loss_is_part_of_the_loss_of_an_exported_model() -> None:
     """Each micro-batch's own, as in a plain loop; without it the loss is another."""
-    losses, gradients = piped(Case("mixtral"))
-    alone = tiny("mixtral", 6, output_router_logits=False, tie_word_embeddings=False)
-    for part, loss in zip(parts_of(batch_of("mixtral", 2 * M)), losses, strict=True):
+    batch = batch_of("mixtral", 2 * M)
+    parts = parts_of(batch)
+    model = tiny("mixtral", 6, output_router_logits=True)
+    with pytest.raises(RequestError, match="output_router_logits is set"):
+        layered_of(model)
+    with zbpp.Pipeline(
+        zbpp.cut(model, example=parts[0]), "1F1B", optimizer=None, n_stages=2,
+        n_microbatches=M,
+    ) as pipeline:  # fmt: skip
+        losses = pipeline.step(batch).losses
+    plain, alone = tiny("mixtral", 6, output_router_logits=True), tiny("mixtral", 6)
+    for part, loss in zip(parts, losses, strict=True):
+        assert loss == pytest.approx(float(plain(**part).loss.detach()), rel=1e-6)
         assert loss - float(alone(**part).loss.detach()) > 1e-3
-    assert float(gradients["model.layers.0.mlp.gate.weight"].abs().max()) > 0
 
 
 def test_predictions_and_losses_of_any_length_are_the_plain_models() -> None:
@@ -212,25 +236,46 @@ def test_predictions_and_losses_of_any_length_are_the_plain_models() -> None:
             pipeline.step(batch)
 
 
-def names_of(layered: Any) -> list[list[str]]:
-    return [
-        [name for name, _ in layer.named_parameters()]
-        for layer in layered.build(range(layered.n_layers))
-    ]
-
-
-def test_a_family_is_cut_as_registered_or_by_its_path_or_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_is_cut_at_the_blocks_that_it_has_or_at_a_path() -> None:
     model = tiny("gpt2")
-    registered, by_path = layered_of(model), zbpp.cut(model, "transformer.h")
-    assert by_path.ties == registered.ties and len(by_path.ties) == 1
-    assert names_of(by_path) == names_of(registered)
-    monkeypatch.setattr(type(model.config), "model_type", "mine")
-    with pytest.raises(RequestError, match=r"no family is registered.*zbpp\.cut"):
+    found, by_path = layered_of(model), zbpp.cut(model, "transformer.h")
+    assert by_path.ties == found.ties and len(by_path.ties) == 1
+    assert by_path.n_layers == found.n_layers == 6
+    with pytest.raises(RequestError, match=r"transformer is a GPT2Model .*'transfor"):
+        zbpp.cut(model, "transformer")
+    with pytest.raises(RequestError, match="is cut by export, which needs a micro"):
+        layered_of(tiny("t5"))
+
+
+def test_a_dropout_before_the_blocks_is_drawn_once() -> None:
+    model, batch = tiny("gpt2", embd_pdrop=0.5), batch_of("gpt2")
+    layered = layered_of(model)
+    torch.manual_seed(3)
+    value, _ = layered.cut_batch(batch)
+    for layer in layered.build(range(layered.n_layers)):
+        value = layer.train()(value)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert torch.equal(value["loss"], model(**batch).loss)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+class LearnedMask(torch.nn.Module):
+    """Changes the rotary table by a weight that other layers do not have."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table, self.scale = table, torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return tuple(self.scale * x for x in self.table(*args, **kwargs))
+
+
+def test_blocks_that_read_more_than_the_batch_are_refused() -> None:
+    model = tiny("llama")
+    model.model.rotary_emb = LearnedMask(model.model.rotary_emb)
+    with pytest.raises(RequestError, match="compute from their weights"):
         layered_of(model)
-    register("mine", Family("h", ("wte", "wpe", "drop"), ("ln_f",)))
-    assert layered_of(model).n_layers == 6
 
 
 def test_a_batch_that_is_no_dict_or_has_no_labels_is_refused() -> None:

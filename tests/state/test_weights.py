@@ -50,7 +50,7 @@ def model_of(name: str) -> tuple[Any, nn.Module]:
     torch.manual_seed(0)
     if name in ("cut", "tied"):
         model = Model(tied=name == "tied")
-        return zbpp.cut(model, "blocks", before=["inner"], after=["head"]), model
+        return zbpp.cut(model, "blocks", example=torch.zeros(4, 8)), model
     layers = [nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8)) for _ in range(4))]
     model = nn.Sequential(*layers)
     return (model if name == "sequential" else layers), model

@@ -91,7 +91,6 @@ class MeshCase:
             bfloat16 and summed in float32 by `fully_shard`.
         stages: of the mesh.
         mode: of the schedule.
-        source: of the layers: a ``"list"``, or a model that is ``"cut"``.
         validation: ``"always"`` late, with ``"small buckets"``, or at a ``"barrier"``.
         recompute: ``"none"``, ``"some"`` layers, or ``"within"`` all layers.
         halfway: ``"switch"`` to other orders, ``"resume"`` from a checkpoint of another
@@ -106,7 +105,6 @@ class MeshCase:
     numbers: str = "float64"
     stages: int = 2
     mode: str = "ZBV"
-    source: str = "list"
     validation: str = "always"
     recompute: str = "none"
     halfway: str = "nothing"
@@ -229,8 +227,6 @@ def pipeline_of(
     if kind.wrap:
         _wrap(model.layers(), case, mesh)
     source: Any = model.layers()
-    if case.source == "cut":
-        source = zbpp.cut(model, "blocks", before=["table"], after=["head"])
     weigh = None if "context_parallel" in kind.sizes else "tokens"
     settings: dict[str, Any] = {
         "loss_fn": loss_fn,
@@ -354,7 +350,6 @@ def reference(case: MeshCase) -> MeshCase:
     return replace(
         case,
         mode="1F1B",
-        source="list",
         stages=2 if kind.n_peers == 1 or "group" in kind.options else 1,
         validation="barrier",
         recompute="none",

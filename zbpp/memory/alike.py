@@ -52,7 +52,7 @@ def _signature(layer: nn.Module, index: int, uses: dict[int, int]) -> Any:
         values = [
             (name, _of_value(value - index if _is_number(name, value) else value, []))
             for name, value in sorted(vars(module).items())
-            if name not in _OWN and name not in getattr(module, "own_place", ())
+            if name not in _OWN and name not in getattr(module, "place_attributes", ())
         ]
         parts.append((path, type(module), tuple(tensors), tuple(values)))
     return tuple(parts)

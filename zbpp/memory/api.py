@@ -9,7 +9,7 @@ from zbpp.core import Costs, RequestError
 from zbpp.memory.estimate import Estimate, Steps, estimate_modes
 from zbpp.memory.layers import Tracing, model_memory
 from zbpp.memory.model import ModelMemory, default_optimizer
-from zbpp.models.given import Given
+from zbpp.models.entry import AnyModel
 from zbpp.planning import USUAL_MODES
 from zbpp.planning.replicas import Shard, check_replicas
 from zbpp.runtime.optim.make import MakeOptimizer
@@ -22,7 +22,7 @@ _GROWTH = 64  # in one step
 
 
 def estimate(
-    model: Given,
+    model: AnyModel,
     batch: Any,
     loss_fn: LossFn | None = None,
     *,

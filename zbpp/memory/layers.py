@@ -8,7 +8,7 @@ from zbpp.core import LayerCosts
 from zbpp.memory.fake import fake_model
 from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.memory.trace import TraceOptions
-from zbpp.models.given import Given, layered_of, model_to_build
+from zbpp.models.entry import AnyModel, layered_of, model_to_build
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
@@ -31,7 +31,7 @@ class Tracing(TypedDict, total=False):
 
 
 def model_memory(
-    model: Given,
+    model: AnyModel,
     batch: Any,
     loss_fn: LossFn | None = None,
     *,
@@ -60,7 +60,7 @@ def model_memory(
 
 
 def layer_memory(
-    model: Given,
+    model: AnyModel,
     batch: Any,
     loss_fn: LossFn | None = None,
     *,

@@ -1,19 +1,16 @@
 """From a module to layers that a pipeline deals to stages.
 
+entry         `layered_of`: whatever `zbpp.Pipeline` takes as `Layered`; `cut`
 layered       `Layered`: layers by index, their own names, ties, loss and batch
-given         `layered_of`: whatever `zbpp.Pipeline` takes as `Layered`; `cut`
-families      `Family`, `register`: where blocks are
-hugging_face  models of transformers: names, loss, batch
-configs/      layers and a batch from a configuration file
-cut           from named blocks to layers: parts (front, block, back)
-frame         the model's own forward around other blocks, with stand_ins
-calls         what blocks are called with; recorded: outputs that join the loss
-discover      what runs before and after the blocks
+blocks        the list of repeated blocks of a model
+pretrained    models of transformers: their own forward around other blocks
+exported      any other module: torch exports it, and splits its graph
+hugging_face  batches, losses and wrappers of transformers and peft
 weights       weights of a model on the meta device, made where they are needed
+configs/      layers and a batch from a configuration file
 """
 
-from zbpp.models.families import Family, register
-from zbpp.models.given import cut, layered_of, layers_from
+from zbpp.models.entry import cut, layered_of, layers_from
 from zbpp.models.layered import Layered, Tie
 
-__all__ = ["Family", "Layered", "Tie", "cut", "layered_of", "layers_from", "register"]
+__all__ = ["Layered", "Tie", "cut", "layered_of", "layers_from"]

@@ -10,7 +10,7 @@ from zbpp.runtime.microbatches import CutBatch, Weigh
 from zbpp.runtime.stage import LossFn
 from zbpp.runtime.ties.plan import Tie
 
-__all__ = ["Layered", "Tie", "layer_name"]
+__all__ = ["Layered", "Tie", "layer_name", "shared_buffers"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +43,13 @@ class Layered:
     loss_fn: LossFn | None = None
     cut_batch: CutBatch | None = None
     weigh: Weigh | None = None
+
+
+def shared_buffers(layers: Sequence[nn.Module], own_name: OwnName) -> tuple[Tie, ...]:
+    """Find the buffers of a checkpoint that lie in several layers."""
+    places: dict[str, dict[int, str]] = {}
+    for index, layer in enumerate(layers):
+        parameters = dict(layer.named_parameters(remove_duplicate=False))
+        for name in layer.state_dict(keep_vars=True).keys() - parameters.keys():
+            places.setdefault(own_name(index, name), {})[index] = name
+    return tuple(tuple(place.items()) for place in places.values() if len(place) > 1)

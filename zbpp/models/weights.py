@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, a_kind
 from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.random_state import random_state, seed_torch, set_random_state
 from zbpp.runtime.support.torch_internals import is_fake
@@ -74,12 +74,21 @@ class Weights:
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
 
-    def make(self, name: str, module: nn.Module) -> nn.Module:
+    def make(self, name: str) -> nn.Module:
         """Copy a module of the model, with weights.
 
         Raises:
             RequestError: a tensor is in no file, or has no initialisation.
         """
+        return self._make(name, self._model.get_submodule(name))
+
+    def make_alone(self, name: str) -> nn.Module:
+        """Copy a module of the model with weights, without its children."""
+        alone = copy.copy(self._model.get_submodule(name))
+        alone.__dict__["_modules"] = {}
+        return self._make(name, alone)
+
+    def _make(self, name: str, module: nn.Module) -> nn.Module:
         unset = {id(t): _unset(t) for t in _on_meta(module)}
         made = copy.deepcopy(module, {**groups_kept(module), **unset})
         if any(is_fake(t) for t in unset.values()):
@@ -89,23 +98,6 @@ class Weights:
             for within, part in made.named_modules()
         )
         return made
-
-    def parameter(self, name: str, module: nn.Module, key: str) -> nn.Parameter:
-        """One parameter of a module, with its values."""
-        alone = _alone(module, module._parameters)
-        parameter = alone._parameters[key]
-        assert parameter is not None
-        if not is_fake(parameter):
-            self._fill([(name.rpartition(".")[0], alone)])
-        return parameter
-
-    def buffers(self, name: str, module: nn.Module) -> None:
-        """Give a module above the blocks its buffers."""
-        if any(b is not None and b.is_meta for b in module._buffers.values()):
-            alone = _alone(module, {})
-            if not any(b is not None and is_fake(b) for b in alone._buffers.values()):
-                self._fill([(name, alone)])
-            module._buffers.update(alone._buffers)
 
     @torch.no_grad()
     def _fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -118,9 +110,6 @@ class Weights:
         values: dict[nn.Module, dict[str, Tensor]] = {}
         for name, part in parts:
             values[part] = self._given(name, part)
-            for key in values[part].keys() & part._parameters.keys():
-                # transformers' initialisations leave such parameters alone
-                part._parameters[key]._is_hf_initialized = True  # type: ignore
         for name, part in reversed(parts):
             self._draw(name, part)
         for name, part in parts:
@@ -171,8 +160,7 @@ class Weights:
                 values[key] = value
             elif first != full:
                 above, _, last = first.rpartition(".")
-                twin = self._model.get_submodule(above)
-                values[key] = self.parameter(first, twin, last).detach()
+                values[key] = self.make_alone(above).get_parameter(last).detach()
         return values
 
     def _check(self, name: str, part: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -185,7 +173,7 @@ class Weights:
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 full = f"{name}.{key}" if name else key
                 raise RequestError(
-                    f"{full} has no initialisation: a {type(part).__name__} has "
+                    f"{full} has no initialisation: {a_kind(part)} has "
                     "no reset_parameters, and the model none for it; give weights= a "
                     "state dict or files, or make the model on a real device"
                 )
@@ -195,20 +183,6 @@ def _on_meta(module: nn.Module) -> list[Tensor]:
     """Parameters and buffers that have no memory, each once."""
     every = (*module.parameters(), *module.buffers())
     return [tensor for tensor in dict.fromkeys(every) if tensor.is_meta]
-
-
-def _alone(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter | None]
-) -> nn.Module:
-    """The same module without its children, with some of its parameters."""
-    alone = copy.copy(module)
-    for name, held in (("_parameters", parameters), ("_buffers", module._buffers)):
-        alone.__dict__[name] = {
-            key: _unset(t) if t is not None and t.is_meta else t
-            for key, t in held.items()
-        }
-    alone.__dict__["_modules"] = {}
-    return alone
 
 
 def _unset(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from zbpp.core import (
 from zbpp.core.sharding import reduces_every
 from zbpp.diagnostics import split_warning
 from zbpp.models import Tie, layered_of
-from zbpp.models.given import Given
+from zbpp.models.entry import AnyModel
 from zbpp.pipeline.arguments import (
     Processes,
     check_arguments,
@@ -116,7 +116,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: Given,
+        model: AnyModel,
         schedule: str | Path | Schedule | Plan = "ZBH1",
         *,
         optimizer: MakeOptimizer | None,

@@ -11,7 +11,7 @@ from zbpp.core import Schedule
 from zbpp.core.sharding import reduces_every
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
-from zbpp.models.given import Given, model_to_build
+from zbpp.models.entry import AnyModel, model_to_build
 from zbpp.pipeline.arguments import Processes, device_of, join, loss_of
 from zbpp.pipeline.pipeline import Pipeline
 from zbpp.planning import Plan, PlanRequest
@@ -32,7 +32,7 @@ __all__ = ["plan_model"]
 
 
 def plan_model(
-    model: Given,
+    model: AnyModel,
     schedule: str | Path | Schedule | Plan = "auto",
     *,
     n_stages: int | None = None,

@@ -83,7 +83,7 @@ def load_model(
 
 
 def _of_layers(name: str, model: Any, batch: Any, loss_fn: Any) -> UserModel:
-    from zbpp.models.given import layered_of, model_to_build
+    from zbpp.models.entry import layered_of, model_to_build
 
     n_layers = None
     if isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], int):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ENCODER_DECODERS", "FAMILIES", "batch_of", "tiny", "untied"]
+__all__ = ["ENCODER_DECODERS", "EXPORTED", "FAMILIES", "batch_of", "tiny", "untied"]
 
 _COMMON = {
     "vocab_size": 96,
@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": (
         "MixtralForCausalLM",
         "MixtralConfig",
-        {**_GROUPED, "num_local_experts": 4, "output_router_logits": True},
+        {**_GROUPED, "num_local_experts": 4},
     ),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**_COMMON, **_NO_DROPOUT}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _COMMON),
@@ -92,6 +92,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 ENCODER_DECODERS = {"bart": "decoder_layers", "t5": "num_decoder_layers"}
 """Families whose decoder is cut, and the setting that counts its blocks."""
+
+
+EXPORTED = {*ENCODER_DECODERS, "vit"}
+"""Families whose models are cut by export, with an example."""
 
 
 def tiny(family: str, n_blocks: int = 4, *, seed: int = 0, **more: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.models.given import cut, layered_of
+from zbpp.models.entry import cut, layered_of
 from zbpp.models.layered import Layered
 
 __all__ = ["layers_of_config", "layers_of_files", "read_config"]

@@ -24,6 +24,7 @@ PRIVATE_NAMES = (
     "torch._subclasses.fake_tensor:FakeCopyMode",
     "torch._subclasses.fake_tensor:FakeTensor",
     "torch._subclasses.fake_tensor:unset_fake_temporarily",
+    "torch.export.unflatten:InterpreterModule",
     "torch.autograd:_is_checkpoint_valid",
     "torch.autograd.graph:_engine_run_backward",
     "torch.autograd.profiler:_is_profiler_enabled",

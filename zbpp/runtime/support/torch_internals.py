@@ -11,6 +11,7 @@ import torch.autograd.graph
 import torch.autograd.profiler
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 try:
     from torch.distributed._composable.contract import _get_registry
@@ -30,6 +31,8 @@ __all__ = [
     "outside_fake_mode",
     "plain_step",
     "profiling",
+    "run_graphs_on",
+    "use_generated_code",
 ]
 
 
@@ -161,3 +164,34 @@ def mark_called(optimizer: torch.optim.Optimizer) -> None:
     The step itself comes later, and the scheduler would warn.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def use_generated_code(module: nn.Module) -> None:
+    """Let modules of an exported graph run code; to interpret takes twice as long."""
+    for part in module.modules():
+        if hasattr(part, "_run_with_interpreter"):
+            part._run_with_interpreter = False  # type: ignore[assignment]
+            # its class has the code; its tensors would keep those of the part alive
+            code = part.__dict__.get("graph_module")
+            if code is not None:
+                code._parameters, code._buffers, code._modules = {}, {}, {}
+
+
+def run_graphs_on(module: nn.Module, device: torch.device) -> None:
+    """Let an exported graph make its tensors on another device than at its export."""
+    check = torch.ops.aten._assert_tensor_metadata.default
+
+    def move(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    for part in module.modules():
+        code: Any = part.__dict__.get("graph_module", part)
+        if not isinstance(code, GraphModule):
+            continue
+        for node in list(code.graph.nodes):
+            if node.target is check:
+                code.graph.erase_node(node)
+            else:
+                node.args = tuple(move(x) for x in node.args)
+                node.kwargs = {key: move(x) for key, x in node.kwargs.items()}
+        code.recompile()

@@ -1,5 +1,6 @@
-"""Whatever a user gives as a model, as layers."""
+"""Whatever a user passes as a model, as layers."""
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,27 +9,26 @@ from typing import Any
 from torch import nn
 
 from zbpp.core import RequestError, a_kind
-from zbpp.models.cut import cut_module
-from zbpp.models.hugging_face import (
-    base_of,
-    cut_pretrained,
-    is_peft,
-    is_pretrained,
-)
+from zbpp.models.exported import cut_by_export
+from zbpp.models.hugging_face import base_of, is_peft, is_pretrained
 from zbpp.models.layered import Layered, Tie, layer_name
-from zbpp.models.weights import Source, Weights, is_on_meta
+from zbpp.models.pretrained import cut_pretrained, takes_embeddings
+from zbpp.models.weights import Source, is_on_meta
 from zbpp.runtime.partition import Model, check_layers, count_layers
+from zbpp.runtime.support.fsdp import units_in
 from zbpp.runtime.ties.plan import find_ties
 
-__all__ = ["Given", "cut", "layered_of", "layers_from", "model_to_build"]
+__all__ = ["AnyModel", "cut", "layered_of", "layers_from", "model_to_build"]
 
-Given = (
+_log = logging.getLogger("zbpp")
+
+AnyModel = (
     Layered | nn.Module | Sequence[nn.Module] | Callable[[range], Sequence[nn.Module]]
 )
 """A model as `zbpp.Pipeline` takes it."""
 
 
-def layered_of(model: Given, n_layers: int | None = None) -> Layered:
+def layered_of(model: AnyModel, n_layers: int | None = None) -> Layered:
     """Take a model as layers.
 
     Args:
@@ -47,11 +47,11 @@ def layered_of(model: Given, n_layers: int | None = None) -> Layered:
         return model
     if isinstance(model, nn.Module):
         _look_for_compiled(model)
-    if is_peft(model):
-        prefix, base = base_of(model)
-        return _below(prefix, layered_of(base, n_layers))
-    if is_pretrained(model):
-        return layered_of(cut_pretrained(model), n_layers)
+        if is_peft(model):
+            prefix, base = base_of(model)
+            return _below(prefix, layered_of(base, n_layers))
+        if is_pretrained(model):
+            return layered_of(cut(model), n_layers)
     n = count_layers(model, n_layers)
     if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
         layers = list(model)
@@ -96,7 +96,7 @@ def layers_from(
     return Layered(n_layers, build, ties=places)
 
 
-def model_to_build(model: Given, layered: Layered) -> Model:
+def model_to_build(model: AnyModel, layered: Layered) -> Model:
     """Return what stages are built of: the user's own layers, if they are given."""
     if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
         return model
@@ -142,26 +142,27 @@ def cut(
     model: nn.Module,
     blocks: str | None = None,
     *,
-    before: Sequence[str] = (),
-    after: Sequence[str] = (),
     example: Any = None,
     weights: Source | None = None,
 ) -> Layered:
     """Cut a model into layers at its repeated blocks, for `zbpp.Pipeline`.
 
-    The first layer is what the model's forward does before its first block, the last
-    one what it does after the last block. The model must call its blocks once each, in
-    order, each with the hidden state (first) that the one before has put out.
+    The first layer is what the model does before its first block, the last one what it
+    does after the last block. The blocks must run once each, in order. There are two
+    ways; the logger ``zbpp`` names the one that was chosen:
+
+    * A model of transformers whose forward takes ``inputs_embeds`` runs its own
+      forward, around other blocks. Batches may have any shapes.
+    * Every other module, and every one with an `example`, is exported and split by
+      `torch.distributed.pipelining.pipeline`. Micro-batches have the shapes of the
+      example.
 
     Args:
         model: with weights, which are used as they are, or on the meta device.
-        blocks: path of the blocks, as in ``"model.layers"``; None: as the model's
-            plan or family says.
-        before: modules beside the path to the blocks that run before them. One that
-            runs before and after (a tied embedding) is named in both.
-        after: modules that run after them.
-        example: a batch as the model takes it: modules that are not named are found by
-            a run on the meta device, which computes nothing.
+        blocks: path of the blocks, as in ``"model.layers"``; None: the only list of
+            modules, or that of ``num_hidden_layers`` blocks.
+        example: a micro-batch: a dict gives keywords, a tuple arguments, all else is
+            the argument.
         weights: of a model on meta: safetensors (a folder or a file), a state dict, or
             a seed; each process makes those of its own layers only.
 
@@ -169,39 +170,31 @@ def cut(
         RequestError: the model cannot be cut so.
     """
     _look_for_compiled(model)
+    wrapped = next(units_in(model), None)
+    if wrapped is not None:
+        raise RequestError(
+            f"a {type(wrapped).__name__} is wrapped by fully_shard or replicate; cut "
+            "the model first, and wrap its parts then, or pass the bare model and "
+            "zbpp.DataParallel(shard=...)"
+        )
     if is_peft(model):
         prefix, base = base_of(model)
         blocks = None if blocks is None else blocks.removeprefix(prefix)
-        before, after = (
-            [name.removeprefix(prefix) for name in names] for names in (before, after)
-        )
-        return _below(
-            prefix,
-            cut(
-                base,
-                blocks,
-                before=before,
-                after=after,
-                example=example,
-                weights=weights,
-            ),
-        )
-    if is_pretrained(model):
-        named = None if blocks is None else (blocks, before, after)
-        return cut_pretrained(model, weights, named, example)
-    if blocks is None:
+        return _below(prefix, cut(base, blocks, example=example, weights=weights))
+    if is_on_meta(model) and weights is None:
         raise RequestError(
-            f"{a_kind(model)} has no plan; name its blocks, as in "
-            "zbpp.cut(model, 'encoder.layers')"
+            f"this {type(model).__name__} is on the meta device; name the source of "
+            "its weights: zbpp.cut(model, weights=FOLDER), a state dict, or a seed"
         )
-    made = None
-    if is_on_meta(model):
-        if weights is None:
-            raise RequestError(
-                "the model is on the meta device; say in weights= where its weights "
-                "come from: a folder, a state dict, or a seed"
-            )
-        made = Weights(model, weights)
-    return cut_module(
-        model, blocks, before=before, after=after, example=example, weights=made
-    )
+    kind = type(model).__name__
+    if example is None and is_pretrained(model) and takes_embeddings(model):
+        layered, way = cut_pretrained(model, blocks, weights), "its own forward"
+    elif example is None:
+        raise RequestError(
+            f"{a_kind(model)} is cut by export, which needs a micro-batch: "
+            "zbpp.cut(model, 'path.of.blocks', example=MICRO_BATCH)"
+        )
+    else:
+        layered, way = cut_by_export(model, example, blocks, weights), "torch.export"
+    _log.info("%s is cut by %s into %d layers", kind, way, layered.n_layers)
+    return layered
