@@ -24,7 +24,7 @@ FILES = {
         "peak_b": "1GiB",
     },
     "gather.json": {"f": 2, "b": 2, "w": 2, "all_gather": 1.5, "reduce_scatter": 3},
-    "layers.json": HEAD | {"b": HEAD["f"], "w": HEAD["f"]},
+    "layers.json": HEAD | {"n_layers": 8, "b": HEAD["f"], "w": HEAD["f"]},
     "mesh.json": {
         "n_layers": 8,
         "m_b": "0.5GiB",

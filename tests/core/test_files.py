@@ -17,7 +17,6 @@ from zbpp.core import (
     read_layers,
     read_schedule,
     write_costs,
-    write_layers,
 )
 
 
@@ -68,9 +67,9 @@ def test_keys_left_out_take_their_defaults_and_those_are_left_out(tmp_path):
 def test_a_layers_file_comes_back_as_it_was(tmp_path):
     path = tmp_path / "layers.json"
     layers = LayerCosts(4, f=(1.0, 2.0, 3.0, 4.0), m_r=1.0, pass_f=0.5, all_gather=2.0)
-    write_layers(layers, path)
+    write_costs(layers, path)
     assert read_layers(path) == layers
-    assert parse_layers('{"f": [1, 2, 3], "memory_limit": "2KiB"}').memory_limit == 2048
+    assert parse_layers('{"n_layers": 3, "memory_limit": "2KiB"}').memory_limit == 2048
 
 
 NOT_READ = ("loss", "reduction", "validation")
@@ -107,9 +106,9 @@ def test_wrong_costs_are_refused_by_key(text, named):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('{"f": [1, 2, 3], "pass_b": [1, 2, 3]}', "pass_b is a list"),
-        ('{"f": [1, 2, 3], "m_b": [1, 2]}', "m_b has 2 entries for 3 layers"),
-        ('{"f": 1}', "n_layers is missing, and there is no list to tell it by"),
+        ('{"n_layers": 3, "pass_b": [1, 2, 3]}', "pass_b is a list"),
+        ('{"n_layers": 3, "m_b": [1, 2]}', "m_b has 2 entries for 3 layers"),
+        ('{"f": 1}', "n_layers is missing"),
         ('{"n_layers": 2, "version": 1}', "unknown key 'version'"),
     ],
 )

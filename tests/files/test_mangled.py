@@ -27,7 +27,6 @@ from zbpp.core import (
     read_schedule,
     schedule_text,
     write_costs,
-    write_layers,
 )
 from zbpp.planning import PlanRequest, make_plan
 from zbpp.simulator import bubble_rate, simulate
@@ -136,7 +135,7 @@ FORMATS = {
         lambda schedule: draw(simulate(schedule)),
     ),
     "costs": Format(lambda path: write_costs(COSTS, path), read_costs, plan_with),
-    "layers": Format(lambda path: write_layers(LAYERS, path), read_layers, plan_of),
+    "layers": Format(lambda path: write_costs(LAYERS, path), read_layers, plan_of),
     "plan": Format(
         lambda path: plan_of(COSTS).save(path),
         zbpp.read_plan,

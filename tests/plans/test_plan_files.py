@@ -14,7 +14,7 @@ from zbpp.core import (
     LimitError,
     RequestError,
     schedule_text,
-    write_layers,
+    write_costs,
 )
 from zbpp.planning import Plan, PlanRequest, make_plan, read_plan
 
@@ -148,7 +148,7 @@ def split(schedule="ZBH1", **asked) -> tuple[int, ...]:
 
 def test_a_split_follows_the_costs_of_layers_the_schedule_or_the_request():
     skewed = SKEWED["layer_costs"]
-    write_layers(skewed, "l.json")
+    write_costs(skewed, "l.json")
     planned = make_plan(PlanRequest(schedule="ZBH1", costs=skewed, **SMALL))
     balanced = planned.split
     assert balanced not in ((3, 3, 3), (1, 1, 7)) and balanced[2] == 1

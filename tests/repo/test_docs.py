@@ -24,7 +24,7 @@ from pages import (
 )
 
 from zbpp.cli import main
-from zbpp.core import Costs, LayerCosts, Parts, schedule_text, write_costs, write_layers
+from zbpp.core import Costs, LayerCosts, Parts, schedule_text, write_costs
 from zbpp.planning import MODES, plan
 from zbpp.schedules import add_collectives, post_validated
 from zbpp.simulator import bubble_rate, peak_memory, simulate
@@ -267,7 +267,7 @@ def test_the_schemas_of_costs_and_of_plans_for_them(
     kind, costs, wrong, words, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    (write_costs if kind == "costs" else write_layers)(costs, "x.json")
+    write_costs(costs, "x.json")
     data = json.loads(Path("x.json").read_text())
     assert not mistakes(kind, data)
     assert mistakes(kind, data | wrong)

@@ -18,7 +18,6 @@ from zbpp.core import (
     format_bytes,
     read_costs,
     write_costs,
-    write_layers,
 )
 from zbpp.planning import USUAL_MODES, canonical, is_file
 from zbpp.planning.replicas import check_replicas
@@ -203,7 +202,7 @@ class EstimateCommand(ModelSize, Replicas):
                 steps.optimizer,
                 post_validation=self.enable_optimizer_post_validation is not False,
             )
-            write_layers(layers, self.layers_out)
+            write_costs(layers, self.layers_out)
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "rollback", "activations_peak")

@@ -39,7 +39,6 @@ from zbpp.core.files.costs_file import (
     read_costs,
     read_layers,
     write_costs,
-    write_layers,
 )
 from zbpp.core.files.schedule_file import (
     parse_schedule,
@@ -194,7 +193,6 @@ __all__ = [
     "stage_of",
     "step_behind_barrier",
     "write_costs",
-    "write_layers",
     "write_schedule",
     "writes",
     "zero_bytes",

@@ -21,7 +21,7 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.core.files.costs_file import costs_data, costs_of
-from zbpp.core.files.json_text import fail, number, object_of, refuse_unknown
+from zbpp.core.files.json_text import decode, fail, object_of, refuse_unknown
 from zbpp.core.files.schedule_file import schedule_of
 from zbpp.schedules.planner.figures import PlanFigures
 
@@ -203,7 +203,10 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
         source=source,
         costs=None if costs.memory_limit is None else costs,
     )
-    ideal, even = (data["figures"].get(key) for key in ("ideal_step", "even_step"))
+    ideal, even = (
+        decode(float | None, data["figures"].get(key), source, key)
+        for key in ("ideal_step", "even_step")
+    )
     try:
         costs.on(schedule.placement)
         return Plan(
@@ -212,10 +215,10 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
             data["mode"],
             has_costs=data["has_costs"],
             split=schedule.split,
-            ideal_step=None if ideal is None else number(source, "ideal_step", ideal),
-            even_step=None if even is None else number(source, "even_step", even),
-            rejected=tuple(Rejected(**lost) for lost in data["rejected"]),
+            ideal_step=ideal,
+            even_step=even,
+            rejected=decode(tuple[Rejected, ...], data["rejected"], source, "rejected"),
             line=data["line"],
         )
-    except (RequestError, TypeError) as error:
+    except RequestError as error:
         fail(source, str(error))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from zbpp.core import write_costs, write_layers
+from zbpp.core import write_costs
 from zbpp.planning import Plan
 from zbpp.training.options import TrainOptions
 from zbpp.training.setup import (
@@ -56,7 +56,7 @@ def run_profile(
         profile = profile.with_memory(memory)
         write_costs(profile.costs(), out)
         if layers_out is not None:
-            write_layers(profile.layers, layers_out)
+            write_costs(profile.layers, layers_out)
         if as_json:
             print(json.dumps(profile.as_dict()), flush=True)
         else:

@@ -37,7 +37,6 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any
 
-from zbpp.core.amounts import format_bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
@@ -46,6 +45,7 @@ __all__ = [
     "Per",
     "PerChunk",
     "as_limit",
+    "as_time",
     "check_columns",
     "column",
     "columns_of",
@@ -68,9 +68,6 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _FORM = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _PLAIN = {int, float}
-_KIBI, _MEBI = 2**10, 2**20
-_NOT_HELD = ("memory_limit", "message", "parameters")
-"""Amounts that are no part of what a stage holds."""
 
 
 def parse_memory(text: str) -> float:
@@ -179,27 +176,6 @@ def check_columns(costs: Any, *, n_layers: int = 0) -> None:
                     f"{name} has {len(value)} entries for {n} {what}; give one number, "
                     "or one for each"
                 )
-    limit: PerChunk | None = getattr(costs, "memory_limit", None)
-    if limit is not None:
-        _check_limit(costs, limit)
-
-
-def _check_limit(costs: Any, limit: PerChunk) -> None:
-    """Refuse a limit of megabytes for memories that are surely no bytes."""
-    least = min(limit) if isinstance(limit, tuple) else limit
-    if least < _MEBI:
-        return
-    most = 0.0
-    for name, about in columns_of(type(costs)).items():
-        value = getattr(costs, name)
-        if about.is_memory and name not in _NOT_HELD and value is not None:
-            most = max(most, *(value if isinstance(value, tuple) else (value,)))
-    if most < _KIBI:
-        raise RequestError(
-            f"memory_limit is {format_bytes(least)}, but the largest memory of the "
-            f"costs is {most:g}; give m_b, m_w and m_fixed in bytes too (--costs, "
-            "--layers, or example= of zbpp.plan_model), or the limit in their unit"
-        )
 
 
 def _is_plain(value: object) -> bool:
@@ -237,6 +213,13 @@ def as_limit(value: Any) -> PerChunk | None:
     limit = _as_column("memory_limit", value, Column(Per.STAGE, is_memory=True))
     _check_numbers("memory_limit", limit, most=_MOST_LIMIT)
     return limit
+
+
+def as_time(name: str, value: object) -> float:
+    """Check a time that is not a column."""
+    time = _entry(name, value, Column(Per.ALL))
+    _check_numbers(name, time, most=_MOST)
+    return time
 
 
 def _as_column(name: str, value: object, about: Column) -> PerChunk:

@@ -10,12 +10,11 @@ Each part occupies one lane of its stage; the parts of a pass run one after the 
 and those of other passes beside them, where a schedule says so (`Schedule.parts`).
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zbpp.core.costs.columns import PerChunk, listed
+from zbpp.core.costs.columns import PerChunk, as_time, whole_number
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.placement import Placement
@@ -49,25 +48,13 @@ class Parts:
     layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
+        if whole_number("parts: layers", self.layers) < 1:
             raise RequestError(f"parts: layers is {self.layers}; it must be at least 1")
         for name in ("f", "b", "w"):
-            times = [(lane, listed(time)) for lane, time in getattr(self, name)]
-            if not times and name != "w":
-                raise RequestError(f"parts: {name} has no part; give at least one")
-            for lane, time in times:
-                if lane not in _LANES:
-                    raise RequestError(
-                        f"parts: {name} has a part on {lane!r}; write 'compute' or "
-                        "'network'"
-                    )
-                if not 0 <= time < math.inf:
-                    raise RequestError(
-                        f"parts: {name} has a part of {time!r}; it must be finite and "
-                        "at least 0"
-                    )
-            column = tuple((Lane(lane), time) for lane, time in times)
-            object.__setattr__(self, name, column)
+            object.__setattr__(self, name, _times(name, getattr(self, name)))
+        if not (self.f and self.b):
+            name = "b" if self.f else "f"
+            raise RequestError(f"parts: {name} has no part; give at least one")
 
     def of(self, kind: PassKind) -> PartTimes:
         """The parts of a pass: of BW, those of B, then those of W."""
@@ -89,6 +76,21 @@ class Parts:
     def on_lane(self, kind: PassKind, lane: Lane) -> float:
         """The time of a pass on one lane."""
         return sum(time for on, time in self.of(kind) if on is lane)
+
+
+def _times(name: str, pairs: Any) -> PartTimes:
+    """Check the pairs of a lane, or its name, and a time."""
+    times = []
+    for pair in pairs if isinstance(pairs, list | tuple) else [None]:
+        match pair:
+            case [str(lane), time] if lane in _LANES:
+                times.append((Lane(lane), as_time(f"parts: a time of {name}", time)))
+            case _:
+                raise RequestError(
+                    f"parts: {name} is {pairs!r:.60}, not a list of pairs such as "
+                    '["compute", 1.5] and ["network", 0.5]'
+                )
+    return tuple(times)
 
 
 def merged(parts: Iterable[tuple[Lane, float]]) -> PartTimes:

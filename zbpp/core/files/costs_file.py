@@ -7,16 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zbpp.core.costs import Costs, LayerCosts
-from zbpp.core.costs.columns import Column, columns_of, listed
-from zbpp.core.costs.parts import Parts, PartTimes
+from zbpp.core.costs.columns import columns_of
+from zbpp.core.costs.parts import Parts
 from zbpp.core.errors import RequestError
-from zbpp.core.files.json_text import (
-    fail,
-    object_of,
-    read,
-    refuse_unknown,
-)
-from zbpp.core.jobs import Lane
+from zbpp.core.files.json_text import fail, object_of, read, refuse_unknown
 
 __all__ = [
     "costs_data",
@@ -29,56 +23,40 @@ __all__ = [
     "read_layers",
     "refuse_other_kind",
     "write_costs",
-    "write_layers",
 ]
 
 _C = TypeVar("_C", Costs, LayerCosts)
 _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 """Columns of chunks that are written even where they are the default."""
+_NOT_READ = ("gathers",)
+"""Fields of costs that belong to a plan."""
 _OF_CHUNKS = columns_of(Costs)
 _OF_LAYERS = columns_of(LayerCosts)
-_PARTS_KEYS = {"f", "b", "w", "layers"}
 
 
-def write_costs(costs: Costs, path: str | Path) -> None:
-    """Write a costs file, in the form that `parse_costs` reads."""
+def write_costs(costs: Costs | LayerCosts, path: str | Path) -> None:
+    """Write a costs file, or a layers file, as `parse_costs` and `parse_layers` read.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     text = json.dumps(costs_data(costs)) + "\n"
     Path(path).write_text(text, encoding="utf-8")
 
 
-def costs_data(costs: Costs) -> dict[str, object]:
-    """The object of a costs file."""
-    data = _entries(costs, _ALWAYS)
-    data.pop("gathers", None)
-    return data
-
-
-def _parts_data(parts: Parts | tuple[Parts, ...]) -> object:
-    if isinstance(parts, tuple):
-        return [_parts_data(entry) for entry in parts]
-    data: dict[str, object] = {
-        name: [[str(lane), time] for lane, time in getattr(parts, name)]
-        for name in ("f", "b", "w")
-    }
-    return data | {"layers": parts.layers}
-
-
-def write_layers(layers: LayerCosts, path: str | Path) -> None:
-    """Write a layers file, in the form that `parse_layers` reads."""
-    data = _entries(layers, ("n_layers",))
-    Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
-
-
-def _entries(costs: Any, always: tuple[str, ...]) -> dict[str, object]:
-    """Entries that are written of an object: all but defaults."""
+def costs_data(costs: Costs | LayerCosts) -> dict[str, object]:
+    """The object of a costs file: all but defaults."""
+    always = _ALWAYS if isinstance(costs, Costs) else ("n_layers",)
     data: dict[str, object] = {
         field.name: getattr(costs, field.name)
         for field in fields(costs)
         if field.name in always or getattr(costs, field.name) != field.default
     }
-    if costs.parts is not None:
-        data["parts"] = _parts_data(costs.parts)
-    return data
+    if isinstance(costs.parts, tuple):
+        data["parts"] = [vars(entry) for entry in costs.parts]
+    elif costs.parts is not None:
+        data["parts"] = vars(costs.parts)
+    return {name: value for name, value in data.items() if name not in _NOT_READ}
 
 
 def read_costs(path: str | Path) -> Costs:
@@ -100,7 +78,7 @@ def read_layers(path: str | Path) -> LayerCosts:
 
 
 def is_layers_file(path: str | Path) -> bool:
-    """True if a file holds costs of layers, not of chunks: it says ``n_layers``.
+    """True if a file holds costs of layers, not of chunks: it has the key n_layers.
 
     Raises:
         RequestError: the file cannot be read or holds no JSON object.
@@ -152,20 +130,16 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
 
 
 def costs_of(data: Mapping[str, Any], *, source: str = "costs") -> Costs:
-    """Read costs from the object of a costs file, see `parse_costs`.
-
-    Raises:
-        RequestError: the object holds no valid costs.
-    """
-    return _table(Costs, source, _read_columns(source, data, _OF_CHUNKS, "splits"))
+    """Read costs from the object of a costs file, see `parse_costs`."""
+    return _table(Costs, source, data, "costs")
 
 
 def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
     """Read the costs of layers from JSON text; ``source`` names it in errors.
 
-    The keys are the fields of `LayerCosts`, and ``memory_limit``. A number stands for
-    every layer, a list has one entry each; so has ``parts``, with objects as in a costs
-    file, without ``layers``. Without ``n_layers`` it is the length of the longest list.
+    The keys are the fields of `LayerCosts`. A number stands for every layer, a list has
+    one entry each; so has ``parts``, with objects as in a costs file, without
+    ``layers``.
 
     Raises:
         RequestError: the text holds no valid costs.
@@ -174,40 +148,41 @@ def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
 
 
 def layers_of(data: Mapping[str, Any], *, source: str = "layers") -> LayerCosts:
-    """Read costs from the object of a layers file, see `parse_layers`.
-
-    Raises:
-        RequestError: the object holds no valid costs.
-    """
-    values = _read_columns(source, data, _OF_LAYERS, "n_layers", "tied")
-    if "n_layers" in data:
-        n_layers = data["n_layers"]
-    else:
-        lists = [len(x) for x in map(listed, values.values()) if isinstance(x, list)]
-        if not lists:
-            fail(source, "n_layers is missing, and there is no list to tell it by")
-        n_layers = max(lists)
-    return _table(LayerCosts, source, values | {"n_layers": n_layers})
+    """Read costs from the object of a layers file, see `parse_layers`."""
+    if "n_layers" not in data:
+        refuse_other_kind(source, data, "layers")
+        fail(source, "n_layers is missing: the number of layers of the model")
+    return _table(LayerCosts, source, data, "layers")
 
 
-def _table(table: type[_C], source: str, values: Mapping[str, Any]) -> _C:
+def _table(table: type[_C], source: str, data: Mapping[str, Any], kind: str) -> _C:
+    """Make costs of the keys that there are; null is as good as nothing."""
+    refuse_other_kind(source, data, kind)
+    names = [field.name for field in fields(table) if field.name not in _NOT_READ]
+    refuse_unknown(source, data, names)
+    values = {name: value for name, value in data.items() if value is not None}
     try:
+        if isinstance(parts := values.get("parts"), list):
+            values["parts"] = tuple(map(_parts_of, parts))
+        elif parts is not None:
+            values["parts"] = _parts_of(parts)
         return table(**values)
     except RequestError as error:
         fail(source, str(error))
 
 
+def _parts_of(entry: object) -> Parts:
+    """Read an object with f, b, w and layers."""
+    keys = {"f", "b", "w", "layers"}
+    if not isinstance(entry, Mapping) or not {"f", "b"} <= set(entry) <= keys:
+        raise RequestError(
+            f"parts: {entry!r:.60} is no object with the keys f, b, w and layers"
+        )
+    return Parts(**entry)
+
+
 def refuse_other_kind(source: str, data: Mapping[str, Any], wanted: str) -> None:
-    """Refuse a file of another kind, and say how to give it.
-
-    Args:
-        source: of the data, for the error.
-        data: the object of a file.
-        wanted: the kind that is asked for: costs, layers or schedule.
-
-    Raises:
-        RequestError: the file is of another kind.
-    """
+    """Refuse a file of another kind than costs, layers or schedule, and say its use."""
     if "format" in data or "jobs" in data:
         kind, how = "schedule", "name it where a mode stands"
     elif set(data) & (_OF_LAYERS.keys() - _OF_CHUNKS.keys() | {"n_layers"}):
@@ -219,57 +194,3 @@ def refuse_other_kind(source: str, data: Mapping[str, Any], wanted: str) -> None
     if kind != wanted and (kind, wanted) != ("costs", "layers"):
         other = "schedule or plan" if wanted == "schedule" else wanted
         fail(source, f"this is a {kind} file, not a {other} file; {how}")
-
-
-def _read_columns(
-    source: str,
-    data: Mapping[str, Any],
-    columns: Mapping[str, Column],
-    *other_keys: str,
-) -> dict[str, Any]:
-    """Read the columns that there are; null is as good as nothing."""
-    refuse_other_kind(source, data, "layers" if columns is _OF_LAYERS else "costs")
-    refuse_unknown(source, data, (*columns, *other_keys, "parts"))
-    names = [*columns, *other_keys]
-    values = {name: data[name] for name in names if data.get(name) is not None}
-    if data.get("parts") is not None:
-        values["parts"] = _read_parts(source, data["parts"])
-    return values
-
-
-def _read_parts(source: str, entry: object) -> Any:
-    try:
-        if isinstance(entry, list):
-            return tuple(map(_parts_of, entry))
-        return _parts_of(entry)
-    except RequestError as error:
-        fail(source, str(error))
-
-
-def _parts_of(entry: object) -> Parts:
-    """Read an object with f, b, w and layers."""
-    if not isinstance(entry, Mapping) or not {"f", "b"} <= set(entry) <= _PARTS_KEYS:
-        raise RequestError(
-            f"parts: {entry!r:.60} is no object with the keys f, b, w and layers"
-        )
-    layers = entry.get("layers", 1)
-    if not isinstance(layers, int) or isinstance(layers, bool):
-        raise RequestError(f"parts: layers is {layers!r}, not a whole number")
-    times = {name: _part_times(name, entry.get(name, [])) for name in ("f", "b", "w")}
-    return Parts(**times, layers=layers)
-
-
-def _part_times(name: str, value: object) -> PartTimes:
-    """Read pairs of a lane's name and a time."""
-    lanes = {str(lane): lane for lane in Lane}
-    times = []
-    for pair in value if isinstance(value, list) else [None]:
-        match pair:
-            case [str(lane), int() | float() as time] if lane in lanes:
-                times.append((lanes[lane], float(time)))
-            case _:
-                raise RequestError(
-                    f"parts: {name} is {value!r:.60}, not a list of pairs such as "
-                    '["compute", 1.5] and ["network", 0.5]'
-                )
-    return tuple(times)

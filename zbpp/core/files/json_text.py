@@ -1,16 +1,17 @@
 """Text in files, and JSON in it: reading it, and saying what is wrong with it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Never
+from types import NoneType, UnionType
+from typing import Any, Never, Union, get_args, get_origin, get_type_hints
 
 from zbpp.core.errors import RequestError
 
 __all__ = [
+    "decode",
     "fail",
-    "integer",
-    "number",
     "object_of",
     "read",
     "refuse_unknown",
@@ -71,7 +72,7 @@ def object_of(text: str, source: str) -> Mapping[str, Any]:
     return data
 
 
-def refuse_unknown(source: str, data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+def refuse_unknown(source: str, data: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Refuse keys that are not known.
 
     Raises:
@@ -82,18 +83,71 @@ def refuse_unknown(source: str, data: Mapping[str, Any], keys: tuple[str, ...]) 
             fail(source, f"unknown key {key!r}; the keys are {', '.join(keys)}")
 
 
-def integer(source: str, name: str, value: object) -> int:
-    """Read a whole number from 0 on."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        fail(source, f"{name} is {value!r}, not a whole number from 0 on")
-    return value
+def decode(kind: Any, value: object, source: str, name: str = "") -> Any:
+    """Read a value of JSON as a type of Python; an error names its place.
+
+    Types are bool, int (from 0 on), float, str, list, dict, tuples of one type, frozen
+    dataclasses, and unions of these.
+    """
+    is_union = get_origin(kind) in (Union, UnionType)
+    options = get_args(kind) if is_union else (kind,)
+    for option in options:
+        if not _has_form(option, value):
+            continue
+        if isinstance(value, list) and get_origin(option) is tuple:
+            entry = get_args(option)[0]
+            pairs = enumerate(value)
+            return tuple(decode(entry, x, source, f"{name}[{i}]") for i, x in pairs)
+        if isinstance(value, dict) and is_dataclass(option):
+            return _decode_object(option, value, source, name)
+        return value
+    forms = " or ".join(_FORMS[_form(option)] for option in options)
+    fail(source, f"{name} is {value!r:.60}, not {forms}")
 
 
-def number(source: str, name: str, value: object) -> float:
-    """Read a number."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        fail(source, f"{name} is {value!r}, not a number")
-    return value
+def _decode_object(kind: Any, data: dict[str, Any], source: str, name: str) -> Any:
+    """Read a dataclass from an object with its fields as keys."""
+    types = get_type_hints(kind)
+    place = f"{source}: {name}" if name else source
+    refuse_unknown(place, data, tuple(types))
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in data:
+            fail(place, f"the key {field.name!r} is missing")
+    values = {key: decode(types[key], x, place, key) for key, x in data.items()}
+    try:
+        return kind(**values)
+    except RequestError as error:
+        fail(source, str(error))
+
+
+_FORMS = {
+    bool: "true or false",
+    int: "a whole number from 0 on",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    tuple: "a list",
+    dict: "an object",
+    NoneType: "null",
+}
+
+
+def _form(kind: Any) -> type:
+    """The type whose values JSON has for a type."""
+    if is_dataclass(kind):
+        return dict
+    form: type = get_origin(kind) or kind
+    return form
+
+
+def _has_form(kind: Any, value: object) -> bool:
+    form = _form(kind)
+    if isinstance(value, bool) and form is not bool:
+        return False
+    if isinstance(value, int) and form is int:
+        return value >= 0
+    accepted = {float: (int, float), tuple: (list,)}.get(form, (form,))
+    return isinstance(value, accepted)
 
 
 def fail(source: str, reason: str) -> Never:

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zbpp.core.costs import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.files.costs_file import refuse_other_kind
-from zbpp.core.files.json_text import fail, integer, object_of, read, refuse_unknown
+from zbpp.core.files.json_text import decode, fail, object_of, read
 from zbpp.core.jobs import Job
 from zbpp.core.placement import Placement
 from zbpp.core.schedule import Recompute, Schedule
@@ -24,16 +25,22 @@ __all__ = [
 ]
 
 _FORMAT, _VERSION = "zbpp-schedule", 1
-_SCHEDULE_KEYS = (
-    "format",
-    "version",
-    "mode",
-    "n_stages",
-    "n_microbatches",
-    "placement",
-    "jobs",
-)
-_OPTIONAL_KEYS = ("split", "recompute", "parts")
+
+
+@dataclass(frozen=True)
+class _File:
+    """The keys of a schedule file, with the types of their values."""
+
+    format: str
+    version: int
+    mode: str
+    n_stages: int
+    n_microbatches: int
+    placement: tuple[int, ...]
+    jobs: list[Any]
+    split: tuple[int, ...] | None = None
+    recompute: tuple[Recompute, ...] | None = None
+    parts: list[Any] | None = None
 
 
 def schedule_text(schedule: Schedule) -> str:
@@ -96,56 +103,37 @@ def schedule_of(
     if isinstance(data.get("schedule"), Mapping):
         data = data["schedule"]
     refuse_other_kind(source, data, "schedule")
-    for key in _SCHEDULE_KEYS:
-        if key not in data:
-            fail(source, f"the key {key!r} is missing")
-    refuse_unknown(source, data, (*_SCHEDULE_KEYS, *_OPTIONAL_KEYS))
-    if data["format"] != _FORMAT or data["version"] != _VERSION:
+    file: _File = decode(_File, data, source)
+    if (file.format, file.version) != (_FORMAT, _VERSION):
         fail(
             source,
-            f"format {data['format']!r} version {data['version']!r} is not "
-            f"{_FORMAT!r} version {_VERSION}",
+            f"format {file.format!r} version {file.version} is not {_FORMAT!r} version "
+            f"{_VERSION}",
         )
-    if not isinstance(data["mode"], str):
-        fail(source, f"mode is {data['mode']!r}, not a text")
-    n_stages = integer(source, "n_stages", data["n_stages"])
-    n_microbatches = integer(source, "n_microbatches", data["n_microbatches"])
-    if not isinstance(data["placement"], list):
-        fail(source, "placement is not a list of stages, one per chunk")
-    stage_of = tuple(
-        integer(source, f"placement[{chunk}]", stage)
-        for chunk, stage in enumerate(data["placement"])
-    )
     try:
-        placement = Placement(stage_of)
-        if placement.n_stages != n_stages:
-            fail(
-                source,
-                f"n_stages is {n_stages}, but the placement names "
-                f"{placement.n_stages} stages",
+        placement = Placement(file.placement)
+        if placement.n_stages != file.n_stages:
+            raise RequestError(
+                f"n_stages is {file.n_stages}, but the placement names "
+                f"{placement.n_stages} stages"
             )
-        orders = _parse_rows(source, "jobs", data["jobs"])
         return Schedule(
-            data["mode"],
+            file.mode,
             placement,
-            n_microbatches,
-            orders,
+            file.n_microbatches,
+            _parse_rows("jobs", file.jobs),
             costs,
-            split=_parse_split(source, data.get("split")),
-            recompute=_parse_recompute(source, data.get("recompute")),
-            parts=_parse_rows(source, "parts", data["parts"])
-            if "parts" in data
-            else None,
+            split=file.split,
+            recompute=file.recompute,
+            parts=None if file.parts is None else _parse_rows("parts", file.parts),
         )
     except RequestError as error:
-        if str(error).startswith(source):
-            raise
         raise type(error)(f"{source}: {error}") from None
 
 
-def _parse_rows(source: str, name: str, rows: object) -> tuple[tuple[Job, ...], ...]:
-    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        fail(source, f"{name} is not a list of rows, one per stage")
+def _parse_rows(name: str, rows: list[Any]) -> tuple[tuple[Job, ...], ...]:
+    if not all(isinstance(row, list) for row in rows):
+        raise RequestError(f"{name} is not a list of rows, one per stage")
     orders = []
     for stage, row in enumerate(rows):
         order = []
@@ -156,28 +144,3 @@ def _parse_rows(source: str, name: str, rows: object) -> tuple[tuple[Job, ...], 
                 raise mistake(rows, stage, column, str(error)) from None
         orders.append(tuple(order))
     return tuple(orders)
-
-
-def _parse_split(source: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        fail(source, f"split is {value!r}, not a list of layers, one a chunk")
-    return tuple(integer(source, f"split[{c}]", n) for c, n in enumerate(value))
-
-
-def _parse_recompute(source: str, value: object) -> tuple[Recompute, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        fail(source, f"recompute is {value!r}, not a list with one entry a chunk")
-    recompute: list[Recompute] = []
-    for chunk, which in enumerate(value):
-        name = f"recompute[{chunk}]"
-        if isinstance(which, bool):
-            recompute.append(which)
-        elif isinstance(which, list):
-            recompute.append(tuple(integer(source, name, layer) for layer in which))
-        else:
-            fail(source, f"{name} is {which!r}, not true, false or a list of layers")
-    return tuple(recompute)
