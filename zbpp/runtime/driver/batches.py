@@ -196,12 +196,9 @@ def _compare_samples(stages: LocalStages) -> SameSamples | None:
     is_one_stage = stage_of[0] == stage_of[-1] and "tp" not in peers.coordinates
     if stages.transport.is_local or is_one_stage:
         return None
-    samples = SameSamples(
-        peers,
-        is_first=stages.has_first,
-        is_last=stages.has_last,
-        parameters=(p for *_, p in stages.first.stage.named_stepped()),
-    )
+    stage, ends = stages.first.stage, (stages.has_first, stages.has_last)
+    parameters = (p for *_, p in stage.named_stepped())
+    samples = SameSamples(peers, ends, parameters, stage.device)
     stages.first.optimizer.samples = samples
     return samples
 

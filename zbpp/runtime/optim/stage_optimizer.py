@@ -134,7 +134,7 @@ class StageOptimizer:
             transport,
             norms,
             losses if peers.counts_losses else torch.zeros_like(losses),
-            norms[:0] if self.samples is None else self.samples.vector(stage.device),
+            norms[:0] if self.samples is None else self.samples.vector(),
             step=stage.batch.step,
             adds=stage.loss.adds,
         )
