@@ -60,7 +60,6 @@ from zbpp.runtime.loss import loss_modules
 from zbpp.runtime.microbatches import Batch, MicroBatches, check_samples
 from zbpp.runtime.optim.decision import StepResult
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
-from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.wrap import check_shard
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import (
@@ -168,6 +167,10 @@ class Pipeline:
             self.schedule = choose_validation(
                 self.plan.schedule, step.post_validation, steps=optimizer is not None
             )
+            if not self.schedule.is_post_validated:
+                step = replace(step, post_validation=False)
+            if optimizer is None:
+                step = replace(step, max_consecutive_skips=None)
             placement = self.schedule.placement
             self.split = partition_layers(
                 self.n_layers, placement.n_chunks, self.plan.split
@@ -185,11 +188,8 @@ class Pipeline:
                     placement,
                     self.layered.own_name,
                 ),
-                rules=StepRules.of(
-                    step if optimizer else replace(step, max_consecutive_skips=None),
-                    clip_grad_norm=clip_grad_norm,
-                    post_validation=self.schedule.is_post_validated,
-                ),
+                step=step,
+                clip_grad_norm=clip_grad_norm,
                 numerics=replace(numerics, weigh=None if callable(weigh) else weigh),
                 execution=execution,
                 replicas=replicas,
@@ -412,9 +412,9 @@ class Pipeline:
                     executor.stage.loss.check_buffers()
         self._warn_of_unstepped()
         if (mean_metrics := stages.mean_metrics()) is not None:
-            result = replace(result, mean_metrics=mean_metrics)
+            result.mean_metrics = mean_metrics
         if return_outputs:
-            result = replace(result, outputs=stages.last_outputs())
+            result.outputs = stages.last_outputs()
         return result
 
     def _warn_of_unstepped(self) -> None:

@@ -30,12 +30,12 @@ def time_steps(executor: Executor, watch: Stopwatch) -> None:
     """
     share = executor.optimizer
     optimizers, stage = share.optimizers, executor.stage
+    n_layers = 1 + max(index for index, _ in stage.numbered())
     speculates = share.speculates and not optimizers.needs_barrier
     for number in range(_WARM_UP + _ROUNDS):
         parameters = optimizers.parameters()
-        vector = torch.zeros((), dtype=torch.float64, device=stage.device)
         counted = Stopwatch(stage.device) if number < _WARM_UP else watch
-        counted.time("norm", _norms, executor, parameters, vector)
+        counted.time("norm", squared_norms, stage, parameters, n_layers)
         if not optimizers:
             continue
         if not speculates:
@@ -43,13 +43,6 @@ def time_steps(executor: Executor, watch: Stopwatch) -> None:
             continue
         counted.time("O", optimizers.speculate)
         counted.time("V", optimizers.commit)
-
-
-def _norms(
-    executor: Executor, parameters: list[torch.Tensor], to: torch.Tensor
-) -> None:
-    for _, squared in squared_norms(executor.stage, parameters):
-        to.copy_(squared)
 
 
 def _step(executor: Executor) -> None:

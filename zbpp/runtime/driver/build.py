@@ -32,11 +32,10 @@ from zbpp.runtime.layer_random import LayerRandom, next_seed
 from zbpp.runtime.microbatches import Weigh, WeighName
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
-from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.partition import build_chunks
-from zbpp.runtime.policies import DataParallel, Execution, Numerics
+from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.sharded import layout_of, own_shard
 from zbpp.runtime.ties.bind import bind_ties
@@ -61,7 +60,9 @@ class Settings:
 
     ties: TiePlan
     """With the layers of each chunk and the placement of the chunks."""
-    rules: StepRules
+    step: StepPolicy
+    """With ``post_validation`` False where the schedule has no V's."""
+    clip_grad_norm: float | None
     numerics: Numerics
     """A ``weigh`` that is a function is None here: each rank has its own object."""
     replicas: DataParallel
@@ -242,7 +243,8 @@ def _build_executors(
             runner,
             make_optimizer=settings.optimizer,
             n_layers=ties.ranges[-1].stop,
-            rules=settings.rules,
+            policy=settings.step,
+            clip_grad_norm=settings.clip_grad_norm,
             own_name=ties.own_name,
         )
         executors[stage] = Executor(

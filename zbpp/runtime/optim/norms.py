@@ -4,15 +4,16 @@ Gradients may be dense, complex, sparse (COO) or sharded over a tensor-parallel 
 norm is always that of all numbers, the same on every process of the mesh.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from zbpp.runtime.comm.place import ALONE, Place
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.support.sharded import Part, local_part
+from zbpp.runtime.support.sharded import local_part
 
 __all__ = ["multiply_gradients", "squared_norms"]
 
@@ -21,60 +22,46 @@ _PIECE = 2**16
 
 
 def squared_norms(
-    stage: Stage, counted: Collection[Tensor], peers: Place = ALONE
-) -> Iterable[tuple[int, Tensor]]:
-    """Squared gradient norm per layer, float64; a shared parameter counts once.
+    stage: Stage, counted: Collection[Tensor], n_layers: int, peers: Place = ALONE
+) -> Tensor:
+    """Squared gradient norm of each layer of the model, (n_layers,) in float64.
 
     Args:
-        stage: whose layers are meant.
-        counted: parameters whose gradients count. Those of them that are in no layer
-            (a loss may have some) count with the stage's last layer.
-        peers: processes of the stage. What several of them hold counts on one.
+        stage: the gradients of its layers are there; others have 0.
+        counted: parameters whose gradients count, once each. Those of them that are in
+            no layer (a loss may have some) count with the stage's last layer.
+        n_layers: layers of the whole model.
+        peers: processes of the stage. A gradient of several of them counts on one.
     """
-    gradients: list[tuple[int, Tensor]] = []
-    left = dict.fromkeys(counted)
     *_, (last, _) = stage.numbered()
-    for index, _, p in stage.named_stepped():
-        if p in left:
-            del left[p]
-            if p.grad is not None:
-                gradients.append((index, p.grad))
-    gradients += [(last, p.grad) for p in left if p.grad is not None]
-    numbers = [gradient for _, gradient in gradients]
-    if all(map(_is_real, numbers)):
-        if not peers.owns(()):
-            return
-        squares = _squares(numbers)
-    else:
-        parts = [_part(gradient) for gradient in numbers]
-        squares = [
-            square if peers.owns(part.names) else torch.zeros_like(square)
-            for square, part in zip(
-                _squares([part.numbers for part in parts]), parts, strict=True
-            )
-        ]
-    by_layer: dict[int, list[Tensor]] = {}
-    for (index, _), square in zip(gradients, squares, strict=True):
-        by_layer.setdefault(index, []).append(square)
-    for index, of_layer in by_layer.items():
-        yield index, torch.stack(of_layer).sum()
+    places: list[tuple[int, Tensor]]
+    places = [(index, p) for index, _, p in stage.named_stepped()]
+    places += [(last, p) for p in counted]
+    left, owns = set(counted), cache(peers.owns)
+    layers, gradients = [], []
+    for index, p in places:
+        if p in left and p.grad is not None:
+            left.remove(p)
+            part = local_part(p.grad)
+            if owns(part.names):
+                layers.append(index)
+                gradients.append(_real_numbers(part.numbers))
+    by_layer = defaultdict(list)
+    for index, square in zip(layers, _squares(gradients), strict=True):
+        by_layer[index].append(square)
+    norms = torch.zeros(n_layers, dtype=torch.float64, device=stage.device)
+    for index, squares in by_layer.items():
+        norms[index] = torch.stack(squares).sum()
+    return norms
 
 
-def _is_real(x: Tensor) -> bool:
-    """True if the numbers of a gradient are the tensor itself."""
-    is_dense = type(x) is Tensor and x.layout is torch.strided
-    return is_dense and not x.dtype.is_complex
-
-
-def _part(gradient: Tensor) -> Part:
-    """The real numbers of a gradient that this process holds."""
-    part = local_part(gradient)
-    numbers = part.numbers
+def _real_numbers(numbers: Tensor) -> Tensor:
+    """The numbers of a gradient that may be sparse or complex."""
     if numbers.layout is torch.sparse_coo:
         numbers = numbers.coalesce().values()
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers.resolve_conj())
-    return part if numbers is part.numbers else replace(part, numbers=numbers)
+    return numbers
 
 
 def _squares(every: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -115,17 +102,10 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
         return
     plain = []
     for p in parameters:
-        if p.grad is not None and _is_plain(p.grad):
+        # one call for many rounds the factor to 16 bits, where its own does not
+        if type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
             plain.append(p.grad)
         elif p.grad is not None:
             p.grad.mul_(factor)
     if plain:
         torch._foreach_mul_(plain, factor)
-
-
-def _is_plain(x: Tensor) -> bool:
-    """True if a call for many tensors multiplies it as its own does, to the bit.
-
-    In 16 bits torch rounds the factor otherwise.
-    """
-    return x.dtype in (torch.float32, torch.float64) and _is_real(x)

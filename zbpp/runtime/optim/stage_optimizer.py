@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from zbpp.core import Job, RequestError
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.transport import Transport
-from zbpp.runtime.optim.decision import Decision, StepResult, StepSums
+from zbpp.runtime.optim.decision import Decision, StepResult
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.norms import multiply_gradients, squared_norms
 from zbpp.runtime.optim.optimizers import StageOptimizers
 from zbpp.runtime.optim.same_samples import SameSamples
-from zbpp.runtime.optim.step_state import History, StepRules
+from zbpp.runtime.optim.step_state import History
+from zbpp.runtime.policies import StepPolicy
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.errors import NonFiniteError, SumsError
 from zbpp.runtime.support.sharded import is_sharded, place_gradients
@@ -38,15 +39,13 @@ class _Pending:
     """A step whose gradients are there and whose decision is not known yet.
 
     Args:
-        sums: of all stages, under way.
-        speculative: O does not wait for them.
+        result: sums of all stages, under way.
         gradients: of the step, taken from the parameters at O; None: no optimizer has
             stepped yet.
         marks: of the parameters after O, as long as nobody may write to them.
     """
 
-    sums: StepSums
-    speculative: bool
+    result: StepResult
     gradients: Sequence[tuple[Tensor, Tensor | None]] | None = None
     marks: Sequence[tuple[Tensor, object]] = ()
 
@@ -65,7 +64,8 @@ class StageOptimizer:
         stage: whose parameters are stepped.
         make_optimizer: builds one or several; None leaves gradients to the caller.
         n_layers: layers of the whole model.
-        rules: how steps are taken.
+        policy: ``post_validation`` is False where the schedule has no V's.
+        clip_grad_norm: largest norm of all gradients; None: any.
         own_name: the model's own names of parameters.
     """
 
@@ -75,16 +75,17 @@ class StageOptimizer:
         *,
         make_optimizer: MakeOptimizer | None,
         n_layers: int,
-        rules: StepRules,
+        policy: StepPolicy,
+        clip_grad_norm: float | None,
         own_name: OwnName,
     ) -> None:
         self._stage = stage
-        self._clip = rules.clip_grad_norm
+        self._clip = clip_grad_norm
         self._n_layers = n_layers
         self.optimizers = StageOptimizers(stage, make_optimizer, own_name=own_name)
-        self.speculates = rules.post_validation
+        self.speculates = policy.post_validation is not False
         """Some steps may be speculative."""
-        self.history = History(rules)
+        self.history = History(policy)
         self.samples: SameSamples | None = None
         """That the processes of the pipeline were given; None: nothing to compare."""
         self._pending: _Pending | None = None
@@ -125,29 +126,27 @@ class StageOptimizer:
         parameters = optimizers.parameters()
         place_gradients([p for p in parameters if is_sharded(p)])
         multiply_gradients(parameters, 1.0 / stage.loss_scale)
-        norms = torch.zeros(self._n_layers, dtype=torch.float64, device=stage.device)
         counted = [p for p in parameters if p not in stage.ties.copies]
-        for layer, squared in squared_norms(stage, counted, peers):
-            norms[layer] = squared
+        norms = squared_norms(stage, counted, self._n_layers, peers)
         losses = stage.loss.table()
-        sums = StepSums(
+        self.result = StepResult(
             transport,
             norms,
             losses if peers.counts_losses else torch.zeros_like(losses),
             norms[:0] if self.samples is None else self.samples.vector(),
             step=stage.batch.step,
             adds=stage.loss.adds,
+            clip_grad_norm=self._clip,
+            speculative=self.history.speculates,
         )
-        speculative = self.history.speculates
-        self._pending = _Pending(sums, speculative)
-        self.result = StepResult(sums, self._clip, speculative=speculative)
+        self._pending = _Pending(self.result)
 
     @property
     def steps_at_once(self) -> bool:
         """True if `step` does not wait for the sums."""
         pending = self._pending
         return pending is None or (
-            pending.speculative and not self.optimizers.needs_barrier
+            pending.result.speculative and not self.optimizers.needs_barrier
         )
 
     def ready(self) -> bool:
@@ -159,7 +158,7 @@ class StageOptimizer:
         pending = self._pending
         assert pending is not None, "a Step needs a Reduce before it"
         self.optimizers.mark_called()
-        if not pending.speculative:
+        if not pending.result.speculative:
             self.settle(job)
         elif self.optimizers.needs_barrier:
             self._decide(job)  # if it is invalid, V says so, where all stages are
@@ -174,12 +173,12 @@ class StageOptimizer:
     def may_replay(self) -> bool:
         """True if `validate` may find that the last step was invalid."""
         return self._is_invalid or (
-            self._pending is not None and self._pending.speculative
+            self._pending is not None and self._pending.result.speculative
         )
 
     def ready_to_validate(self) -> bool:
         """True if `validate` goes on without another stage of this process."""
-        return self._pending is None or self._pending.sums.ready()
+        return self._pending is None or self._pending.result.ready()
 
     def validate(self, job: Job) -> bool:
         """Decide on the last step, and leave the state that the decision asks for.
@@ -200,7 +199,7 @@ class StageOptimizer:
     def wait(self, job: Job | None = None) -> None:
         """Wait for the last step's sums, and leave everything as it is."""
         if self._pending is not None:
-            self._pending.sums.read(job)
+            self._pending.result.wait(job)
 
     def settle(self, job: Job | None = None) -> None:
         """Wait for the decision on the last step and leave the state that it asks for.
@@ -244,10 +243,11 @@ class StageOptimizer:
         pending, text = self._pending, None
         if pending is None:
             return
-        pending.sums.read(job)
-        decision = pending.sums.decision(self._clip)
+        result = pending.result
+        result.wait(job)
+        decision = result.decision()
         if self.samples is not None:
-            text = self.samples.difference(pending.sums.samples(), pending.sums.step)
+            text = self.samples.difference(result.digests(), result.step)
         if text is not None:
             decision = Decision(1.0, skipped=True)
         self._finish(pending, decision)
@@ -255,9 +255,9 @@ class StageOptimizer:
         if text is not None:
             self._error = SumsError(text)
             return
-        self._is_invalid = pending.speculative and decision.requires_rollback
+        self._is_invalid = pending.result.speculative and decision.requires_rollback
         try:
-            self.history.note(decision, pending.sums)
+            self.history.note(decision, result)
         except NonFiniteError as error:
             self._error = error
 

@@ -13,58 +13,29 @@ these steps would be rolled back.
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from zbpp.runtime.optim.decision import Decision, StepSums
+from zbpp.runtime.optim.decision import Decision, StepResult
 from zbpp.runtime.policies import LossScaler, StepPolicy
 from zbpp.runtime.support.errors import NonFiniteError
 
-__all__ = ["History", "StepRules"]
+__all__ = ["History"]
 
 _VALID_STEPS = 10
 
 
-@dataclass(frozen=True)
-class StepRules:
-    """A `zbpp.StepPolicy` with every choice made, and the limit of the norm."""
+class History:
+    """The decisions so far, in what they lead to."""
 
-    clip_grad_norm: float | None = None
-    post_validation: bool = False
-    speculates_always: bool = False
-    loss_scale: LossScaler | None = None
-    max_consecutive_skips: int | None = 5
-
-    @classmethod
-    def of(
-        cls, policy: StepPolicy, *, clip_grad_norm: float | None, post_validation: bool
-    ) -> Self:
-        """Return the rules of a policy."""
+    def __init__(self, policy: StepPolicy) -> None:
+        self._policy = policy
+        self._n_valid = 0
         scale = policy.loss_scale
         if isinstance(scale, int | float):
             scale = LossScaler(float(scale), growth_interval=0)
-        return cls(
-            clip_grad_norm=clip_grad_norm,
-            post_validation=post_validation,
-            speculates_always=post_validation and policy.post_validation is True,
-            loss_scale=scale,
-            max_consecutive_skips=policy.max_consecutive_skips,
-        )
-
-
-class History:
-    """The decisions so far, in what they lead to.
-
-    Args:
-        rules: of the pipeline.
-    """
-
-    def __init__(self, rules: StepRules) -> None:
-        self._rules = rules
-        self._n_valid = 0
-        self.scaler = deepcopy(rules.loss_scale)
+        self.scaler = deepcopy(scale)
         self._skips = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,12 +61,10 @@ class History:
     @property
     def speculates(self) -> bool:
         """The next step is taken before its norm is known."""
-        rules = self._rules
-        return rules.post_validation and (
-            rules.speculates_always or self._n_valid >= _VALID_STEPS
-        )
+        chosen = self._policy.post_validation
+        return self._n_valid >= _VALID_STEPS if chosen is None else chosen
 
-    def note(self, decision: Decision, sums: StepSums) -> None:
+    def note(self, decision: Decision, result: StepResult) -> None:
         """A step has been decided, and done.
 
         Raises:
@@ -109,16 +78,16 @@ class History:
             self._skips = 0
         elif not scaling:
             self._skips += 1
-            if self._skips == self._rules.max_consecutive_skips:
-                raise self._diagnosis(sums)
+            if self._skips == self._policy.max_consecutive_skips:
+                raise self._diagnosis(result)
 
-    def _diagnosis(self, sums: StepSums) -> NonFiniteError:
-        bad = torch.nonzero(~torch.isfinite(sums.squared_norms()))
+    def _diagnosis(self, result: StepResult) -> NonFiniteError:
+        bad = torch.nonzero(~torch.isfinite(result.squared_norms()))
         # the backward begins with the last layer
         where = f"layers.{int(bad.max())}" if len(bad) else "no layer"
         return NonFiniteError(
             f"{self._skips} step(s) in a row were skipped, as gradients were Inf or "
-            f"NaN; in step {sums.step} (from 0) the first of them came up in {where}: "
-            "look at that layer and its inputs, lower the learning rate, or raise "
-            "max_consecutive_skips"
+            f"NaN; in step {result.step} (from 0) the first of them came up in "
+            f"{where}: look at that layer and its inputs, lower the learning rate, or "
+            "raise max_consecutive_skips"
         )
