@@ -179,7 +179,7 @@ TABLE = (
     ("planning", "post-validation on one stage", "zbpp/planning/pipelines.py",
      "steps and schedule.n_stages > 1 and asked", "steps and asked"),
     ("planning", "edges are chunks", "zbpp/planning/request.py",
-     "len(value) + 1 if len(value) > n_stages else 0", "len(value)"),
+     "len(value) + (about.per is Per.EDGE)", "len(value)"),
     ("planning", "all are V", "zbpp/planning/search.py",
      'if placement.stage_of[-1] == 0 else', 'if placement.stage_of[0] == 0 else'),
     ("planning", "gain over the new step", "zbpp/planning/answer.py",

@@ -37,10 +37,11 @@ def random_case(rng: random.Random, p: int) -> Case:
     work = {key: varied(times[key] / chunks, p * chunks) for key in ("f", "b", "w")}
     part = rng.choice((1.0 / p, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5))
     limits = [max(1.0, part * p * rng.uniform(0.8, 1.2)) for _ in range(p)]
+    links = [times["f"] * rng.choice((0.0, 0.03, 0.3, 2.0)) for _ in range(p - 1)]
     return {
         **work,
-        "comm": [times["f"] * rng.choice((0.0, 0.03, 0.3, 2.0)) for _ in range(p - 1)]
-        or 0.0,
+        # A V passes each link twice, and none where it turns.
+        "comm": (links if chunks == 1 else [*links, 0.0, *links[::-1]]) or 0.0,
         "loss": times["f"] * rng.choice((0.0, 0.2, 0.5)),
         "splits": [rng.random() < 0.85 for _ in range(p)],
         "m_b": 1.0,

@@ -20,7 +20,7 @@ FILES = {
     "bytes.json": {
         "m_b": "1.5GiB",
         "m_w": "700MiB",
-        "m_fixed": ["10GiB", "9 GiB"],
+        "m_fixed": "9 GiB",
         "peak_b": "1GiB",
     },
     "gather.json": {"f": 2, "b": 2, "w": 2, "all_gather": 1.5, "reduce_scatter": 3},

@@ -165,10 +165,9 @@ def test_the_page_and_all_that_it_names_are_served(ask):
 )
 def test_answers_are_those_of_the_command_line(answer, zbpp, mode, settings):
     chosen = SETTINGS | settings
-    times = {k: [chosen[k] * speed for speed in chosen["speeds"]] for k in "fbw"}
-    (zbpp.folder / "costs.json").write_text(
-        json.dumps(times | {"comm": chosen["comm"]})
-    )
+    times = {k: chosen[k] for k in ("f", "b", "w", "comm")}
+    speed = [1 / factor for factor in chosen["speeds"]]
+    (zbpp.folder / "costs.json").write_text(json.dumps(times | {"speed": speed}))
     line = f"{mode} -p 4 -m 8 --costs costs.json"
     if chosen["limit"]:
         line += f" --memory_limit {chosen['limit']}"

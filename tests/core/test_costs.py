@@ -38,10 +38,12 @@ ONE, TWO = Placement.single(1), Placement.single(2)
         # One entry a chunk; O is summed over the chunks 0 and 3, and 1 and 2.
         ({"f": (1.0, 2.0, 3.0, 4.0)}, V, "f", (1.0, 2.0, 3.0, 4.0)),
         ({"optimizer": (1.0, 2.0, 4.0, 8.0)}, V, "optimizer", (9.0, 6.0)),
-        # One entry a stage is dealt evenly to its chunks.
-        ({"f": (1.0, 3.0)}, V, "f", (0.5, 1.5, 1.5, 0.5)),
-        ({"optimizer": (5.0, 7.0)}, V, "optimizer", (5.0, 7.0)),
-        ({"m_b": (2.0, 4.0)}, V, "m_b", (1.0, 2.0, 2.0, 1.0)),
+        # A stage of twice the speed takes half the time, in its optimizer step too.
+        ({"f": 4.0, "speed": (1, 2)}, V, "f", (2.0, 1.0, 1.0, 2.0)),
+        ({"f": 4.0, "speed": 0.5}, V, "f", (4.0,) * 4),
+        ({"optimizer": 8.0, "speed": (1, 2)}, V, "optimizer", (8.0, 4.0)),
+        ({"m_b": 4.0, "speed": (1, 2)}, V, "m_b", (2.0,) * 4),
+        ({"comm": 4.0, "speed": (1, 2)}, TWO, "hops", (4.0,)),
         ({"memory_limit": (3.0, 5.0)}, V, "limit", (3.0, 5.0)),
         # The loss is a part of the last chunk's F.
         ({"f": 2.0, "loss": 0.5}, V, "f", (1.0, 1.0, 1.0, 1.5)),
@@ -68,9 +70,16 @@ def test_a_backward_that_cannot_be_split_is_one_b_of_both_times():
         ({"b": (1.0, 1.0, 1.0)}, "b has 3 entries for 4 chunks"),
         ({"m_b": (1.0,)}, "m_b has 1 entries for 4 chunks"),
         ({"memory_limit": (1.0,) * 4}, "memory_limit has 4 entries for 2 stages"),
+        ({"f": (1.0, 3.0)}, "f has 2 entries for 4 chunks; give one number, or one"),
+        ({"comm": (1.0,)}, "comm has 1 entries for 3 edges between chunks"),
+        ({"speed": (1.0,)}, "speed has 1 entries for 2 stages"),
+        ({"speed": (1.0, 0.0)}, r"speed is \(1.0, 0.0\); it must be above 0"),
         ({"splits": (True, True, False)}, "splits has 3 entries for 2 stages"),
         ({"splits": (True, 0)}, r"splits is \(True, 0\), not a list of true"),
-        ({"m_b": 6.0, "peak_f": (8.0, 2.0)}, r"chunk 1: peak_f 1 is below .* 3; give"),
+        (
+            {"m_b": 6.0, "peak_f": (4.0, 1.0, 4.0, 4.0)},
+            r"chunk 1: peak_f 1 is below .* 3; give",
+        ),
         ({"m_b": -1.0}, "^m_b is -1"),
         ({"memory_limit": -1.0}, "^memory_limit is -1"),
         *(
@@ -93,7 +102,7 @@ SINGLE, WAVE, ROUND = (
     Placement.wave(4),
     Placement.interleaved(4, 2),
 )
-LINKS, EDGES = (1.0, 2.0, 3.0), tuple(range(1, 8))
+EDGES = tuple(range(1, 8))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +111,6 @@ LINKS, EDGES = (1.0, 2.0, 3.0), tuple(range(1, 8))
         (0.5, SINGLE, (0.5,) * 3),
         (0.5, WAVE, (0.5, 0.5, 0.5, 0.0, 0.5, 0.5, 0.5)),
         (0.5, ONE, ()),
-        # A link joins two neighbours wherever they meet.
-        (LINKS, SINGLE, LINKS),
-        (LINKS, WAVE, (1, 2, 3, 0, 3, 2, 1)),
-        ((*LINKS, 9.0), WAVE, (1, 2, 3, 0, 3, 2, 1)),
-        ((*LINKS, 9.0), ROUND, (1, 2, 3, 9, 1, 2, 3)),
         # One entry an edge is taken as it is, but within a stage.
         (EDGES, ROUND, EDGES),
         (EDGES, WAVE, (1, 2, 3, 0, 5, 6, 7)),
@@ -123,8 +127,8 @@ def test_a_sum_over_the_stages_goes_up_a_tree_and_down_again():
     sizes = (1, 2, 3, 4, 5, 8, 9)
     messages = [Costs(comm=1.0).on(Placement.single(p)).reduction for p in sizes]
     assert messages == [0, 2, 4, 4, 6, 6, 8]
-    assert Costs(comm=LINKS).on(WAVE).reduction == 4 * 3.0  # the slowest link
-    assert Costs(comm=LINKS, reduction=7).on(WAVE).reduction == 7
+    assert Costs(comm=EDGES).on(WAVE).reduction == 4 * 7  # the slowest edge
+    assert Costs(comm=EDGES, reduction=9).on(WAVE).reduction == 9
 
 
 # --- layers ---------------------------------------------------------------------------
@@ -174,6 +178,29 @@ def test_messages_take_a_delay_and_their_bytes():
     assert layers.on(ONE, [3]).comm == 0.0
 
 
+@pytest.mark.parametrize(
+    ("delay", "placement", "edges"),
+    [
+        # A link joins two neighbours wherever they meet.
+        ((1, 2, 3), SINGLE, (1, 2, 3)),
+        ((1, 2, 3), WAVE, (1, 2, 3, 0, 3, 2, 1)),
+        ((1, 2, 3, 9), WAVE, (1, 2, 3, 0, 3, 2, 1)),
+        ((1, 2, 3, 9), ROUND, (1, 2, 3, 9, 1, 2, 3)),
+        ((5, 5), ROUND, (5,) * 7),
+        ((1, 2), TWO, (1,)),
+    ],
+)
+def test_delays_of_links(delay, placement, edges):
+    n = placement.n_chunks
+    costs = LayerCosts(n, delay=delay).on(placement, [1] * n)
+    assert costs.on(placement).hops == edges
+
+
+def test_a_link_that_is_missing_is_named():
+    with pytest.raises(RequestError, match="none for the link of stages 3 and 0"):
+        LayerCosts(8, delay=(1, 2, 3)).on(ROUND, [1] * 8)
+
+
 @pytest.mark.parametrize("split", ([4], [2, 1], [0, 4]))
 def test_a_split_that_does_not_fit_is_refused(split):
     with pytest.raises(RequestError, match="must have 2 entries"):
@@ -181,7 +208,7 @@ def test_a_split_that_does_not_fit_is_refused(split):
 
 
 COSTS = Costs(
-    f=(1, 2, 3, 4), b=2.0, w=(1.0, 2.0), comm=0.3, optimizer=0.5, loss=0.25,
+    f=(1, 2, 3, 4), b=2.0, w=1.5, comm=0.3, optimizer=0.5, loss=0.25,
     reduction=0.1, validation=0.2,
     m_b=(1, 2, 3, 4), m_w=0.4, memory_limit=50.0, m_fixed=1.0, peak_f=(2, 3, 4, 5),
     peak_b=0.5, peak_w=0.25, m_r=0.1,

@@ -44,6 +44,7 @@ PER_CHUNK = ("f", "b", "w", "comm", "optimizer", "all_gather", "reduce_scatter")
     reduction=st.none() | values,
     validation=values,
     memory_limit=st.none() | per_chunk,
+    speed=st.none() | st.floats(0.1, 10),
 )
 def test_costs_are_read_back_as_they_were(lists, tmp_path_factory, **others):
     path = tmp_path_factory.getbasetemp() / "costs.json"

@@ -291,7 +291,7 @@ def test_costs_with_other_parts_are_refused_not_cut_short():
     assert schedule.parts is not None
     for f, w in (
         (NOTHING_LAST[:2], (one,)),
-        ((*EXCHANGE, (N, 0.0)), (one,)),
+        ((*EXCHANGE, (N, 0.5)), (one,)),
         (EXCHANGE, (one, one)),
         (EXCHANGE, ()),
     ):
@@ -300,6 +300,15 @@ def test_costs_with_other_parts_are_refused_not_cut_short():
                 RequestError, match=r"but the costs have .*; plan again"
             ):
                 call(schedule, Costs(parts=Parts(f, EXCHANGE, w)))
+
+
+def test_parts_that_compute_in_a_row_are_one_and_those_of_no_time_none():
+    parts = Parts((*EXCHANGE, (N, 0.0)), (*EXCHANGE, (C, 0.5)), ((C, 1.0),), layers=2)
+    (merged,) = Costs(parts=parts).on(Placement.single(1)).parts
+    assert merged.f == ((C, 1.0), (N, 1.0), (C, 2.0), (N, 1.0), (C, 1.0))
+    assert merged.b == ((C, 1.0), (N, 1.0), (C, 2.5), (N, 1.0), (C, 1.5))
+    fast = Costs(parts=Parts(EXCHANGE, EXCHANGE), speed=2).on(Placement.single(1))
+    assert fast.parts[0].f == ((C, 0.5), (N, 0.5), (C, 0.5))
 
 
 @pytest.mark.parametrize("n_jobs", list(product((0, 1, 2), repeat=2)))

@@ -64,8 +64,8 @@ NEAR = 1 + 1e-9
 
 
 def times(rng: random.Random, p: int, v: int) -> object:
-    """One number, or one a stage, or one a chunk; some passes take no time."""
-    n = rng.choice((0, 0, p, p * v))
+    """One number, or one a chunk; some passes take no time."""
+    n = rng.choice((0, 0, p * v))
     each = rng.choice(
         (lambda: rng.choice((0.0, 0.5, 1.0)), lambda: rng.uniform(0.2, 2))
     )
@@ -136,8 +136,9 @@ def request_of(form: str, rng: random.Random) -> PlanRequest:
             columns |= {key: times(rng, p, v) for key in "fbw"}
             columns["send_occupies"] = rng.choice((0.0, 0.0, 0.2))
             columns["fb"] = rng.choice((None, None, v * rng.uniform(1, 3)))
-            if p > 1 and rng.random() < 0.3:  # one a link
-                columns["comm"] = tuple(rng.choice((0.1, 1.5)) for _ in range(p))
+            columns["speed"] = tuple(rng.choice((1, 1, 0.5)) for _ in range(p))
+            if p * v > 1 and rng.random() < 0.3:  # one an edge
+                columns["comm"] = tuple(rng.choice((0, 1.5)) for _ in range(p * v - 1))
         if form == "memory":
             columns |= memory_of(rng, p * v)
         if rng.random() < 0.3 and not (MODES[mode].order and MODES[mode].splits):

@@ -232,7 +232,7 @@ PARTS = Parts(
     (("network", 1), ("compute", 2)),
     (("compute", 1),),
 )
-COSTS = Costs(f=(1, 2), comm=0.5, m_b=2.0**30)
+COSTS = Costs(speed=(1, 2), comm=0.5, m_b=2.0**30)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

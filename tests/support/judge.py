@@ -18,7 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +193,21 @@ def _part_times(
         if not cost.splits[stage_of[c]]:
             times["B", c] += times["W", c]
             times["W", c] = []
-    if costs.get("loss"):
-        times["F", n - 1].append(("compute", costs["loss"]))
-    return times
+    for (kind, c), parts in times.items():
+        speed = cost.speed[stage_of[c]]
+        times[kind, c] = [(lane, t / speed) for lane, t in parts]
+    times["F", n - 1].append(("compute", costs.get("loss", 0.0)))
+    return {key: x if key[0] == "W" else _merged(x) for key, x in times.items()}
+
+
+def _merged(parts: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """What computes in a row is one part; what takes no time is none."""
+    runs = groupby(
+        enumerate(x for x in parts if x[1]),
+        lambda entry: (entry[1][0], entry[0] if entry[1][0] == "network" else -1),
+    )
+    sums = [(lane, sum(t for _, (_, t) in run)) for (lane, _), run in runs]
+    return sums or [("compute", 0.0)]
 
 
 def _needs_of_part(
@@ -234,22 +246,26 @@ class _Costs:
 
         def per_chunk(key: str, default: float) -> list[float]:
             value = costs.get(key, default)
-            entries = value if isinstance(value, list) else [value] * p
-            numbers = [float(entry) for entry in entries]
-            if len(numbers) == n:
-                if isinstance(value, list):
-                    return numbers
-            elif len(numbers) != p:
-                raise ValueError(f"{key} has {len(numbers)} entries")
-            return [numbers[s] / share[s] for s in stage_of]
+            if not isinstance(value, list):
+                return [value / share[s] for s in stage_of]
+            if len(value) != n:
+                raise ValueError(f"{key} has {len(value)} entries")
+            return [float(entry) for entry in value]
+
+        speed = costs.get("speed") or 1.0
+        self.speed = speed if isinstance(speed, list) else [speed] * p
+
+        def passes(key: str) -> list[float]:
+            pairs = zip(per_chunk(key, 1.0), stage_of, strict=True)
+            return [time / self.speed[s] for time, s in pairs]
 
         def peaks(key: str, least: list[float]) -> list[float]:
             return per_chunk(key, 0.0) if key in costs else least
 
-        f = per_chunk("f", 1.0)
+        f = passes("f")
         f[-1] += costs.get("loss", 0.0)
         self.fb = per_chunk("fb", 0.0) if "fb" in costs else None
-        self.times = {"F": f, "B": per_chunk("b", 1.0), "W": per_chunk("w", 1.0)}
+        self.times = {"F": f, "B": passes("b"), "W": passes("w")}
         self.m_b, self.m_w = per_chunk("m_b", 1.0), per_chunk("m_w", 0.5)
         gain = [w - b for b, w in zip(self.m_b, self.m_w, strict=True)]
         peak_b = peaks("peak_b", [max(0.0, more) for more in gain])
@@ -276,12 +292,6 @@ class _Costs:
     def _edges(self, times: float | list[float]) -> list[float]:
         edges = list(pairwise(self.stage_of))
         given = times if isinstance(times, list) else [times] * len(edges)
-        last = max(self.stage_of)
-        if len(given) != len(edges):  # one a link, not one an edge
-            return [
-                0.0 if a == b else given[last if abs(a - b) == last > 1 else min(a, b)]
-                for a, b in edges
-            ]
         return [
             0.0 if a == b else one for one, (a, b) in zip(given, edges, strict=True)
         ]

@@ -206,7 +206,8 @@ def count_chunks(mode: Mode, request: PlanRequest) -> int | None:
         return mode.chunks or asked
     if isinstance(request.costs, LayerCosts):
         return None
-    return listed_chunks(request.chunk_costs, request.n_stages or 0)
+    chunks = listed_chunks(request.chunk_costs, request.n_stages or 0)
+    return chunks if mode.place is None or chunks != 1 else None
 
 
 def listed_chunks(costs: Costs, n_stages: int) -> int | None:
@@ -215,22 +216,17 @@ def listed_chunks(costs: Costs, n_stages: int) -> int | None:
     >>> listed_chunks(Costs(f=(1.0, 2.0, 2.0, 1.0)), n_stages=2)
     2
 
-    None if all are numbers or lists of one entry a stage, which are dealt to any number
-    of chunks, or if the longest list has no whole number of entries a stage: then the
-    planner names the length that it needs.
+    None if all are numbers, or if the longest list has no whole number of entries a
+    stage: then the planner names the length that it needs.
     """
     lengths = [0]
     for name, about in columns_of(Costs).items():
         value = getattr(costs, name)
-        if isinstance(value, tuple) and about.per is Per.CHUNK:
-            lengths.append(len(value))
-        elif isinstance(value, tuple) and about.per is Per.EDGE:
-            # one entry an edge between chunks; fewer are of links, and say nothing
-            lengths.append(len(value) + 1 if len(value) > n_stages else 0)
+        if isinstance(value, tuple) and about.per in (Per.CHUNK, Per.EDGE):
+            lengths.append(len(value) + (about.per is Per.EDGE))
     if n_stages < 1 or max(lengths) % n_stages:
         return None
-    chunks_per_stage = max(lengths) // n_stages
-    return chunks_per_stage if chunks_per_stage > 1 else None
+    return max(lengths) // n_stages or None
 
 
 def parse_split(text: str) -> Split:

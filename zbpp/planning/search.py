@@ -9,12 +9,9 @@ unless its lower bound shows that it is slower.
 placement               memory, M_B    tried where lists of costs have
 ======================  =============  =======================================
 one chunk a stage       2p, or limit   p entries, or there are no lists
-wave (V)                p, or limit    kp entries; with p or no lists: k = 2
+wave (V)                p, or limit    kp entries; with no lists: k = 2
 interleaved             2p, or limit   the same
 ======================  =============  =======================================
-
-A list of p entries is per stage (see `zbpp.core.costs`): it fits all placements, and
-they compete.
 """
 
 import math

@@ -89,7 +89,9 @@ class Loads:
             fixed=_sums(layers.of("m_fixed")),
             left=_sums(left),
             in_flight=tuple(in_flight or (1.0,) * placement.n_chunks),
-            limit=per_stage(layers.memory_limit, placement),
+            limit=per_stage(
+                "memory_limit", layers.memory_limit, placement, default=math.inf
+            ),
             placement=placement,
             chunk_overhead=n_microbatches * overhead,
         )

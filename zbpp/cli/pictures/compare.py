@@ -116,11 +116,6 @@ class Compare(PlanFlags):
         )
         if AUTO in planned:
             print(planned[AUTO].plan.schedule.name)
-        if comparison.has_stage_lists:
-            print(
-                "lists of one entry a stage are dealt evenly to its chunks; where the "
-                "layers differ, give one entry a chunk, or --layers"
-            )
         plans = {mode: row.plan for mode, row in planned.items() if row.plan.is_layered}
         widest = max(map(len, plans), default=0)
         for mode, plan in plans.items():

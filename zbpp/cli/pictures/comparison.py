@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from zbpp.cli.summary import Steady, Summary, steady
-from zbpp.core import Costs, PassKind
-from zbpp.core.costs.columns import Per, columns_of
+from zbpp.core import PassKind
 from zbpp.planning import BASELINE, Plan
 from zbpp.planning.modes import AUTO
 from zbpp.simulator import PageEntry, simulate
@@ -65,18 +64,6 @@ class Comparison:
         return {
             mode: row for mode, row in self.rows.items() if not isinstance(row, str)
         }
-
-    @property
-    def has_stage_lists(self) -> bool:
-        """True if a list of one entry a stage is dealt to several chunks."""
-        for row in self.planned.values():
-            costs, placement = row.plan.costs, row.plan.schedule.placement
-            for name, about in columns_of(Costs).items():
-                value = getattr(costs, name)
-                is_listed = isinstance(value, tuple) and about.per is Per.CHUNK
-                if is_listed and len(value) == placement.n_stages < placement.n_chunks:
-                    return True
-        return False
 
     def step(self, mode: str) -> float:
         """Time of a step of a planned mode, one among many."""

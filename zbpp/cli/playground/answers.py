@@ -60,13 +60,10 @@ def costs_text(settings: Settings) -> str:
 
     >>> one = {"f": 1, "b": 2, "w": 1, "comm": 0, "limit": 0}
     >>> costs_text(one | {"speeds": [1, 1.5]})
-    '{"f": [1, 1.5], "b": [2, 3.0], "w": [1, 1.5], "comm": 0}'
+    '{"f": 1, "b": 2, "w": 1, "comm": 0, "speed": [1.0, 0.6666666666666666]}'
     """
-    costs: dict[str, Any] = {
-        kind: [settings[kind] * speed for speed in settings["speeds"]]
-        for kind in ("f", "b", "w")
-    }
-    costs["comm"] = settings["comm"]
+    costs = {name: settings[name] for name in ("f", "b", "w", "comm")}
+    costs["speed"] = [1 / factor for factor in settings["speeds"]]
     if settings["limit"]:
         costs["memory_limit"] = settings["limit"]
     return json.dumps(costs)

@@ -1,32 +1,20 @@
-"""Columns of costs: what there is one entry for, and how shorthands are spread.
+"""Columns of costs: fields with one number for all, or one entry for each.
 
-A column is a field of `Costs`, `MemoryModel` or `LayerCosts`. A number is a shorthand
-for all entries; a tuple is read by its length, for p stages and C chunks:
+==========  =====================================================================
+per         a list has one entry per
+==========  =====================================================================
+chunk       chunk; a number is that of a whole stage, split evenly over its chunks
+edge        edge between two consecutive chunks
+stage       stage
+layer       layer
+cut         boundary between two layers
+link        link between neighbours: entry s joins stages s and s+1, and the last of
+            as many entries as stages joins the last stage and the first
+==========  =====================================================================
 
-==========  ======  ================================================================
-per         length  one entry per
-==========  ======  ================================================================
-chunk       C       chunk
-            p       stage, dealt evenly to the chunks of the stage; so is a number,
-                    which stands for a whole stage
-stage       p       stage
-edge        C - 1   edge between two consecutive chunks
-            p - 1   link between neighbours: link s joins stages s and s+1
-            p       the same, and a last one that joins p-1 and 0 (interleaved)
-layer       n       layer
-cut         n - 1   boundary between two layers
-==========  ======  ================================================================
-
-Where two lengths are equal, the first reading counts. Dealing suits stages that differ
-as machines do; where the layers differ, as a head on the last chunk, give one entry per
-chunk. An edge within a stage takes no time, both ways of a link are alike:
-
-    chunk        0 ---- 1 ---- 2 ---- 3        edges: F goes right, B goes left
-    stage (V)    0      1      1      0        the same two stages share one link
-    link         link 0    -     link 0
-
-Times share one unit of the caller's choice. Memories are in bytes, or in any other unit
-in which amounts are small, such as M_B. A text such as "40GiB" is a number of bytes.
+An edge within a stage takes no time, both ways of an edge are alike. Times share one
+unit of the caller's choice. Memories are in bytes, or in any other unit in which
+amounts are small, such as M_B. A text such as "40GiB" is a number of bytes.
 """
 
 import math
@@ -49,10 +37,11 @@ __all__ = [
     "check_columns",
     "column",
     "columns_of",
-    "edge_delays",
     "listed",
+    "on_links",
     "parse_memory",
     "per_chunk",
+    "per_edge",
     "per_stage",
     "reduction_delay",
     "whole_number",
@@ -99,6 +88,7 @@ class Per(StrEnum):
     EDGE = "edge"
     LAYER = "layer"
     CUT = "cut"
+    LINK = "link"
     ALL = "all"
     """There is one number, and no list."""
 
@@ -258,76 +248,70 @@ def _check_numbers(name: str, value: PerChunk, *, most: float) -> None:
 
 
 def per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
-    """Give every chunk its share; see the module's text.
-
-    Raises:
-        RequestError: a list of another length.
-    """
-    shares = placement.n_beside
+    """Return the entry of every chunk: of a number its share of that of a stage."""
     if not isinstance(value, tuple):
-        return tuple(value / share for share in shares)
-    if len(value) == placement.n_chunks:
-        return value
-    if len(value) == placement.n_stages:
-        by_stage = [value[stage] for stage in placement.stage_of]
-        return tuple(v / share for v, share in zip(by_stage, shares, strict=True))
-    raise RequestError(
-        f"{name} has {len(value)} entries for {placement.n_chunks} chunks; give one "
-        f"number, or one per stage ({placement.n_stages}) or chunk"
-    )
-
-
-def per_stage(limit: PerChunk | None, placement: Placement) -> tuple[float, ...]:
-    """Give every stage its memory limit; infinite where there is none.
-
-    Raises:
-        RequestError: a list of another length than there are stages.
-    """
-    if limit is None:
-        return (math.inf,) * placement.n_stages
-    if not isinstance(limit, tuple):
-        return (limit,) * placement.n_stages
-    if len(limit) != placement.n_stages:
+        return tuple(value / n for n in placement.n_beside)
+    if len(value) != placement.n_chunks:
         raise RequestError(
-            f"memory_limit has {len(limit)} entries for {placement.n_stages} stages"
+            f"{name} has {len(value)} entries for {placement.n_chunks} chunks; give "
+            "one number, or one for each chunk"
         )
-    return limit
+    return value
 
 
-def edge_delays(
-    comm: PerChunk, placement: Placement, *, name: str = "comm"
+def per_stage(
+    name: str, value: PerChunk | None, placement: Placement, *, default: float
 ) -> tuple[float, ...]:
-    """Give every edge its delay: entry c is between chunks c and c+1.
+    """Return the entry of every stage."""
+    if value is None:
+        value = default
+    if not isinstance(value, tuple):
+        return (value,) * placement.n_stages
+    if len(value) != placement.n_stages:
+        raise RequestError(
+            f"{name} has {len(value)} entries for {placement.n_stages} stages"
+        )
+    return value
 
-    ``name`` is that of the column, for errors.
 
-    >>> edge_delays((0.5, 0.25), Placement.wave(3))
-    (0.5, 0.25, 0.0, 0.25, 0.5)
+def per_edge(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
+    """Return the entry of every edge: entry c is between chunks c and c+1.
 
-    Raises:
-        RequestError: the list has another length, or lacks a link of the placement.
+    >>> per_edge("comm", 0.5, Placement.wave(2))
+    (0.5, 0.0, 0.5)
     """
     edges = list(pairwise(placement.stage_of))
-    p = placement.n_stages
-    if not isinstance(comm, tuple):
-        delays = [comm] * len(edges)
-    elif len(comm) == len(edges):
-        delays = list(comm)
-    elif len(comm) in (p - 1, p):
-        delays = [
-            comm[_link(comm, placement, chunk, name)] if source != target else 0.0
-            for chunk, (source, target) in enumerate(edges)
-        ]
-    else:
+    if not isinstance(value, tuple):
+        value = (value,) * len(edges)
+    if len(value) != len(edges):
         raise RequestError(
-            f"{name} has {len(comm)} entries for {p} stages and {placement.n_chunks} "
-            f"chunks; give one number, {p - 1} (links between neighbours), {p} (with "
-            f"the link from stage {p - 1} to 0) or {len(edges)} (edges between chunks)"
+            f"{name} has {len(value)} entries for {len(edges)} edges between chunks; "
+            "give one number, or one for each edge"
         )
     return tuple(
-        delay if source != target else 0.0
-        for delay, (source, target) in zip(delays, edges, strict=True)
+        time if source != target else 0.0
+        for time, (source, target) in zip(value, edges, strict=True)
     )
+
+
+def on_links(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
+    """Return the entry of the link that each edge uses."""
+    edges = list(pairwise(placement.stage_of))
+    if not isinstance(value, tuple) or len(set(value)) == 1:
+        # Equal links may have been measured on another number of stages.
+        return (value[0] if isinstance(value, tuple) else value,) * len(edges)
+    p, entries = placement.n_stages, []
+    for edge in edges:
+        near, far = min(edge), max(edge)
+        link = {0: 0, 1: near, p - 1: far}.get(far - near) if p > 2 else 0
+        if link is None or link >= len(value) or not p - 1 <= len(value) <= p:
+            raise RequestError(
+                f"{name} has {len(value)} entries, and none for the link of stages "
+                f"{edge[0]} and {edge[1]}; give one number, or one for each of the {p} "
+                f"links, of which the last joins stages {p - 1} and 0"
+            )
+        entries.append(value[link])
+    return tuple(entries)
 
 
 def reduction_delay(hops: tuple[float, ...], n_stages: int) -> float:
@@ -341,24 +325,3 @@ def reduction_delay(hops: tuple[float, ...], n_stages: int) -> float:
     2.0
     """
     return 2 * (n_stages - 1).bit_length() * max(hops, default=0.0)
-
-
-def _link(comm: tuple[float, ...], placement: Placement, chunk: int, name: str) -> int:
-    """The link on which a chunk sends to the next one."""
-    stage_of, last = placement.stage_of, placement.n_stages - 1
-    ends = sorted((stage_of[chunk], stage_of[chunk + 1]))
-    if ends[1] == ends[0] + 1:
-        return ends[0]
-    if ends == [0, last] and len(comm) == last + 1:
-        return last
-    raise RequestError(
-        f"{name} has {len(comm)} entries, one per link, and none joins stage "
-        f"{stage_of[chunk]} (chunk {chunk}) and stage {stage_of[chunk + 1]} (chunk "
-        f"{chunk + 1}); "
-        + (
-            f"add the link from stage {last} to 0 as entry {last + 1}, or "
-            if ends == [0, last]
-            else ""
-        )
-        + f"give one entry per edge between chunks, {placement.n_chunks - 1} in all"
-    )

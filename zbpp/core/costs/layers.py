@@ -29,8 +29,10 @@ from zbpp.core.costs.columns import (
     check_columns,
     column,
     columns_of,
-    edge_delays,
+    on_links,
     per_chunk,
+    per_edge,
+    per_stage,
     whole_number,
 )
 from zbpp.core.costs.parts import Parts, PartTimes, add_up_parts, chunk_parts, merged
@@ -108,8 +110,8 @@ class LayerCosts:
     peak_r: PerLayer | None = column(None, Per.LAYER, is_memory=True)
     comm: PerLayer = column(0.0, Per.CUT)
     message: PerLayer = column(0.0, Per.CUT, is_memory=True)
-    bandwidth: PerChunk | None = column(None, Per.EDGE, is_rate=True)
-    delay: PerChunk = column(0.0, Per.EDGE)
+    bandwidth: PerChunk | None = column(None, Per.LINK, is_rate=True)
+    delay: PerChunk = column(0.0, Per.LINK)
     pass_f: float = column(0.0, Per.ALL)
     pass_b: float = column(0.0, Per.ALL)
     pass_w: float = column(0.0, Per.ALL)
@@ -348,13 +350,13 @@ class LayerCosts:
             value if isinstance(value, tuple) else (value,) * (self.n_layers - 1)
             for value in (self.comm, self.message)
         )
-        delays = edge_delays(_one_if_equal(self.delay), placement, name="delay")
-        band = math.inf if self.bandwidth is None else _one_if_equal(self.bandwidth)
-        per_byte = tuple(1 / x for x in band) if isinstance(band, tuple) else 1 / band
-        slowness = edge_delays(per_byte, placement, name="bandwidth")
+        delays = on_links("delay", self.delay, placement)
+        bands = (math.inf,) * len(cuts)
+        if self.bandwidth is not None:
+            bands = on_links("bandwidth", self.bandwidth, placement)
         return tuple(
-            comm[cut] + delay + message[cut] * slow
-            for cut, delay, slow in zip(cuts, delays, slowness, strict=True)
+            comm[cut] + delay + message[cut] / band
+            for cut, delay, band in zip(cuts, delays, bands, strict=True)
         )
 
     def _sending(self, cuts: Sequence[int]) -> PerChunk:
@@ -363,11 +365,6 @@ class LayerCosts:
         if not isinstance(value, tuple):
             return value
         return tuple(value[cut] for cut in cuts) or 0.0
-
-
-def _one_if_equal(links: PerChunk) -> PerChunk:
-    """Take equal links as one number: they were measured on other stages."""
-    return links[0] if isinstance(links, tuple) and len(set(links)) == 1 else links
 
 
 def _rises(m_b: Iterable[float], m_w: Iterable[float]) -> tuple[float, ...]:
@@ -409,18 +406,17 @@ def chunk_layers(
             "the costs), and a part that is recomputed must be; leave one of them out"
         )
     counts = [1] * placement.n_chunks if split is None else list(split)
+    # The loss and messages stay apart from F and B.
+    bare = replace(costs, loss=0.0, send_occupies=0.0)
+    chunks = bare.on(placement)
 
-    def dealt(name: str, value: float | tuple[float, ...]) -> tuple[float, ...]:
-        each = zip(per_chunk(name, value, placement), counts, strict=True)
+    def dealt(column: Sequence[float]) -> tuple[float, ...]:
+        each = zip(column, counts, strict=True)
         return tuple(chain.from_iterable(repeat(total / n, n) for total, n in each))
 
-    gathers = dealt("all_gather", costs.all_gather)
-    f, b = dealt("f", costs.f), dealt("b", costs.b)
-    if costs.gathers:
-        f, b = (tuple(map(add, times, gathers)) for times in (f, b))
-        gathers = (0.0,) * len(gathers)
-    chunks = costs.on(placement)
-    m_b, m_w = dealt("m_b", costs.m_b), dealt("m_w", costs.m_w)
+    def of_stages(column: Sequence[float]) -> tuple[float, ...]:
+        stages = zip(placement.stage_of, placement.n_beside, strict=True)
+        return dealt([column[stage] / n for stage, n in stages])
 
     def peaks(
         of_chunks: Sequence[float], left: Sequence[float], least: Sequence[float]
@@ -429,32 +425,37 @@ def chunk_layers(
         beyond = chain.from_iterable(map(repeat, map(sub, of_chunks, left), counts))
         return tuple(map(add, least, beyond))
 
-    nothing = (0.0,) * sum(counts)
-    inside = [[0.0] * (n - 1) for n in counts]
-
-    def at_cuts(name: str, value: float | tuple[float, ...]) -> PerChunk:
-        edges = [[delay] for delay in edge_delays(value, placement, name=name)]
-        pairs = zip(inside, [*edges, []], strict=True)
+    def at_cuts(column: Sequence[float]) -> PerChunk:
+        inside = [[0.0] * (n - 1) for n in counts]
+        pairs = zip(inside, [*([delay] for delay in column), []], strict=True)
         return tuple(x for pair in pairs for x in chain(*pair)) or 0.0
 
-    fields: dict[str, Any] = {name: getattr(costs, name) for name in _SAME}
-    for name in ("w", "optimizer", "m_fixed", "peak_o", "reduce_scatter"):
-        fields[name] = dealt(name, getattr(costs, name))
+    m_b, m_w = dealt(chunks.m_b), dealt(chunks.m_w)
+    nothing = (0.0,) * sum(counts)
     return LayerCosts(
         n_layers=sum(counts),
-        **fields,
-        f=f,
-        b=b,
+        **{name: getattr(costs, name) for name in _SAME},
+        f=dealt(chunks.f),
+        b=dealt(chunks.b),
+        w=dealt(chunks.w),
+        optimizer=of_stages(chunks.optimizer),
         m_b=m_b,
         m_w=m_w,
+        m_fixed=of_stages(chunks.fixed),
         peak_f=peaks(chunks.peak_f, chunks.m_b, m_b),
         peak_b=peaks(chunks.peak_b, _rises(chunks.m_b, chunks.m_w), _rises(m_b, m_w)),
         peak_w=peaks(chunks.peak_w, nothing, nothing),
-        m_r=None if costs.m_r is None else dealt("m_r", costs.m_r),
-        comm=at_cuts("comm", costs.comm),
-        send_occupies=at_cuts("send_occupies", costs.send_occupies),
-        all_gather=gathers,
-        parts=_dealt_parts(costs, placement, counts),
+        peak_o=of_stages(chunks.peak_o),
+        m_r=None
+        if costs.m_r is None
+        else dealt(per_chunk("m_r", costs.m_r, placement)),
+        comm=at_cuts(chunks.hops),
+        send_occupies=at_cuts(
+            per_edge("send_occupies", costs.send_occupies, placement)
+        ),
+        all_gather=0.0 if costs.gathers else dealt(chunks.all_gather),
+        reduce_scatter=dealt(chunks.reduce_scatter),
+        parts=_dealt_parts(bare, placement, counts),
     )
 
 
@@ -465,6 +466,7 @@ def _dealt_parts(
     if costs.parts is None:
         return None
     dealt: list[Parts] = []
+    speed = per_stage("speed", costs.speed, placement, default=1.0)
     parts = chunk_parts(costs.parts, placement)
     for chunk, (of, n) in enumerate(zip(parts, counts, strict=True)):
         if of.layers % n:
@@ -473,7 +475,8 @@ def _dealt_parts(
                 f"cannot be dealt to the {n} of the split; give costs of layers "
                 "(--layers) with parts of each, or take 'parts' out of the costs"
             )
-        dealt += [replace(of, layers=of.layers // n).flat()] * n
+        each = replace(of, layers=of.layers // n)
+        dealt += [each.flat(speed=speed[placement.stage_of[chunk]])] * n
     return tuple(dealt)
 
 

@@ -64,10 +64,24 @@ class Parts:
             times += part * self.layers
         return times
 
-    def flat(self) -> "Parts":
-        """The same parts as those of one layer."""
-        f, b, w = map(self.of, (PassKind.F, PassKind.B, PassKind.W))
+    def flat(self, *, speed: float = 1.0) -> "Parts":
+        """The same parts as those of one layer, each divided by a speed."""
+        f, b, w = (
+            tuple((lane, time / speed) for lane, time in self.of(kind))
+            for kind in (PassKind.F, PassKind.B, PassKind.W)
+        )
         return Parts(f, b, w)
+
+    def joined(self, *, splits: bool = True) -> "Parts":
+        """The parts that a stage runs: W's end its B where the two cannot be split.
+
+        In F and B, parts that compute one after the other are one part, and those that
+        take no time are left out.
+        """
+        f = merged(self.of(PassKind.F))
+        if not splits:
+            return Parts(f, merged(self.of(PassKind.BW)))
+        return Parts(f, merged(self.of(PassKind.B)), self.of(PassKind.W))
 
     def time(self, kind: PassKind) -> float:
         """The time of a pass whose parts run in a row."""

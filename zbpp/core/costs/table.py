@@ -7,8 +7,8 @@
     links    comm, send_occupies: one entry for each edge between two chunks
     stages   memory_limit, splits
 
-`Costs` holds what the caller writes, with shorthands: one number for all, or one for
-each stage. `Costs.on` spreads them over the chunks of a placement, once.
+`Costs` has what the caller writes: one number for a whole stage, or an entry for each
+chunk. `Costs.on` spreads them over the chunks of a placement, once.
 
 **Messages.** One takes ``comm`` from the end of a pass until it can be read. For the
 first ``send_occupies`` of that its sender computes nothing: it packs, blocks, or lends
@@ -45,10 +45,11 @@ and ``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, se
 from the times (`zbpp.core.costs.held`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import add, sub
+from operator import add, sub, truediv
 
 from zbpp.core.costs.columns import (
     Per,
@@ -56,9 +57,9 @@ from zbpp.core.costs.columns import (
     check_columns,
     column,
     columns_of,
-    edge_delays,
     listed,
     per_chunk,
+    per_edge,
     per_stage,
     reduction_delay,
 )
@@ -90,8 +91,7 @@ _ROUNDING = 1e-14  # relative, of one sum
 class Times:
     """Times of the passes, of a message between two stages, and of the optimizer.
 
-    ``send_occupies`` is the part of ``comm`` for which the sender computes nothing; a
-    list of either is per link (`zbpp.core.costs.columns`).
+    ``send_occupies`` is the part of ``comm`` for which the sender computes nothing.
     ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
     each stage whether its backward can be split into B and W; default: all can.
     ``reduction`` is the time of the sum of all stages' gradient norms, from the last
@@ -102,9 +102,10 @@ class Times:
     themselves and take ``all_gather`` longer, instead of an UNSHARD; nothing runs
     beside that. ``fb`` is the time of an F beside the backward of another micro-batch,
     without their messages; a list is by the chunk of the F; None: as long as one after
-    the other. ``parts`` tells what F, B and W compute and what they exchange between
-    (`zbpp.core.costs.parts`), of a stage, or in a list per chunk; their sums are ``f``,
-    ``b`` and ``w``, which may then be left out.
+    the other. The times of ``f``, ``b``, ``w``, ``parts`` and ``optimizer`` are
+    divided by the ``speed`` of the stage; None: 1. ``parts`` tells what F, B and W
+    compute and what they exchange between (`zbpp.core.costs.parts`), of a stage, or in
+    a list per chunk; their sums are ``f``, ``b`` and ``w``, which may then be left out.
 
     Raises:
         RequestError: a time is negative, not finite or above 1e100, splits holds no
@@ -124,6 +125,7 @@ class Times:
     reduce_scatter: PerChunk = column(0.0, Per.CHUNK)
     send_occupies: PerChunk = column(0.0, Per.EDGE)
     fb: PerChunk | None = column(None, Per.CHUNK)
+    speed: PerChunk | None = column(None, Per.STAGE, is_rate=True)
     gathers: bool = False
     parts: Parts | tuple[Parts, ...] | None = None
 
@@ -207,12 +209,15 @@ class Costs(MemoryModel, Times):
             raise RequestError(
                 f"splits has {len(splits)} entries for {placement.n_stages} stages"
             )
-        dealt = self._dealt_parts(placement)
-        if dealt:  # what has no W has nothing to put off
+        speed = per_stage("speed", self.speed, placement, default=1.0)
+        parts = self._chunk_parts(placement, speed)
+        if parts:  # what has no W has nothing to put off
             splits = tuple(
-                can and all(dealt[chunk].w for chunk in chunks)
+                can and all(parts[chunk].w for chunk in chunks)
                 for can, chunks in zip(splits, placement.chunks_of, strict=True)
             )
+
+        stage_of = placement.stage_of
 
         def chunks(name: str) -> tuple[float, ...]:
             return per_chunk(name, getattr(self, name), placement)
@@ -221,7 +226,10 @@ class Costs(MemoryModel, Times):
             column = chunks(name)
             return tuple(sum(column[c] for c in cs) for cs in placement.chunks_of)
 
-        f, b, w = chunks("f"), chunks("b"), chunks("w")
+        f, b, w = (
+            tuple(time / speed[s] for time, s in zip(column, stage_of, strict=True))
+            for column in map(chunks, ("f", "b", "w"))
+        )
         all_gather = chunks("all_gather")
         if self.gathers:
             f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
@@ -230,8 +238,8 @@ class Costs(MemoryModel, Times):
             can = [splits[stage] for stage in placement.stage_of]
             b = tuple(map(add, b, _where([not split for split in can], w)))
             w = _where(can, w)
-        hops = edge_delays(self.comm, placement)
-        sending = edge_delays(self.send_occupies, placement, name="send_occupies")
+        hops = per_edge("comm", self.comm, placement)
+        sending = per_edge("send_occupies", self.send_occupies, placement)
         hops = tuple(map(max, hops, sending))
         reduction = self.reduction
         if reduction is None:
@@ -240,7 +248,12 @@ class Costs(MemoryModel, Times):
             f = tuple(map(add, f, (*sending, 0.0)))
             b = tuple(map(add, b, (0.0, *sending)))
             hops = tuple(map(sub, hops, sending))
-        parts = self._parts_on(dealt, placement, splits)
+        if parts:
+            last = replace(parts[-1], f=(*parts[-1].f, (Lane.COMPUTE, self.loss)))
+            parts = tuple(
+                each.joined(splits=splits[stage])
+                for each, stage in zip((*parts[:-1], last), stage_of, strict=True)
+            )
         m_b, m_w = chunks("m_b"), chunks("m_w")
         none = (0.0,) * placement.n_chunks
         peak_b = self._peaks(
@@ -261,7 +274,7 @@ class Costs(MemoryModel, Times):
             b=b,
             w=w,
             hops=hops,
-            optimizer=stages("optimizer"),
+            optimizer=tuple(map(truediv, stages("optimizer"), speed)),
             splits=splits,
             reduction=reduction,
             validation=(self.validation,) * placement.n_stages,
@@ -272,7 +285,9 @@ class Costs(MemoryModel, Times):
             parts=parts,
             m_b=m_b,
             m_w=m_w,
-            limit=per_stage(self.memory_limit, placement),
+            limit=per_stage(
+                "memory_limit", self.memory_limit, placement, default=math.inf
+            ),
             fixed=stages("m_fixed"),
             peak_f=self._peaks("peak_f", m_b, placement),
             peak_b=peak_b,
@@ -281,7 +296,9 @@ class Costs(MemoryModel, Times):
             peak_o=stages("peak_o"),
         )
 
-    def _dealt_parts(self, placement: Placement) -> tuple[Parts, ...]:
+    def _chunk_parts(
+        self, placement: Placement, speed: Sequence[float]
+    ) -> tuple[Parts, ...]:
         """Parts of each chunk; () without."""
         if self.parts is None:
             return ()
@@ -290,23 +307,8 @@ class Costs(MemoryModel, Times):
                 raise RequestError(
                     f"costs with parts cannot have {name}; leave one of both out"
                 )
-        return chunk_parts(self.parts, placement)
-
-    def _parts_on(
-        self, dealt: tuple[Parts, ...], placement: Placement, splits: Sequence[bool]
-    ) -> tuple[Parts, ...]:
-        """Those of stages that cannot split joined, the loss with the last F."""
-        if not dealt:
-            return ()
-        parts = list(dealt)
-        for chunk, stage in enumerate(placement.stage_of):
-            if not splits[stage]:
-                of, bw = parts[chunk], parts[chunk].of(PassKind.BW)
-                parts[chunk] = Parts(of.of(PassKind.F), bw)
-        if self.loss:
-            last = parts[-1].flat()
-            parts[-1] = replace(last, f=(*last.f, (Lane.COMPUTE, self.loss)))
-        return tuple(parts)
+        parts = zip(chunk_parts(self.parts, placement), placement.stage_of, strict=True)
+        return tuple(each.flat(speed=speed[stage]) for each, stage in parts)
 
     def _peaks(
         self, name: str, least: tuple[float, ...], placement: Placement

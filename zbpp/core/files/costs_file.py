@@ -92,15 +92,16 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     ============  =======================================================  =======
     key           value: a number for a whole stage, or a list             default
     ============  =======================================================  =======
-    f, b, w       time of a pass; list: per stage or per chunk             1
-    optimizer     time of an optimizer step; list: per stage or chunk      0
-    comm          time of a message; list: per edge or link                0
+    f, b, w       time of a pass; list: per chunk                          1
+    optimizer     time of an optimizer step; list: per chunk               0
+    comm          time of a message; list: per edge between chunks         0
     send_occupies    part of it in which the sender computes nothing; likewise   0
     loss          time of the loss, on top of the last chunk's f; no list  0
     reduction     time of the sum of all stages' gradient norms; no list   by comm
     validation    time of a validation (V) of the last step; no list       0
     splits        list per stage: can its backward be split?               all can
-    all_gather    time of an UNSHARD; list: per stage or per chunk         0
+    speed         of a stage, divides f, b, w, parts and optimizer         1
+    all_gather    time of an UNSHARD; list: per chunk                      0
     reduce_scatter   time of a REDUCE_GRAD; list likewise                  0
     parts         see below; f, b and w may then be left out               none
     fb            time of an F beside a backward; list: by chunk of the F  one by one
@@ -120,8 +121,8 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     how many a stage has. A list has one object per chunk.
 
     Memories are numbers of bytes, or of any other unit such as M_B; a text such as
-    "40GiB" is a number of bytes. Lists are told apart as in `zbpp.core.costs.columns`;
-    the model of memory is drawn in `zbpp.core.costs.table`.
+    "40GiB" is a number of bytes. The model of memory is drawn in
+    `zbpp.core.costs.table`.
 
     Raises:
         RequestError: the text holds no valid costs.
