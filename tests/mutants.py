@@ -94,7 +94,7 @@ TABLE = (
      '"kib": 2**10', '"kib": 10**3'),
     ("core", "cuts are one layer late", "zbpp/core/costs/layers.py",
      "cuts = [end - 1 for end in ends[1:-1]]", "cuts = [*ends[1:-1]]"),
-    ("core", "the hop of the chunk that sends", "zbpp/core/costs/table.py",
+    ("core", "the hop of the chunk that sends", "zbpp/core/costs/chunks.py",
      "self.hops[source if source < target else target]",
      "self.hops[source % len(self.hops)]"),
     ("core", "sharded parameters are not gathered in B",

@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zbpp.core import Costs, MemoryModel, RequestError, Schedule
+from zbpp.core import Costs, RequestError, Schedule
 from zbpp.planning import Plan, PlanRequest, make_plan, plan, read_plan
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
@@ -23,7 +23,6 @@ __all__ = [
     "Costs",
     "DataParallel",
     "Execution",
-    "MemoryModel",
     "Numerics",
     "Pipeline",
     "Plan",

@@ -16,7 +16,6 @@ from torch import nn
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     PassKind,
     RequestError,
     Schedule,
@@ -141,7 +140,7 @@ def measured_costs(
 def prediction(
     pipeline: RunningPipeline,
     costs: Costs | None = None,
-    memory: MemoryModel | None = None,
+    memory: Costs | None = None,
     *,
     n: int = 10,
 ) -> Prediction:
@@ -164,7 +163,7 @@ def prediction(
     has_costs = costs is not None
     costs = costs or measured_costs(pipeline, n, joint=True)
     if memory is not None:
-        costs = costs.with_memory(memory)
+        costs = costs.with_memory_of(memory)
     return predict(
         pipeline.schedule,
         lines,

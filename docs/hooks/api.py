@@ -25,7 +25,7 @@ FIRST = {
         "Train beside others": "overlap_point TorchSchedule",
         "Models": "cut layers_from",
         "Plan": "plan plan_model make_plan PlanRequest Plan read_plan Schedule",
-        "Costs": "Costs MemoryModel",
+        "Costs": "Costs",
         "Errors": "RequestError",
     },
 }

@@ -96,7 +96,7 @@ def plan_placement(
     check_sizes(placement.n_stages, n_microbatches, most_chunks)
 
     def problem_of(costs: Costs) -> PlacementProblem:
-        held = costs.on(placement).joined()
+        held = costs.on(placement)
         check_limits(name, needs(held), held, n_microbatches)
         held = capped(held, memory_cap=memory_cap, default_limit=default_limit)
         return PlacementProblem(held.above_fixed(), n_microbatches)

@@ -105,6 +105,8 @@ WRONG = {
     "bench -p 2 -o out --peers torch:ZBV": "--peers torch:ZBV: write torch",
     # limits
     "show ZBV -p 2 -m 3 --memory_limit lots": "40GiB",
+    "show ZBV -p 2 -m 3 --memory_limit 40GiB": "in bytes",
+    "train --memory_limit 1GiB": "but m_b is 1; give m_b",
     "show ZBV -p 4 -m 8 --memory_limit 0.1": "needs memory",
     "plan ZBH1 -p 2 -m 4 -o x.json --layers layers.json --memory_limit 2": "works is 4",
     "compare -p 2 -m 3 --memory_limit 0.9": "no mode can be had",

@@ -88,7 +88,7 @@ NOT_READ = ("loss", "reduction", "validation")
         ('{"f": [1, null]}', r"f\[1\] is None, not a number"),
         ('{"f": NaN}', "NaN is not a number that JSON knows"),
         ('{"f": 1' + "0" * 400 + "}", r"f is .*(must be finite|at most 1e\+100)"),
-        ('{"comm": [1, -2]}', "comm is -2; it must be finite and at least 0"),
+        ('{"comm": [1, -2]}', r"comm\[1\] is -2; it must be finite and at least 0"),
         *(
             (f'{{"{x}": [1]}}', f"{x} is a list; it must be one number")
             for x in NOT_READ

@@ -7,7 +7,6 @@ from typing import Literal
 
 from zbpp.bench.names import OURS, TORCH, split_name
 from zbpp.core import Costs, RequestError, Schedule, read_costs
-from zbpp.core.costs.layers import with_limit
 from zbpp.planning import is_auto, plan
 from zbpp.training.options import Compute, Memory, Processes, flag
 from zbpp.training.user_model import UserModel
@@ -63,7 +62,7 @@ def costs_of(request: BenchRequest) -> Costs | None:
     if path is None:
         return None
     costs = read_costs(path)
-    return with_limit(costs, request.memory_limit)
+    return costs.with_limit(request.memory_limit)
 
 
 def planned(request: BenchRequest) -> BenchRequest:

@@ -194,7 +194,7 @@ class EstimateCommand(ModelSize, Replicas):
         if self.costs_out is not None:
             schedule = plan_mode(mode, self.stages, self.microbatches, costs)
             bytes_of = stage_costs(memory, steps, schedule, limit)
-            in_bytes = costs.with_memory(bytes_of)
+            in_bytes = costs.with_memory_of(bytes_of)
             write_costs(in_bytes, self.costs_out)
         if self.layers_out is not None:
             layers = costs_of_layers(

@@ -11,7 +11,6 @@ from zbpp.core import (
     Timeline,
     read_costs,
 )
-from zbpp.core.costs.layers import with_limit
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
@@ -42,7 +41,7 @@ class PlanFlags(Replicas, Splitting, Planning):
     def chunk_costs(self) -> Costs:
         """Read the costs, and let the flag overrule the file's memory limit."""
         costs = Costs() if self.costs is None else read_costs(self.costs)
-        costs = with_limit(costs, self.memory_limit)
+        costs = costs.with_limit(self.memory_limit)
         gathers = gathers_in_passes(self.data_parallel, self.shard)
         return replace(costs, gathers=gathers) if gathers else costs
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zbpp.core.costs import ChunkCosts, Costs
-from zbpp.core.costs.layers import chunk_layers, with_m_r
+from zbpp.core.costs.layers import chunk_layers
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Check, Collective, Job, Part, Pass, PassKind, passes_in
 from zbpp.core.placement import Placement
@@ -169,7 +169,7 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
         )
     # What an F computes again in a B finds its parameters gathered.
     gathers, bare = costs.gathers, replace(costs, gathers=False)
-    layers = with_m_r(chunk_layers(bare, schedule.placement, split))
+    layers = chunk_layers(bare, schedule.placement, split)
     again, first = [], 0
     for chunk, n_layers in enumerate(split):
         again += [first + layer for layer in schedule.recomputes(chunk, n_layers)]

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule
+from zbpp.core import Costs, PassKind, RequestError, Schedule
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.memory.resident import (
@@ -162,7 +162,7 @@ def estimate_schedule(
 
 def stage_costs(
     memory: ModelMemory, steps: Steps, schedule: Schedule, limit: float | None = None
-) -> MemoryModel:
+) -> Costs:
     """Memory of a schedule's chunks for planners, in bytes.
 
     Planners know no messages, and no gradients that come and go: ``m_fixed`` holds the
@@ -194,7 +194,7 @@ def stage_costs(
         kind: tuple(float(chunk.peak(kind)) for chunk in ordered) for kind in PassKind
     }
     least_b = (chunk.m_w - chunk.m_b for chunk in ordered)
-    return MemoryModel(
+    return Costs(
         m_b=tuple(float(chunk.m_b) for chunk in ordered),
         m_w=tuple(float(chunk.m_w) for chunk in ordered),
         memory_limit=limit,

@@ -1,6 +1,6 @@
 """Rows of the cost table: bytes that passes of a layer and a chunk leave and need.
 
-The columns of `zbpp.core.MemoryModel` follow from the layers of a chunk, one after the
+The columns of `zbpp.Costs` follow from the layers of a chunk, one after the
 other: what a pass leaves is their sum, and a layer's peak stands on what those before
 it in the pass have left.
 """
@@ -68,7 +68,7 @@ class ChunkPasses:
     """Passes of a chunk, layer by layer; peaks stand on what is held before a pass.
 
     A value that a pass reads counts as made inside it, so that ``m_b`` and the peaks
-    mean what they mean in `zbpp.core.MemoryModel`.
+    mean what they mean in `zbpp.Costs`.
     """
 
     layers: tuple[LayerPasses, ...]

@@ -23,8 +23,7 @@ from zbpp.core import (
     peaks,
     recomputed,
 )
-from zbpp.core.costs.columns import PerChunk
-from zbpp.core.costs.layers import with_limit
+from zbpp.core.costs.columns import PerRow
 from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
 from zbpp.planning.layers import line_of, plan_layers, rejected
@@ -182,11 +181,11 @@ def _as_mode(schedule: Schedule, request: PlanRequest) -> tuple[Mode, PlanReques
     return mode, sized
 
 
-def _under_limit(plan: Plan, limit: PerChunk | None) -> Plan:
+def _under_limit(plan: Plan, limit: PerRow | None) -> Plan:
     """Take a plan as it is, under another limit if there is one."""
     if limit is None:
         return plan
-    costs = with_limit(plan.costs, limit)
+    costs = plan.costs.with_limit(limit)
     return replace(plan, schedule=within_limit(plan.schedule, costs), costs=costs)
 
 
@@ -230,7 +229,7 @@ def _fits(mode: Mode, request: PlanRequest) -> bool:
         try:
             if mode.order is not None:
                 return _order_fits(mode, placement, n_microbatches, costs)
-            held = costs.on(placement).joined()
+            held = costs.on(placement)
             check_limits(mode.name, needs(held), held, n_microbatches)
             return True
         except RequestError:  # over the limit, or a list of another number of chunks

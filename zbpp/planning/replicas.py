@@ -41,7 +41,7 @@ from zbpp.core import (
     Schedule,
     collective_time,
 )
-from zbpp.core.costs.layers import PerLayer
+from zbpp.core.costs.columns import PerRow
 from zbpp.core.sharding import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
@@ -236,7 +236,7 @@ def whole_for_a_while(
     return chunk * (1 - 1 / n) + layer
 
 
-def _divided_by(value: PerLayer, n: int) -> PerLayer:
+def _divided_by(value: PerRow, n: int) -> PerRow:
     """Return the share of each of n devices."""
     return tuple(v / n for v in value) if isinstance(value, tuple) else value / n
 

@@ -18,13 +18,11 @@ from zbpp.core import (
 )
 from zbpp.core.costs.columns import (
     Per,
-    PerChunk,
-    as_limit,
+    PerRow,
     columns_of,
     listed,
     whole_number,
 )
-from zbpp.core.costs.layers import with_limit
 from zbpp.core.files.costs_file import costs_of, layers_of
 from zbpp.planning.answer import Plan
 from zbpp.planning.modes import CHUNKED_MODES, Mode
@@ -92,7 +90,7 @@ class PlanRequest:
     n_microbatches: int | None = None
     chunks_per_stage: int | None = None
     costs: Costs | LayerCosts | None = None
-    memory_limit: PerChunk | None = None
+    memory_limit: PerRow | None = None
     split: Split | SplitRule = None
     recompute: Recomputing | None = None
     effort: str = "default"
@@ -106,10 +104,10 @@ class PlanRequest:
                 f"schedule is {self.schedule!r:.60}; give a mode such as 'ZBH1', the "
                 "path of a schedule or plan file, a Schedule, or a Plan"
             )
-        limit = as_limit(self.memory_limit)
+        limit = Costs(memory_limit=self.memory_limit).memory_limit
         costs = costs_like(self.costs)
         if costs is not None:
-            costs, limit = with_limit(costs, limit), None
+            costs, limit = costs.with_limit(limit), None
         values: dict[str, Any] = {"costs": costs, "memory_limit": limit}
         for name in ("n_stages", "n_microbatches", "chunks_per_stage"):
             if (size := getattr(self, name)) is not None:
@@ -129,7 +127,7 @@ class PlanRequest:
         assert not isinstance(self.costs, LayerCosts)
         if self.costs is not None:
             return self.costs
-        return with_limit(Costs(), self.memory_limit)
+        return Costs().with_limit(self.memory_limit)
 
     def sizes(self, name: str) -> tuple[int, int]:
         """Stages and micro-batches, which a mode needs.
@@ -222,7 +220,7 @@ def listed_chunks(costs: Costs, n_stages: int) -> int | None:
     lengths = [0]
     for name, about in columns_of(Costs).items():
         value = getattr(costs, name)
-        if isinstance(value, tuple) and about.per in (Per.CHUNK, Per.EDGE):
+        if isinstance(value, tuple) and about.per in (Per.ROW, Per.EDGE):
             lengths.append(len(value) + (about.per is Per.EDGE))
     if n_stages < 1 or max(lengths) % n_stages:
         return None

@@ -117,7 +117,7 @@ class Problem:
         with contest.attempt(name):
             promised = None if mode is None else mode.memory(placement.n_stages)
             held = capped(
-                self.costs.on(placement).joined(),
+                self.costs.on(placement),
                 memory_cap=math.inf if promised is None else promised,
                 default_limit=_allowance(placement),
             )

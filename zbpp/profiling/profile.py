@@ -11,18 +11,6 @@ from zbpp.profiling.stopwatch import Spread
 __all__ = ["ChunkProfile", "Profile"]
 
 _KINDS = ("F", "B", "W", "BW")
-_MEMORY = (
-    "m_b",
-    "m_w",
-    "m_fixed",
-    "m_r",
-    "peak_f",
-    "peak_b",
-    "peak_w",
-    "peak_o",
-    "peak_r",
-    "parameters",
-)
 
 
 @dataclass(frozen=True)
@@ -106,8 +94,7 @@ class Profile:
 
     def with_memory(self, estimated: LayerCosts) -> "Profile":
         """Take the memory of the layers from an estimate, see `zbpp.memory`."""
-        memory = {name: getattr(estimated, name) for name in _MEMORY}
-        return replace(self, layers=replace(self.layers, **memory))
+        return replace(self, layers=self.layers.with_memory_of(estimated))
 
     @property
     def table(self) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from zbpp.core import LayerCosts, RequestError, read_layers
-from zbpp.core.costs.layers import with_limit
 from zbpp.core.sharding import Shard
 from zbpp.planning import MODE_WORDS
 from zbpp.planning.request import parse_recompute, parse_split
@@ -114,7 +113,7 @@ class Planning:
                 "--costs and --layers are both given; the costs of chunks follow from "
                 "those of layers: leave --costs out"
             )
-        return with_limit(read_layers(self.layers), self.memory_limit)
+        return read_layers(self.layers).with_limit(self.memory_limit)
 
 
 @dataclass(frozen=True, kw_only=True)

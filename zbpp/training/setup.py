@@ -19,7 +19,6 @@ from zbpp.core import (
     Schedule,
     read_costs,
 )
-from zbpp.core.costs.layers import with_limit
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
 from zbpp.models.configs.byte_model import TextModel, read_causal_lm
@@ -92,7 +91,7 @@ def costs_of(options: TrainOptions) -> Costs:
     costs = Costs() if options.costs is None else read_costs(options.costs)
     if measures_first(options):  # the limit is of what will be measured
         return costs
-    return with_limit(costs, options.memory_limit)
+    return costs.with_limit(options.memory_limit)
 
 
 def layers_of(options: TrainOptions, n_layers: int) -> LayerCosts | None:

@@ -207,7 +207,7 @@ class Watcher:
         if schedule.runs(PassKind.BW):  # B and W cannot be told apart
             return
         measured = self._measure(pipeline, self._watch.window)
-        measured = measured.with_memory(self._costs)
+        measured = measured.with_memory_of(self._costs)
         text: str | None = None
         if pipeline.rank == 0:
             replanned = self._look(schedule, measured)

@@ -24,7 +24,6 @@ from itertools import accumulate, pairwise, product
 from typing import Literal
 
 from zbpp.core import LayerCosts, LimitError, Placement, RequestError
-from zbpp.core.costs.layers import with_m_r
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort
 from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.layers.search import (
@@ -100,7 +99,7 @@ def plan_recompute(
         recompute = range(layers.n_layers) if recompute == "all" else ()
     return plan_split(
         planner,
-        with_m_r(layers) if recompute else layers,
+        layers,
         placement,
         n_microbatches,
         split=split,

@@ -229,7 +229,7 @@ class Trials:
     def _bound(self, choice: Choice) -> float:
         costs, m = self._on_chunks(choice), self.n_microbatches
         try:
-            held = costs.on(self.placement).joined()
+            held = costs.on(self.placement)
             check_limits("split", needs(held), held, m)
         except LimitError:
             return math.inf

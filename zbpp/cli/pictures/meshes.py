@@ -10,7 +10,6 @@ from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs, read_layers
 from zbpp.core.costs import chunk_layers
-from zbpp.core.costs.layers import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, Shard, network_of
 from zbpp.simulator.tables import Table
@@ -131,13 +130,13 @@ class Mesh:
                 + (f"; there are {' and '.join(flags)}" if flags else "")
             )
         if self.layers is not None:
-            return with_limit(read_layers(self.layers), self.memory_limit)
+            return read_layers(self.layers).with_limit(self.memory_limit)
         return self._of_chunks() if self.model is None else self._of_model()
 
     def _of_chunks(self) -> LayerCosts:
         """Take the parts of a costs file as layers: one for each entry of its lists."""
         assert self.costs is not None
-        costs = with_limit(read_costs(self.costs), self.memory_limit)
+        costs = read_costs(self.costs).with_limit(self.memory_limit)
         values = (costs.f, costs.b, costs.w, costs.m_b, costs.m_w, costs.m_fixed)
         lengths = {len(value) for value in values if isinstance(value, tuple)}
         if len(lengths) != 1:

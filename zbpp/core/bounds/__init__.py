@@ -68,7 +68,7 @@ def lower_bounds(
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    return _all_bounds(costs.on(placement).joined().without_pairs(), n_microbatches)
+    return _all_bounds(costs.on(placement).without_pairs(), n_microbatches)
 
 
 def lower_bound_on(costs: ChunkCosts, n_microbatches: int) -> float:

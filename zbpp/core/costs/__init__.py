@@ -3,11 +3,13 @@
 columns        what the columns of costs are per, and how shorthands are spread
 collectives    times of gathers and sums among replicas, by formula; ZeRO's bytes
 parts          what passes compute, and what they exchange between
-table          Costs: what the caller writes; ChunkCosts: the same on a placement
+chunks         ChunkCosts: the costs on a placement
+table          Costs: times and memories of chunks
+layers         LayerCosts: those of layers, for any split
 held           the memory along an order
-layers         LayerCosts: times and memories per layer, for any split
 """
 
+from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.collectives import (
     CollectiveOperation,
     Link,
@@ -16,15 +18,11 @@ from zbpp.core.costs.collectives import (
     zero_bytes,
     zero_volume,
 )
-from zbpp.core.costs.columns import PerChunk, parse_memory
+from zbpp.core.costs.columns import parse_memory
 from zbpp.core.costs.held import held_during, peaks
 from zbpp.core.costs.layers import LayerCosts, chunk_layers
 from zbpp.core.costs.parts import Parts
-from zbpp.core.costs.table import (
-    ChunkCosts,
-    Costs,
-    MemoryModel,
-)
+from zbpp.core.costs.table import Costs
 
 __all__ = [
     "ChunkCosts",
@@ -32,9 +30,7 @@ __all__ = [
     "Costs",
     "LayerCosts",
     "Link",
-    "MemoryModel",
     "Parts",
-    "PerChunk",
     "chunk_layers",
     "collective_time",
     "fit_link",

@@ -1,16 +1,16 @@
 """Columns of costs: fields with one number for all, or one entry for each.
 
-==========  =====================================================================
-per         a list has one entry per
-==========  =====================================================================
-chunk       chunk; a number is that of a whole stage, split evenly over its chunks
-edge        edge between two consecutive chunks
-stage       stage
-layer       layer
-cut         boundary between two layers
-link        link between neighbours: entry s joins stages s and s+1, and the last of
-            as many entries as stages joins the last stage and the first
-==========  =====================================================================
+======  ==========================================================================
+per     a list has one entry per
+======  ==========================================================================
+row     chunk, or layer; a number is that of a whole stage, split evenly over its
+        chunks, or of every layer
+edge    edge between two rows
+stage   stage
+link    link between neighbours: entry s joins stages s and s+1, and the last of
+        as many entries as stages joins the last stage and the first
+all     no list: there is one number
+======  ==========================================================================
 
 An edge within a stage takes no time, both ways of an edge are alike. Times share one
 unit of the caller's choice. Memories are in bytes, or in any other unit in which
@@ -19,6 +19,7 @@ amounts are small, such as M_B. A text such as "40GiB" is a number of bytes.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
@@ -31,10 +32,9 @@ from zbpp.core.placement import Placement
 __all__ = [
     "Column",
     "Per",
-    "PerChunk",
-    "as_limit",
-    "as_time",
+    "PerRow",
     "check_columns",
+    "checked_time",
     "column",
     "columns_of",
     "listed",
@@ -47,16 +47,16 @@ __all__ = [
     "whole_number",
 ]
 
-PerChunk = float | tuple[float, ...]
+PerRow = float | tuple[float, ...]
 """A number, or one entry for each; see the module's text."""
 
 _MOST_LIMIT = 1e150
 _MOST = 1e100  # products and sums of these are finite
 _LEAST = 1e-100  # and so are quotients
+
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _FORM = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_PLAIN = {int, float}
 
 
 def parse_memory(text: str) -> float:
@@ -81,16 +81,13 @@ def parse_memory(text: str) -> float:
 
 
 class Per(StrEnum):
-    """Units that a column has one entry for."""
+    """What a list has one entry for."""
 
-    CHUNK = "chunk"
-    STAGE = "stage"
+    ROW = "row"
     EDGE = "edge"
-    LAYER = "layer"
-    CUT = "cut"
+    STAGE = "stage"
     LINK = "link"
     ALL = "all"
-    """There is one number, and no list."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class Column:
     Args:
         per: what it has one entry for.
         is_memory: it is an amount of memory, and may be written as ``"40GiB"``.
-        is_rate: it is something in a unit of time, and so above 0.
+        is_rate: it is above 0.
     """
 
     per: Per
@@ -109,11 +106,7 @@ class Column:
 
 
 def column(
-    default: PerChunk | None,
-    per: Per,
-    *,
-    is_memory: bool = False,
-    is_rate: bool = False,
+    default: PerRow | None, per: Per, *, is_memory: bool = False, is_rate: bool = False
 ) -> Any:
     """Declare a field as a column; see `Column`."""
     return field(default=default, metadata={"column": Column(per, is_memory, is_rate)})
@@ -131,48 +124,68 @@ def columns_of(table: type) -> dict[str, Column]:
     return _COLUMNS[table]
 
 
-def check_columns(costs: Any, *, n_layers: int = 0) -> None:
-    """Convert the columns of new costs to numbers and tuples, and check them.
+def check_columns(table: Any, n_rows: int | None = None) -> None:
+    """Convert the columns of a new table to numbers and tuples, and check them.
 
-    Lists, arrays and the numbers of numpy are converted; a memory may be a text such
-    as "40GiB".
-
-    Args:
-        costs: an object with columns.
-        n_layers: of a model, for columns per layer or cut.
-
-    Raises:
-        RequestError: it names the column.
+    Lists, arrays and the numbers of numpy are converted; a memory may be a text. Where
+    the number of rows is known, lists must have as many entries.
     """
-    for name, about in columns_of(type(costs)).items():
-        value = getattr(costs, name)
+    for name, about in columns_of(type(table)).items():
+        value = listed(getattr(table, name))
         if value is None:
             continue
-        if not _is_plain(value):
-            value = _as_column(name, value, about)
-            object.__setattr__(costs, name, value)
         most = _MOST_LIMIT if name == "memory_limit" else _MOST
-        _check_numbers(name, value, most=most)
-        entries = value if isinstance(value, tuple) else (value,)
-        if about.is_rate and min(entries) <= 0:
-            raise RequestError(f"{name} is {value!r}; it must be above 0")
-        if isinstance(value, tuple) and about.per in (Per.LAYER, Per.CUT):
-            n = n_layers - (about.per is Per.CUT)
-            if len(value) != n:
-                what = (
-                    "layers" if about.per is Per.LAYER else "boundaries between layers"
-                )
-                raise RequestError(
-                    f"{name} has {len(value)} entries for {n} {what}; give one number, "
-                    "or one for each"
-                )
+        if isinstance(value, list | tuple) and value:
+            if about.per is Per.ALL:
+                raise RequestError(f"{name} is a list; it must be one number")
+            value = tuple(
+                _number(f"{name}[{i}]", x, about, most) for i, x in enumerate(value)
+            )
+            if n_rows is not None and about.per in (Per.ROW, Per.EDGE):
+                is_edge = about.per is Per.EDGE
+                what = "boundaries between layers" if is_edge else "layers"
+                _check_length(name, value, n_rows - is_edge, what)
+        else:
+            value = _number(name, value, about, most)
+        object.__setattr__(table, name, value)
 
 
-def _is_plain(value: object) -> bool:
-    """True for a number of Python's, or a tuple of them: most costs are made so."""
-    if value.__class__ is tuple:
-        return {entry.__class__ for entry in value} <= _PLAIN
-    return value.__class__ in _PLAIN
+def _number(name: str, value: Any, about: Column, most: float) -> float:
+    """Check an entry of a column: it must be small and large enough to count with."""
+    if value.__class__ is not float:
+        value = listed(value)
+        if isinstance(value, str) and about.is_memory:
+            try:
+                value = parse_memory(value)
+            except RequestError as error:
+                raise RequestError(f"{name}: {error}") from None
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise RequestError(f"{name} is {value!r:.60}, not a number")
+        value = value if isinstance(value, int) else float(value)
+    if not 0 <= value < math.inf:
+        raise RequestError(f"{name} is {value!r:.40}; it must be finite and at least 0")
+    if value > most or 0 < value < _LEAST:
+        raise RequestError(
+            f"{name} is {value!r:.40}; take another unit: it must be 0, or at least "
+            f"{_LEAST:g} and at most {most:g}"
+        )
+    if about.is_rate and not value:
+        raise RequestError(f"{name} is {value!r}; it must be above 0")
+    number: float = value
+    return number
+
+
+def checked_time(name: str, value: object) -> float:
+    """Check a time that is not a column."""
+    return _number(name, value, Column(Per.ALL), _MOST)
+
+
+def _check_length(name: str, entries: Sequence[float], n: int, what: str) -> None:
+    if len(entries) != n:
+        raise RequestError(
+            f"{name} has {len(entries)} entries for {n} {what}; give one number, or "
+            "one for each"
+        )
 
 
 def listed(value: Any) -> Any:
@@ -192,89 +205,27 @@ def whole_number(name: str, value: Any) -> int:
     return number
 
 
-def as_limit(value: Any) -> PerChunk | None:
-    """Return a memory limit of a caller as a number, or one a stage.
-
-    Raises:
-        RequestError: it is none.
-    """
-    if value is None:
-        return None
-    limit = _as_column("memory_limit", value, Column(Per.STAGE, is_memory=True))
-    _check_numbers("memory_limit", limit, most=_MOST_LIMIT)
-    return limit
-
-
-def as_time(name: str, value: object) -> float:
-    """Check a time that is not a column."""
-    time = _entry(name, value, Column(Per.ALL))
-    _check_numbers(name, time, most=_MOST)
-    return time
-
-
-def _as_column(name: str, value: object, about: Column) -> PerChunk:
-    value = listed(value)
-    if isinstance(value, list | tuple) and value:
-        if about.per is Per.ALL:
-            raise RequestError(f"{name} is a list; it must be one number")
-        return tuple(_entry(f"{name}[{i}]", x, about) for i, x in enumerate(value))
-    return _entry(name, value, about)
-
-
-def _entry(name: str, value: object, about: Column) -> float:
-    value = listed(value)
-    if isinstance(value, str) and about.is_memory:
-        try:
-            return parse_memory(value)
-        except RequestError as error:
-            raise RequestError(f"{name}: {error}") from None
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"{name} is {value!r:.60}, not a number")
-    return value if isinstance(value, int | float) else float(value)
-
-
-def _check_numbers(name: str, value: PerChunk, *, most: float) -> None:
-    """Refuse what is negative, not finite, or too large or small to be counted with."""
-    for number in value if isinstance(value, tuple) else (value,):
-        if not 0 <= number < math.inf:
-            raise RequestError(
-                f"{name} is {number!r}; it must be finite and at least 0"
-            )
-        if number > most or 0 < number < _LEAST:
-            raise RequestError(
-                f"{name} is {number!r:.40}; take another unit: it must be 0, or at "
-                f"least {_LEAST:g} and at most {most:g}"
-            )
-
-
-def per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
+def per_chunk(name: str, value: PerRow, placement: Placement) -> tuple[float, ...]:
     """Return the entry of every chunk: of a number its share of that of a stage."""
     if not isinstance(value, tuple):
         return tuple(value / n for n in placement.n_beside)
-    if len(value) != placement.n_chunks:
-        raise RequestError(
-            f"{name} has {len(value)} entries for {placement.n_chunks} chunks; give "
-            "one number, or one for each chunk"
-        )
+    _check_length(name, value, placement.n_chunks, "chunks")
     return value
 
 
 def per_stage(
-    name: str, value: PerChunk | None, placement: Placement, *, default: float
+    name: str, value: PerRow | None, placement: Placement, *, default: float
 ) -> tuple[float, ...]:
     """Return the entry of every stage."""
     if value is None:
         value = default
     if not isinstance(value, tuple):
         return (value,) * placement.n_stages
-    if len(value) != placement.n_stages:
-        raise RequestError(
-            f"{name} has {len(value)} entries for {placement.n_stages} stages"
-        )
+    _check_length(name, value, placement.n_stages, "stages")
     return value
 
 
-def per_edge(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
+def per_edge(name: str, value: PerRow, placement: Placement) -> tuple[float, ...]:
     """Return the entry of every edge: entry c is between chunks c and c+1.
 
     >>> per_edge("comm", 0.5, Placement.wave(2))
@@ -283,18 +234,14 @@ def per_edge(name: str, value: PerChunk, placement: Placement) -> tuple[float, .
     edges = list(pairwise(placement.stage_of))
     if not isinstance(value, tuple):
         value = (value,) * len(edges)
-    if len(value) != len(edges):
-        raise RequestError(
-            f"{name} has {len(value)} entries for {len(edges)} edges between chunks; "
-            "give one number, or one for each edge"
-        )
+    _check_length(name, value, len(edges), "edges between chunks")
     return tuple(
         time if source != target else 0.0
         for time, (source, target) in zip(value, edges, strict=True)
     )
 
 
-def on_links(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
+def on_links(name: str, value: PerRow, placement: Placement) -> tuple[float, ...]:
     """Return the entry of the link that each edge uses."""
     edges = list(pairwise(placement.stage_of))
     if not isinstance(value, tuple) or len(set(value)) == 1:

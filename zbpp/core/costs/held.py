@@ -16,7 +16,7 @@ pass before it started.
 
 from collections.abc import Sequence
 
-from zbpp.core.costs.table import ChunkCosts
+from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.jobs import Job, Lane, Part, Pass, Step, lanes_of, reads, writes
 
 __all__ = ["held_during", "peaks"]

@@ -17,16 +17,15 @@ in one piece; so is a forward that is run again in B: nothing hides its communic
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, repeat
 from operator import add, sub
-from typing import Any, TypeVar
+from typing import Any
 
 from zbpp.core.costs.columns import (
     Per,
-    PerChunk,
-    check_columns,
+    PerRow,
     column,
     columns_of,
     on_links,
@@ -35,49 +34,43 @@ from zbpp.core.costs.columns import (
     per_stage,
     whole_number,
 )
-from zbpp.core.costs.parts import Parts, PartTimes, add_up_parts, chunk_parts, merged
-from zbpp.core.costs.table import Costs
+from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts, merged
+from zbpp.core.costs.table import Costs, Table, rises
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.placement import Placement
 
-__all__ = ["LayerCosts", "PerLayer", "chunk_layers", "with_limit", "with_m_r"]
-
-_C = TypeVar("_C", bound="Costs | LayerCosts")
+__all__ = ["LayerCosts", "chunk_layers"]
 
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
 _SAME = ("loss", "reduction", "validation", "memory_limit")
 """Fields that are neither of chunks nor of layers."""
 
-PerLayer = float | tuple[float, ...]
-"""Every layer's value, or one per layer."""
+
+@dataclass(frozen=True)
+class _Count:
+    n_layers: int
 
 
 @dataclass(frozen=True)
-class LayerCosts:
-    """Times and memories of the layers of a model.
+class LayerCosts(Table, _Count):
+    """Times and memories of the layers of a model: those of `Table`, and these.
 
-    The fields mean for a layer what those of `Costs` mean for a chunk; a number stands
-    for every layer. Besides:
+    A number is that of every layer.
 
     Args:
         n_layers: layers of the model.
         peak_r: most that F of a recomputed layer needs; None: as much as peak_f.
-        comm: time of a message; a list has one entry per boundary between two layers,
-            n_layers - 1.
-        send_occupies: part of that for which the sender computes nothing, likewise.
-        message: bytes of a message, likewise; they take message / bandwidth.
-        bandwidth: bytes in a unit of time, of all links or as in
-            `zbpp.core.costs.columns`; None: messages take ``comm`` alone.
+        message: bytes of a message; a list has one entry per boundary between two
+            layers, n_layers - 1. They take message / bandwidth.
+        bandwidth: bytes in a unit of time, of all links or of each
+            (`zbpp.core.costs.columns`); None: messages take ``comm`` alone.
         delay: of a link, on top of that; likewise.
         pass_f: time of every F of a chunk on top of its layers', so that many chunks a
             stage take longer than few.
         pass_b: the same of every B.
         pass_w: the same of every W.
-        loss: time of the loss, a part of the last layer's F; its backward, and its
-            memory, are in b, m_b, m_w and the peaks of the last layer.
-        memory_limit: of a stage, as in `MemoryModel`.
         parameters: memory of the parameters, a part of m_fixed; so much, and as much of
             gradients, do replicas of a stage exchange.
         replica_bandwidth: bytes in a unit of time between replicas; None: bandwidth.
@@ -86,47 +79,22 @@ class LayerCosts:
             for it (with gradient and optimizer state), what an optimizer step needs for
             it, and its size. ``m_fixed`` and ``peak_o`` of the first layer have it;
             every other stage with such a layer has it too.
-        parts: of the passes of every layer, or a list of them; f, b and w are then
-            their sums, and may be left out.
 
     Raises:
-        RequestError: a list of another length, a number that is none, or parts that do
-            not sum up to f, b or w.
+        RequestError: as `Table`, or a list has another length.
     """
 
-    n_layers: int
-    f: PerLayer = column(1.0, Per.LAYER)
-    b: PerLayer = column(1.0, Per.LAYER)
-    w: PerLayer = column(1.0, Per.LAYER)
-    optimizer: PerLayer = column(0.0, Per.LAYER)
-    m_b: PerLayer = column(1.0, Per.LAYER, is_memory=True)
-    m_w: PerLayer = column(0.5, Per.LAYER, is_memory=True)
-    m_fixed: PerLayer = column(0.0, Per.LAYER, is_memory=True)
-    peak_f: PerLayer | None = column(None, Per.LAYER, is_memory=True)
-    peak_b: PerLayer | None = column(None, Per.LAYER, is_memory=True)
-    peak_w: PerLayer | None = column(None, Per.LAYER, is_memory=True)
-    peak_o: PerLayer = column(0.0, Per.LAYER, is_memory=True)
-    m_r: PerLayer | None = column(None, Per.LAYER, is_memory=True)
-    peak_r: PerLayer | None = column(None, Per.LAYER, is_memory=True)
-    comm: PerLayer = column(0.0, Per.CUT)
-    message: PerLayer = column(0.0, Per.CUT, is_memory=True)
-    bandwidth: PerChunk | None = column(None, Per.LINK, is_rate=True)
-    delay: PerChunk = column(0.0, Per.LINK)
+    peak_r: PerRow | None = column(None, Per.ROW, is_memory=True)
+    message: PerRow = column(0.0, Per.EDGE, is_memory=True)
+    bandwidth: PerRow | None = column(None, Per.LINK, is_rate=True)
+    delay: PerRow = column(0.0, Per.LINK)
     pass_f: float = column(0.0, Per.ALL)
     pass_b: float = column(0.0, Per.ALL)
     pass_w: float = column(0.0, Per.ALL)
-    loss: float = column(0.0, Per.ALL)
-    reduction: float | None = column(None, Per.ALL)
-    validation: float = column(0.0, Per.ALL)
-    memory_limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
-    all_gather: PerLayer = column(0.0, Per.LAYER)
-    reduce_scatter: PerLayer = column(0.0, Per.LAYER)
-    parameters: PerLayer = column(0.0, Per.LAYER, is_memory=True)
+    parameters: PerRow = column(0.0, Per.ROW, is_memory=True)
     replica_bandwidth: float | None = column(None, Per.ALL, is_rate=True)
     replica_delay: float = column(0.0, Per.ALL)
-    send_occupies: PerLayer = column(0.0, Per.CUT)
     tied: tuple[tuple[tuple[int, ...], float, float, float], ...] = ()
-    parts: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_layers", whole_number("n_layers", self.n_layers))
@@ -136,10 +104,7 @@ class LayerCosts:
         object.__setattr__(self, "tied", tied)
         if self.parts is not None:
             self._check_parts()
-        check_columns(self, n_layers=self.n_layers)
-        if self.parts is not None:
-            add_up_parts(self)
-            check_columns(self, n_layers=self.n_layers)
+        self._check(self.n_layers)
 
     def _check_parts(self) -> None:
         """Refuse parts of another number of layers."""
@@ -171,7 +136,7 @@ class LayerCosts:
         return tuple(self.parts_of(i).on_lane(kind, Lane.COMPUTE) for i in layers)
 
     def with_memory_of(self, memories: "LayerCosts") -> "LayerCosts":
-        """Join the times of one with the memories of another, but for the limit.
+        """Return these times with the memories and the limit of other costs.
 
         Raises:
             RequestError: they are of different numbers of layers.
@@ -180,30 +145,21 @@ class LayerCosts:
             raise RequestError(
                 f"times are of {self.n_layers} layers, memories of {memories.n_layers}"
             )
-        names = [
-            name
-            for name, about in columns_of(LayerCosts).items()
-            if about.per is Per.LAYER and about.is_memory
-        ]
-        return replace(
-            self,
-            tied=memories.tied,
-            **{name: getattr(memories, name) for name in names},
-        )
+        joined = super().with_memory_of(memories)
+        return replace(joined, tied=memories.tied)
 
     def of(self, name: str) -> tuple[float, ...]:
         """One entry per layer; peaks that are not given follow from the rest."""
-        least: tuple[float, ...] | None = None
-        if name == "peak_f":
-            least = self.of("m_b")
-        elif name == "peak_b":
-            least = _rises(self.of("m_b"), self.of("m_w"))
         value = getattr(self, name)
-        if value is None:
-            nothing = (0.0,) * self.n_layers
-            return self.of("peak_f") if name == "peak_r" else least or nothing
+        if value is None and name == "peak_r":
+            return self.of("peak_f")
+        value = 0.0 if value is None else value
         values = value if isinstance(value, tuple) else (value,) * self.n_layers
-        return values if least is None else tuple(map(max, values, least))
+        if name == "peak_f":
+            return tuple(map(max, values, self.of("m_b")))
+        if name == "peak_b":
+            return tuple(map(max, values, rises(self.of("m_b"), self.of("m_w"))))
+        return values
 
     def on(
         self,
@@ -231,10 +187,10 @@ class LayerCosts:
                 f"split {list(split)} must have {placement.n_chunks} entries from 1 on "
                 f"that add up to {self.n_layers} layers"
             )
-        if recompute and self.m_r is None:
+        if recompute and self.m_r is None and self.memory_limit is not None:
             raise RequestError(
-                "there is no m_r (what F leaves of a recomputed layer), so nothing can "
-                "be recomputed; add it to the costs of the layers"
+                "there is a memory limit, but no m_r: what F leaves of a part that is "
+                "recomputed (its input, as a rule); add it to the costs"
             )
         outside = [i for i in recompute if not 0 <= i < self.n_layers]
         if outside:
@@ -328,7 +284,7 @@ class LayerCosts:
         columns = {
             name: list(self.of(name))
             for name, about in columns_of(LayerCosts).items()
-            if about.per is Per.LAYER
+            if about.per is Per.ROW
         }
         peak_f, peak_b, m_b = columns["peak_f"], columns["peak_b"], columns["m_b"]
         for i in set(recompute):
@@ -339,7 +295,7 @@ class LayerCosts:
             columns["b"][i] += columns["f"][i]
         return columns
 
-    def _edges(self, placement: Placement, cuts: Sequence[int]) -> PerChunk:
+    def _edges(self, placement: Placement, cuts: Sequence[int]) -> PerRow:
         """Time of a message on each edge between chunks; cuts are after these layers.
 
         One chunk has no edge: then it is a number, not a list of none.
@@ -359,17 +315,12 @@ class LayerCosts:
             for cut, delay, band in zip(cuts, delays, bands, strict=True)
         )
 
-    def _sending(self, cuts: Sequence[int]) -> PerChunk:
+    def _sending(self, cuts: Sequence[int]) -> PerRow:
         """Time for which a message occupies its sender, at each cut."""
         value = self.send_occupies
         if not isinstance(value, tuple):
             return value
         return tuple(value[cut] for cut in cuts) or 0.0
-
-
-def _rises(m_b: Iterable[float], m_w: Iterable[float]) -> tuple[float, ...]:
-    """Memory that each B leaves more than it finds."""
-    return tuple(max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True))
 
 
 def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float:
@@ -425,7 +376,7 @@ def chunk_layers(
         beyond = chain.from_iterable(map(repeat, map(sub, of_chunks, left), counts))
         return tuple(map(add, least, beyond))
 
-    def at_cuts(column: Sequence[float]) -> PerChunk:
+    def at_cuts(column: Sequence[float]) -> PerRow:
         inside = [[0.0] * (n - 1) for n in counts]
         pairs = zip(inside, [*([delay] for delay in column), []], strict=True)
         return tuple(x for pair in pairs for x in chain(*pair)) or 0.0
@@ -443,7 +394,7 @@ def chunk_layers(
         m_w=m_w,
         m_fixed=of_stages(chunks.fixed),
         peak_f=peaks(chunks.peak_f, chunks.m_b, m_b),
-        peak_b=peaks(chunks.peak_b, _rises(chunks.m_b, chunks.m_w), _rises(m_b, m_w)),
+        peak_b=peaks(chunks.peak_b, rises(chunks.m_b, chunks.m_w), rises(m_b, m_w)),
         peak_w=peaks(chunks.peak_w, nothing, nothing),
         peak_o=of_stages(chunks.peak_o),
         m_r=None
@@ -478,24 +429,3 @@ def _dealt_parts(
         each = replace(of, layers=of.layers // n)
         dealt += [each.flat(speed=speed[placement.stage_of[chunk]])] * n
     return tuple(dealt)
-
-
-def with_limit(costs: _C, limit: PerChunk | None) -> _C:
-    """Return costs with another limit; None leaves theirs."""
-    return costs if limit is None else replace(costs, memory_limit=limit)
-
-
-def with_m_r(layers: LayerCosts) -> LayerCosts:
-    """Take m_r for 0 where it is not given and no limit asks for it.
-
-    Raises:
-        RequestError: a limit does.
-    """
-    if layers.m_r is not None:
-        return layers
-    if layers.memory_limit is not None:
-        raise RequestError(
-            "there is a memory limit, but no m_r: what F leaves of a part that is "
-            "recomputed (its input, as a rule); add it to the costs"
-        )
-    return replace(layers, m_r=0.0)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zbpp.core.costs.columns import PerChunk, as_time, whole_number
+from zbpp.core.costs.columns import PerRow, checked_time, whole_number
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.placement import Placement
@@ -98,7 +98,9 @@ def _times(name: str, pairs: Any) -> PartTimes:
     for pair in pairs if isinstance(pairs, list | tuple) else [None]:
         match pair:
             case [str(lane), time] if lane in _LANES:
-                times.append((Lane(lane), as_time(f"parts: a time of {name}", time)))
+                times.append(
+                    (Lane(lane), checked_time(f"parts: a time of {name}", time))
+                )
             case _:
                 raise RequestError(
                     f"parts: {name} is {pairs!r:.60}, not a list of pairs such as "
@@ -137,9 +139,7 @@ def add_up_parts(costs: Any) -> None:
         object.__setattr__(costs, name, time)
 
 
-def _summed(
-    kind: PassKind, time: PerChunk, parts: Parts | tuple[Parts, ...]
-) -> PerChunk:
+def _summed(kind: PassKind, time: PerRow, parts: Parts | tuple[Parts, ...]) -> PerRow:
     """Return the time of a pass that has parts: their sum, where it is not given.
 
     Args:
@@ -151,7 +151,7 @@ def _summed(
         RequestError: the time is another one.
     """
     if isinstance(parts, tuple):
-        total: PerChunk = tuple(each.time(kind) for each in parts)
+        total: PerRow = tuple(each.time(kind) for each in parts)
     else:
         total = parts.time(kind)
     if time == _NOT_GIVEN:

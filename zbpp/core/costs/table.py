@@ -1,11 +1,11 @@
 """The one table that plans are made for: times and memories, a row for each chunk.
 
-    chunk    f    b    w    m_b  m_w  peak_f ..      on a placement: `ChunkCosts`
-    0        1.0  1.1  0.8  1.0  0.4  1.2
-    1        1.0  1.1  0.8  1.0  0.4  1.2
+    row      f    b    w    m_b  m_w  peak_f ..      of layers: `LayerCosts`
+    0        1.0  1.1  0.8  1.0  0.4  1.2            of chunks: `Costs`
+    1        1.0  1.1  0.8  1.0  0.4  1.2            on a placement: `ChunkCosts`
     ..
-    links    comm, send_occupies: one entry for each edge between two chunks
-    stages   memory_limit, splits
+    edges    comm, send_occupies: one entry for each edge between two rows
+    stages   memory_limit, speed, splits
 
 `Costs` has what the caller writes: one number for a whole stage, or an entry for each
 chunk. `Costs.on` spreads them over the chunks of a placement, once.
@@ -48,12 +48,14 @@ from the times (`zbpp.core.costs.held`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import add, sub, truediv
+from typing import Self
 
+from zbpp.core.amounts import format_bytes
+from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.columns import (
     Per,
-    PerChunk,
+    PerRow,
     check_columns,
     column,
     columns_of,
@@ -63,147 +65,149 @@ from zbpp.core.costs.columns import (
     per_stage,
     reduction_delay,
 )
-from zbpp.core.costs.parts import Parts, PartTimes, add_up_parts, chunk_parts
+from zbpp.core.costs.parts import Parts, add_up_parts, chunk_parts
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import (
-    KINDS,
-    Job,
-    JobKind,
-    Lane,
-    Pair,
-    Part,
-    Pass,
-    PassKind,
-    kind_of,
-    members_of,
-    place_of,
-)
+from zbpp.core.jobs import Lane
 from zbpp.core.placement import Placement
-from zbpp.core.timeline import sending_time
 
-__all__ = ["ChunkCosts", "Costs", "MemoryModel"]
+__all__ = ["Costs", "Table", "rises"]
 
+_MEBI = 2**20
 _MARGIN = 1e-9  # relative, for sums that were rounded
-_ROUNDING = 1e-14  # relative, of one sum
 
 
 @dataclass(frozen=True)
-class Times:
-    """Times of the passes, of a message between two stages, and of the optimizer.
-
-    ``send_occupies`` is the part of ``comm`` for which the sender computes nothing.
-    ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
-    each stage whether its backward can be split into B and W; default: all can.
-    ``reduction`` is the time of the sum of all stages' gradient norms, from the last
-    stage's start of it; None: as many messages as `reduction_delay` says.
-    ``validation`` is the time that a V takes when the sum is there. ``all_gather`` is
-    the time of an UNSHARD, ``reduce_scatter`` that of a REDUCE_GRAD (an all-reduce,
-    where every process has all parameters). ``gathers``: F and B gather the parameters
-    themselves and take ``all_gather`` longer, instead of an UNSHARD; nothing runs
-    beside that. ``fb`` is the time of an F beside the backward of another micro-batch,
-    without their messages; a list is by the chunk of the F; None: as long as one after
-    the other. The times of ``f``, ``b``, ``w``, ``parts`` and ``optimizer`` are
-    divided by the ``speed`` of the stage; None: 1. ``parts`` tells what F, B and W
-    compute and what they exchange between (`zbpp.core.costs.parts`), of a stage, or in
-    a list per chunk; their sums are ``f``, ``b`` and ``w``, which may then be left out.
-
-    Raises:
-        RequestError: a time is negative, not finite or above 1e100, splits holds no
-            booleans, or parts do not sum up to f, b or w.
-    """
-
-    f: PerChunk = column(1.0, Per.CHUNK)
-    b: PerChunk = column(1.0, Per.CHUNK)
-    w: PerChunk = column(1.0, Per.CHUNK)
-    comm: PerChunk = column(0.0, Per.EDGE)
-    optimizer: PerChunk = column(0.0, Per.CHUNK)
-    loss: float = column(0.0, Per.ALL)
-    reduction: float | None = column(None, Per.ALL)
-    validation: float = column(0.0, Per.ALL)
-    splits: tuple[bool, ...] | None = None
-    all_gather: PerChunk = column(0.0, Per.CHUNK)
-    reduce_scatter: PerChunk = column(0.0, Per.CHUNK)
-    send_occupies: PerChunk = column(0.0, Per.EDGE)
-    fb: PerChunk | None = column(None, Per.CHUNK)
-    speed: PerChunk | None = column(None, Per.STAGE, is_rate=True)
-    gathers: bool = False
-    parts: Parts | tuple[Parts, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.splits is not None:
-            object.__setattr__(self, "splits", _as_splits(self.splits))
-        check_columns(self)
-        if self.parts is not None:
-            add_up_parts(self)
-            check_columns(self)
-
-
-def _as_splits(splits: object) -> tuple[bool, ...]:
-    splits = listed(splits)
-    if not isinstance(splits, list | tuple) or not all(
-        isinstance(split, bool) for split in splits
-    ):
-        raise RequestError(
-            f"splits is {splits!r:.60}, not a list of true or false, one a stage"
-        )
-    return tuple(splits)
-
-
-@dataclass(frozen=True)
-class MemoryModel:
-    """Memory of the passes; see the module's text.
+class Table:
+    """The columns that costs of chunks and costs of layers share.
 
     Args:
-        m_b: what F leaves.
-        m_w: what B leaves in its place.
-        memory_limit: of a stage, in all; None: none.
-        m_fixed: what is there all the time.
+        f, b, w: times of the passes.
+        comm: time of a message on each edge between two rows.
+        optimizer: time of an optimizer step.
+        loss: time of the loss, a part of the last row's F.
+        reduction: time of the sum of all stages' gradient norms, from the last stage's
+            start of it; None: as many messages as `reduction_delay` says.
+        validation: time that a V takes when the sum is there.
+        all_gather: time of an UNSHARD.
+        reduce_scatter: time of a REDUCE_GRAD (an all-reduce, where every process has
+            all parameters).
+        send_occupies: part of ``comm`` for which the sender computes nothing.
+        m_b: memory that F leaves.
+        m_w: memory that B leaves in its place.
+        memory_limit: of a stage, in all, or a list with one entry a stage; None: none.
+        m_fixed: memory that is there all the time.
         peak_f: most that F needs above what is held before it; None: m_b.
         peak_b: the same of B; None: m_w - m_b, if that is above 0.
         peak_w: the same of W; None: 0.
-        peak_bw: the same of BW; None: that of B, then W.
-        peak_o: the same of an optimizer step, summed over the chunks of a stage.
-        m_r: what F leaves of a chunk that is recomputed (`recomputed`); None: it
-            cannot be.
+        peak_o: the same of an optimizer step, summed over the rows of a stage.
+        m_r: what F leaves of a row that is recomputed; None: it cannot be.
+        parts: what the passes compute and what they exchange between
+            (`zbpp.core.costs.parts`), the same for all, or a list of them; f, b and w
+            are then their sums, and may be left out.
 
     Raises:
-        RequestError: a number is negative, not finite or above 1e100.
+        RequestError: a number is negative, not finite, above 1e100 or below 1e-100, or
+            parts do not sum up to f, b or w.
     """
 
-    m_b: PerChunk = column(1.0, Per.CHUNK, is_memory=True)
-    m_w: PerChunk = column(0.5, Per.CHUNK, is_memory=True)
-    memory_limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
-    m_fixed: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
-    peak_f: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
-    peak_b: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
-    peak_w: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
-    peak_bw: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
-    peak_o: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
-    m_r: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    f: PerRow = column(1.0, Per.ROW)
+    b: PerRow = column(1.0, Per.ROW)
+    w: PerRow = column(1.0, Per.ROW)
+    comm: PerRow = column(0.0, Per.EDGE)
+    optimizer: PerRow = column(0.0, Per.ROW)
+    loss: float = column(0.0, Per.ALL)
+    reduction: float | None = column(None, Per.ALL)
+    validation: float = column(0.0, Per.ALL)
+    all_gather: PerRow = column(0.0, Per.ROW)
+    reduce_scatter: PerRow = column(0.0, Per.ROW)
+    send_occupies: PerRow = column(0.0, Per.EDGE)
+    m_b: PerRow = column(1.0, Per.ROW, is_memory=True)
+    m_w: PerRow = column(0.5, Per.ROW, is_memory=True)
+    memory_limit: PerRow | None = column(None, Per.STAGE, is_memory=True)
+    m_fixed: PerRow = column(0.0, Per.ROW, is_memory=True)
+    peak_f: PerRow | None = column(None, Per.ROW, is_memory=True)
+    peak_b: PerRow | None = column(None, Per.ROW, is_memory=True)
+    peak_w: PerRow | None = column(None, Per.ROW, is_memory=True)
+    peak_o: PerRow = column(0.0, Per.ROW, is_memory=True)
+    m_r: PerRow | None = column(None, Per.ROW, is_memory=True)
+    parts: Parts | tuple[Parts, ...] | None = None
 
-    def __post_init__(self) -> None:
-        check_columns(self)
+    def _check(self, n_rows: int | None) -> None:
+        check_columns(self, n_rows)
+        if self.parts is not None:
+            add_up_parts(self)
+
+    def with_limit(self, limit: PerRow | None) -> Self:
+        """Return these costs with another memory limit; None leaves theirs."""
+        return self if limit is None else replace(self, memory_limit=limit)
+
+    def with_memory_of(self, memories: Self) -> Self:
+        """Return these times with the memories and the limit of other costs."""
+        names = [
+            name
+            for name, about in columns_of(type(self)).items()
+            if about.is_memory and about.per is not Per.EDGE
+        ]
+        return replace(self, **{name: getattr(memories, name) for name in names})
 
 
 @dataclass(frozen=True)
-class Costs(MemoryModel, Times):
-    """Times and memories of chunks: the columns of `Times` and of `MemoryModel`.
+class Costs(Table):
+    """Times and memories of chunks: those of `Table`, and these.
+
+    A number is that of a whole stage, and split evenly over its chunks.
+
+    Args:
+        splits: for each stage, can its backward be split into B and W? None: all can.
+        fb: time of an F beside the backward of another micro-batch, without their
+            messages; a list is by the chunk of the F; None: as long as one after the
+            other.
+        speed: of all stages, or of each: divides the times of f, b, w, parts and
+            optimizer; None: 1.
+        gathers: F and B gather the parameters themselves and take ``all_gather``
+            longer, instead of an UNSHARD; nothing runs beside that.
+        peak_bw: as ``peak_b``, of BW; None: that of B, then W.
 
     Raises:
-        RequestError: a number is negative, not finite or above 1e100, or splits holds
-            no booleans.
+        RequestError: as `Table`, or splits holds no booleans.
     """
 
-    def __post_init__(self) -> None:
-        Times.__post_init__(self)
+    splits: tuple[bool, ...] | None = None
+    fb: PerRow | None = column(None, Per.ROW)
+    speed: PerRow | None = column(None, Per.STAGE, is_rate=True)
+    gathers: bool = False
+    peak_bw: PerRow | None = column(None, Per.ROW, is_memory=True)
 
-    def on(self, placement: Placement) -> "ChunkCosts":
+    def __post_init__(self) -> None:
+        splits = listed(self.splits)
+        if splits is not None:
+            if not isinstance(splits, list | tuple) or not all(
+                isinstance(split, bool) for split in splits
+            ):
+                raise RequestError(
+                    f"splits is {splits!r:.60}, not a list of true or false, one a "
+                    "stage"
+                )
+            object.__setattr__(self, "splits", tuple(splits))
+        self._check(None)
+
+    def on(self, placement: Placement) -> ChunkCosts:
         """Give every chunk its share, and every stage its limit.
 
         Raises:
-            RequestError: a list has another length than `zbpp.core.costs.columns` says,
-                or a peak is below what its pass leaves.
+            RequestError: a list has another length than there are chunks, edges or
+                stages, or a peak is below what its pass leaves.
         """
+        stage_of = placement.stage_of
+        limit = per_stage(
+            "memory_limit", self.memory_limit, placement, default=math.inf
+        )
+        if self.m_b == 1.0 and not self.m_fixed and _MEBI <= min(limit) < math.inf:
+            raise RequestError(
+                f"memory_limit is {format_bytes(min(limit))}, but m_b is 1; give m_b, "
+                "m_w and m_fixed in bytes too (--costs, --layers, or example= of "
+                "zbpp.plan_model), or the limit in units of m_b"
+            )
         splits = (True,) * placement.n_stages if self.splits is None else self.splits
         if len(splits) != placement.n_stages:
             raise RequestError(
@@ -216,8 +220,7 @@ class Costs(MemoryModel, Times):
                 can and all(parts[chunk].w for chunk in chunks)
                 for can, chunks in zip(splits, placement.chunks_of, strict=True)
             )
-
-        stage_of = placement.stage_of
+        can = [splits[stage] for stage in stage_of]
 
         def chunks(name: str) -> tuple[float, ...]:
             return per_chunk(name, getattr(self, name), placement)
@@ -235,7 +238,6 @@ class Costs(MemoryModel, Times):
             f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
         f = (*f[:-1], f[-1] + self.loss)
         if not all(splits):
-            can = [splits[stage] for stage in placement.stage_of]
             b = tuple(map(add, b, _where([not split for split in can], w)))
             w = _where(can, w)
         hops = per_edge("comm", self.comm, placement)
@@ -251,16 +253,12 @@ class Costs(MemoryModel, Times):
         if parts:
             last = replace(parts[-1], f=(*parts[-1].f, (Lane.COMPUTE, self.loss)))
             parts = tuple(
-                each.joined(splits=splits[stage])
-                for each, stage in zip((*parts[:-1], last), stage_of, strict=True)
+                each.joined(splits=split)
+                for each, split in zip((*parts[:-1], last), can, strict=True)
             )
         m_b, m_w = chunks("m_b"), chunks("m_w")
         none = (0.0,) * placement.n_chunks
-        peak_b = self._peaks(
-            "peak_b",
-            tuple(max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True)),
-            placement,
-        )
+        peak_b = self._peaks("peak_b", rises(m_b, m_w), placement)
         peak_w = self._peaks("peak_w", none, placement)
         in_turn = none
         if self.peak_bw is None:
@@ -268,6 +266,10 @@ class Costs(MemoryModel, Times):
                 max(of_b, w - b + of_w)
                 for b, w, of_b, of_w in zip(m_b, m_w, peak_b, peak_w, strict=True)
             )
+        peak_bw = self._peaks("peak_bw", in_turn, placement)
+        limit = per_stage(
+            "memory_limit", self.memory_limit, placement, default=math.inf
+        )
         return ChunkCosts(
             placement=placement,
             f=f,
@@ -284,15 +286,16 @@ class Costs(MemoryModel, Times):
             fb=() if self.fb is None else chunks("fb"),
             parts=parts,
             m_b=m_b,
-            m_w=m_w,
-            limit=per_stage(
-                "memory_limit", self.memory_limit, placement, default=math.inf
-            ),
+            m_w=_where(can, m_w),
+            limit=limit,
             fixed=stages("m_fixed"),
             peak_f=self._peaks("peak_f", m_b, placement),
-            peak_b=peak_b,
-            peak_w=peak_w,
-            peak_bw=self._peaks("peak_bw", in_turn, placement),
+            peak_b=tuple(
+                b if split else bw
+                for b, bw, split in zip(peak_b, peak_bw, can, strict=True)
+            ),
+            peak_w=_where(can, peak_w),
+            peak_bw=peak_bw,
             peak_o=stages("peak_o"),
         )
 
@@ -326,194 +329,10 @@ class Costs(MemoryModel, Times):
                 )
         return tuple(map(max, peaks, least))
 
-    def with_memory(self, memory: MemoryModel) -> "Costs":
-        """Return these times with other memories."""
-        return replace(self, **{x: getattr(memory, x) for x in columns_of(MemoryModel)})
 
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkCosts:
-    """`Costs` on a placement: one entry per chunk, or as said here.
-
-    ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer``, ``validation``,
-    ``splits``, ``limit``, ``fixed`` and ``peak_o`` have one per stage. The last F
-    includes the loss. ``f`` and ``b`` end with the time for which a message occupies
-    its sender, per edge in ``sending`` (empty: none does); ``hops`` is what is left of
-    its time (see the module's text). On a stage that cannot split its backward,
-    ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave earlier.
-    Without ``fb`` (empty) the passes of a pair run one after the other. Without
-    ``parts`` (empty) every pass is in one piece.
-    """
-
-    placement: Placement
-    f: tuple[float, ...]
-    b: tuple[float, ...]
-    w: tuple[float, ...]
-    hops: tuple[float, ...]
-    optimizer: tuple[float, ...]
-    splits: tuple[bool, ...]
-    reduction: float
-    validation: tuple[float, ...]
-    all_gather: tuple[float, ...]
-    reduce_scatter: tuple[float, ...]
-    sending: tuple[float, ...]
-    fb: tuple[float, ...]
-    parts: tuple[Parts, ...]
-    m_b: tuple[float, ...]
-    m_w: tuple[float, ...]
-    limit: tuple[float, ...]
-    fixed: tuple[float, ...]
-    peak_f: tuple[float, ...]
-    peak_b: tuple[float, ...]
-    peak_w: tuple[float, ...]
-    peak_bw: tuple[float, ...]
-    peak_o: tuple[float, ...]
-
-    def of(self, job: Job) -> float:
-        """Time of one job.
-
-        Raises:
-            RequestError: it is a part of a pass that has no such part here.
-        """
-        if isinstance(job, Pair):
-            if not self.fb:
-                return self.of(job.forward) + self.of(job.backward)
-            return self.fb[job.forward.chunk] + sending_time(job, self.sending)
-        if isinstance(job, Part):
-            times = self._parts.get((job.kind, job.chunk), ())
-            if job.index < len(times) and times[job.index][0] is job.lane:
-                return times[job.index][1]
-            raise RequestError(
-                f"the schedule runs {job}, but the costs of {job.of} have "
-                f"{[str(lane) for lane, _ in times] or 'no parts'}; plan again with "
-                "these costs"
-            )
-        return self._sum(kind_of(job), place_of(job))
-
-    def of_pass(self, kind: PassKind, chunk: int) -> float:
-        """Time of one pass of a chunk."""
-        return self._sum(KINDS[kind], chunk)
-
-    @cached_property
-    def _parts(self) -> dict[tuple[PassKind, int], PartTimes]:
-        return {
-            (kind, chunk): parts.of(kind)
-            for chunk, parts in enumerate(self.parts)
-            for kind in (PassKind.F, PassKind.B, PassKind.W)
-        }
-
-    def parts_of(self, job: Pass) -> PartTimes:
-        """The lane and the time of each part of an F, B or W; there must be parts."""
-        return self._parts[job.kind, job.chunk]
-
-    def holder_of(self, job: Job) -> Job:
-        """The job that counts in the memory for one in parts: BW for a B without W."""
-        if isinstance(job, Part):
-            job = job.of
-        if not isinstance(job, Pass) or job.kind is not PassKind.B:
-            return job
-        if self._parts[PassKind.W, job.chunk]:
-            return job
-        return Pass(PassKind.BW, job.chunk, job.microbatch)
-
-    def source_of(self, part: Part) -> int:
-        """The part of B that a part of its W needs.
-
-        Where W has as many parts as B has that compute, the one at its place among
-        those; else the last one.
-        """
-        b = self._parts[PassKind.B, part.chunk]
-        computing = [i for i, (lane, _) in enumerate(b) if lane is Lane.COMPUTE]
-        if len(computing) == len(self._parts[PassKind.W, part.chunk]):
-            return computing[part.index]
-        return len(b) - 1
-
-    def _sum(self, kind: JobKind, place: int) -> float:
-        columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]
-        return sum(column[place] for column in columns)
-
-    def delay(self, source: int, target: int) -> float:
-        """Time of a message from its job's end to its reader: none on one stage.
-
-        A pure delay: it occupies neither stage (arXiv 2401.10241, appendix).
-        """
-        if source == target:
-            return 0.0
-        return self.hops[source if source < target else target]
-
-    def change(self, job: Job) -> float:
-        """Memory that a job leaves behind it: more than before, or less (< 0)."""
-        change = 0.0
-        for part in members_of(job):
-            for name, sign in kind_of(part).keeps:
-                column: tuple[float, ...] = getattr(self, name)
-                change += sign * column[place_of(part)]
-        return change
-
-    def peak(self, job: Job) -> float:
-        """Most that a job holds above what its stage holds before it; 0 or more.
-
-        The parts of a pair may hold their most at the same time.
-        """
-        peak = 0.0
-        for part in members_of(job):
-            name = kind_of(part).peak
-            if name is not None:
-                column: tuple[float, ...] = getattr(self, name)
-                peak += column[place_of(part)]
-        return peak
-
-    def joined(self) -> "ChunkCosts":
-        """Return costs for planners and bounds, which write a whole BW as B.
-
-        There nothing is kept for W, and B has the peak of BW.
-        """
-        if all(self.splits):
-            return self
-        can = [self.splits[stage] for stage in self.placement.stage_of]
-        peaks_b = zip(self.peak_b, self.peak_bw, can, strict=True)
-        return replace(
-            self,
-            m_w=_where(can, self.m_w),
-            peak_b=tuple(b if split else bw for b, bw, split in peaks_b),
-            peak_w=_where(can, self.peak_w),
-        )
-
-    def above_fixed(self) -> "ChunkCosts":
-        """Return these costs with what is always there taken off the limits.
-
-        What rounding may have taken from their difference is given back.
-        """
-        if not any(self.fixed):
-            return self
-        limit = tuple(
-            max(0.0, limit - fixed) + _ROUNDING * fixed
-            for limit, fixed in zip(self.limit, self.fixed, strict=True)
-        )
-        return replace(self, limit=limit, fixed=(0.0,) * len(limit))
-
-    def without_pairs(self) -> "ChunkCosts":
-        """Return costs for lower bounds: no pair is shorter than its passes in turn.
-
-        On each stage all passes are shortened by as much as the pair that saves most.
-        Any schedule's starts are then possible with its passes one after the other.
-        """
-        if not self.fb:
-            return self
-        f, b, w = list(self.f), list(self.b), list(self.w)
-        for chunks in self.placement.chunks_of:
-            pairs = [
-                Pair(Pass(PassKind.F, c, 0), Pass(PassKind.BW, d, 1))
-                for c in chunks
-                for d in chunks
-            ]
-            in_turn = [self.of(x.forward) + self.of(x.backward) for x in pairs]
-            shares = [self.of(x) / t for x, t in zip(pairs, in_turn, strict=True) if t]
-            share = min([1.0, *shares])
-            for times in (f, b, w):
-                for c in chunks:
-                    times[c] *= share
-        return replace(self, f=tuple(f), b=tuple(b), w=tuple(w), fb=())
+def rises(m_b: Sequence[float], m_w: Sequence[float]) -> tuple[float, ...]:
+    """Memory that each B leaves more than it finds."""
+    return tuple(max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True))
 
 
 def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:

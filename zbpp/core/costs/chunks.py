@@ -1,0 +1,196 @@
+"""Costs of the chunks of a placement: all that graph, bounds and pictures look at."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zbpp.core.costs.parts import Parts, PartTimes
+from zbpp.core.errors import RequestError
+from zbpp.core.jobs import (
+    KINDS,
+    Job,
+    JobKind,
+    Lane,
+    Pair,
+    Part,
+    Pass,
+    PassKind,
+    kind_of,
+    members_of,
+    place_of,
+)
+from zbpp.core.placement import Placement
+from zbpp.core.timeline import sending_time
+
+__all__ = ["ChunkCosts"]
+
+_ROUNDING = 1e-14  # relative, of one sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkCosts:
+    """`Costs` on a placement: one entry per chunk, or as said here.
+
+    ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer``, ``validation``,
+    ``splits``, ``limit``, ``fixed`` and ``peak_o`` have one per stage. The last F
+    includes the loss. ``f`` and ``b`` end with the time for which a message occupies
+    its sender, per edge in ``sending`` (empty: none does); ``hops`` is what is left of
+    its time (see `zbpp.core.costs.table`). On a stage that cannot split its backward,
+    ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave earlier.
+    Planners and bounds write its BW as B, so ``peak_b`` is that of BW, and ``m_w`` 0.
+    Without ``fb`` (empty) the passes of a pair run one after the other. Without
+    ``parts`` (empty) every pass is in one piece.
+    """
+
+    placement: Placement
+    f: tuple[float, ...]
+    b: tuple[float, ...]
+    w: tuple[float, ...]
+    hops: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    splits: tuple[bool, ...]
+    reduction: float
+    validation: tuple[float, ...]
+    all_gather: tuple[float, ...]
+    reduce_scatter: tuple[float, ...]
+    sending: tuple[float, ...]
+    fb: tuple[float, ...]
+    parts: tuple[Parts, ...]
+    m_b: tuple[float, ...]
+    m_w: tuple[float, ...]
+    limit: tuple[float, ...]
+    fixed: tuple[float, ...]
+    peak_f: tuple[float, ...]
+    peak_b: tuple[float, ...]
+    peak_w: tuple[float, ...]
+    peak_bw: tuple[float, ...]
+    peak_o: tuple[float, ...]
+
+    def of(self, job: Job) -> float:
+        """Time of one job.
+
+        Raises:
+            RequestError: it is a part of a pass that has no such part here.
+        """
+        if isinstance(job, Pair):
+            if not self.fb:
+                return self.of(job.forward) + self.of(job.backward)
+            return self.fb[job.forward.chunk] + sending_time(job, self.sending)
+        if isinstance(job, Part):
+            times = self._parts.get((job.kind, job.chunk), ())
+            if job.index < len(times) and times[job.index][0] is job.lane:
+                return times[job.index][1]
+            raise RequestError(
+                f"the schedule runs {job}, but the costs of {job.of} have "
+                f"{[str(lane) for lane, _ in times] or 'no parts'}; plan again with "
+                "these costs"
+            )
+        return self._sum(kind_of(job), place_of(job))
+
+    def of_pass(self, kind: PassKind, chunk: int) -> float:
+        """Time of one pass of a chunk."""
+        return self._sum(KINDS[kind], chunk)
+
+    @cached_property
+    def _parts(self) -> dict[tuple[PassKind, int], PartTimes]:
+        return {
+            (kind, chunk): parts.of(kind)
+            for chunk, parts in enumerate(self.parts)
+            for kind in (PassKind.F, PassKind.B, PassKind.W)
+        }
+
+    def parts_of(self, job: Pass) -> PartTimes:
+        """The lane and the time of each part of an F, B or W; there must be parts."""
+        return self._parts[job.kind, job.chunk]
+
+    def holder_of(self, job: Job) -> Job:
+        """The job that counts in the memory for one in parts: BW for a B without W."""
+        if isinstance(job, Part):
+            job = job.of
+        if not isinstance(job, Pass) or job.kind is not PassKind.B:
+            return job
+        if self._parts[PassKind.W, job.chunk]:
+            return job
+        return Pass(PassKind.BW, job.chunk, job.microbatch)
+
+    def source_of(self, part: Part) -> int:
+        """The part of B that a part of its W needs.
+
+        Where W has as many parts as B has that compute, the one at its place among
+        those; else the last one.
+        """
+        b = self._parts[PassKind.B, part.chunk]
+        computing = [i for i, (lane, _) in enumerate(b) if lane is Lane.COMPUTE]
+        if len(computing) == len(self._parts[PassKind.W, part.chunk]):
+            return computing[part.index]
+        return len(b) - 1
+
+    def _sum(self, kind: JobKind, place: int) -> float:
+        columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]
+        return sum(column[place] for column in columns)
+
+    def delay(self, source: int, target: int) -> float:
+        """Time of a message from its job's end to its reader: none on one stage.
+
+        A pure delay: it occupies neither stage (arXiv 2401.10241, appendix).
+        """
+        if source == target:
+            return 0.0
+        return self.hops[source if source < target else target]
+
+    def change(self, job: Job) -> float:
+        """Memory that a job leaves behind it: more than before, or less (< 0)."""
+        change = 0.0
+        for part in members_of(job):
+            for name, sign in kind_of(part).keeps:
+                column: tuple[float, ...] = getattr(self, name)
+                change += sign * column[place_of(part)]
+        return change
+
+    def peak(self, job: Job) -> float:
+        """Most that a job holds above what its stage holds before it; 0 or more.
+
+        The parts of a pair may hold their most at the same time.
+        """
+        peak = 0.0
+        for part in members_of(job):
+            name = kind_of(part).peak
+            if name is not None:
+                column: tuple[float, ...] = getattr(self, name)
+                peak += column[place_of(part)]
+        return peak
+
+    def above_fixed(self) -> "ChunkCosts":
+        """Return these costs with what is always there taken off the limits.
+
+        What rounding may have taken from their difference is given back.
+        """
+        if not any(self.fixed):
+            return self
+        limit = tuple(
+            max(0.0, limit - fixed) + _ROUNDING * fixed
+            for limit, fixed in zip(self.limit, self.fixed, strict=True)
+        )
+        return replace(self, limit=limit, fixed=(0.0,) * len(limit))
+
+    def without_pairs(self) -> "ChunkCosts":
+        """Return costs for lower bounds: no pair is shorter than its passes in turn.
+
+        On each stage all passes are shortened by as much as the pair that saves most.
+        Any schedule's starts are then possible with its passes one after the other.
+        """
+        if not self.fb:
+            return self
+        f, b, w = list(self.f), list(self.b), list(self.w)
+        for chunks in self.placement.chunks_of:
+            pairs = [
+                Pair(Pass(PassKind.F, c, 0), Pass(PassKind.BW, d, 1))
+                for c in chunks
+                for d in chunks
+            ]
+            in_turn = [self.of(x.forward) + self.of(x.backward) for x in pairs]
+            shares = [self.of(x) / t for x, t in zip(pairs, in_turn, strict=True) if t]
+            share = min([1.0, *shares])
+            for times in (f, b, w):
+                for c in chunks:
+                    times[c] *= share
+        return replace(self, f=tuple(f), b=tuple(b), w=tuple(w), fb=())
