@@ -13,10 +13,13 @@ from zbpp.schedules.patterns.vpp import plan_vpp
 from zbpp.schedules.patterns.zb_h1 import plan_zb_h1
 from zbpp.schedules.patterns.zb_h2 import plan_zb_h2
 from zbpp.schedules.patterns.zb_v import plan_zb_v
-from zbpp.schedules.planner.budget import check_effort
 from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
-from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
-from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
+from zbpp.schedules.planner.layers.search import (
+    LayerPlan,
+    Recomputing,
+    Split,
+    plan_split,
+)
 from zbpp.schedules.planner.placement import plan_placement
 
 __all__ = [
@@ -27,7 +30,6 @@ __all__ = [
     "add_collectives",
     "balance",
     "check_channels",
-    "check_effort",
     "even_split",
     "lay_out",
     "lower",
@@ -37,7 +39,6 @@ __all__ = [
     "plan_fthenb",
     "plan_one_f_one_b",
     "plan_placement",
-    "plan_recompute",
     "plan_split",
     "plan_vpp",
     "plan_zb_h1",

@@ -159,7 +159,7 @@ TABLE = (
      "schedules/planner/layers/balance.py",
      "sum(each[: fewest - 1])", "sum(each[: fewest + 1])"),
     ("schedules", "layers to recompute by memory alone",
-     "schedules/planner/layers/recompute.py",
+     "schedules/planner/layers/search.py",
      "return saved / f[layer] if f[layer] > 0 else math.inf", "return saved"),
     ("schedules", "most messages win", "schedules/planner/figures.py",
      "fewest = min(_n_messages(", "fewest = max(_n_messages("),

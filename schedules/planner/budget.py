@@ -12,13 +12,9 @@ from dataclasses import dataclass, field
 
 from zbpp.core import RequestError
 
-__all__ = ["LONG", "Budget", "check_effort", "parse_effort", "shares"]
+__all__ = ["Budget", "parse_effort", "shares"]
 
 _BEST_S = 60.0
-
-LONG = "long"
-"""Effort ``default``, and then many more moves of single passes; for plans that are
-chosen already, so it is no effort that a user can ask for."""
 
 
 def parse_effort(effort: str) -> tuple[str, float]:
@@ -37,25 +33,9 @@ def parse_effort(effort: str) -> tuple[str, float]:
         seconds = math.nan
     if name == "best" and 0 <= seconds < math.inf:
         return name, seconds
-    if name in ("fast", "default", LONG) and not colon:
+    if name in ("fast", "default") and not colon:
         return name, math.inf
-    raise _unknown(effort)
-
-
-def check_effort(effort: str) -> str:
-    """Return the effort if it is one.
-
-    Raises:
-        RequestError: it is none.
-    """
-    if effort == LONG:
-        raise _unknown(effort)
-    parse_effort(effort)
-    return effort
-
-
-def _unknown(effort: str) -> RequestError:
-    return RequestError(
+    raise RequestError(
         f"effort {effort!r} is not known; choose fast, default, best ({_BEST_S:g} s) "
         "or best:SECONDS"
     )

@@ -43,7 +43,7 @@ import math
 from dataclasses import replace
 
 from zbpp.core import Costs, Placement, Schedule
-from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
+from zbpp.schedules.planner.budget import Budget, parse_effort, shares
 from zbpp.schedules.planner.limits import capped, check_limits, check_sizes, needs
 from zbpp.schedules.planner.parts import plan_in_parts
 from zbpp.schedules.planner.search.critical_path import XorShift64, improve, timed
@@ -62,7 +62,6 @@ __all__ = ["plan_placement"]
 
 _UNIT = Costs()
 _MARGIN = 0.01
-_LONG = 1200  # passes placed, for each pass of the plan
 
 
 def plan_placement(
@@ -144,8 +143,6 @@ def _search(problem: PlacementProblem, effort: str) -> Plan:
     others = hill_climb(problem, ranked_seeds) if plan.span > problem.target else []
     plan = improve_top_k(problem, [plan, *others], Budget(n_moves(n)))
     plan = intensify(problem, plan)
-    if kind == LONG:
-        plan = improve(problem, plan, Budget(min(_LONG * n, 4e6)), XorShift64(1))
     if kind == "best":
         plan = search_on(problem, plan, Budget(math.inf, seconds))
     return plan

@@ -27,8 +27,8 @@ from zbpp.planning.answer import Plan, Rejected, recomputed_layers
 from zbpp.planning.modes import AUTO, BASELINE, MODES, USUAL_MODES, Mode
 from zbpp.planning.request import PlanRequest
 from zbpp.planning.search import Problem, placements, searched_name
-from zbpp.schedules import Recomputing, Split, balance, even_split, plan_recompute
-from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
+from zbpp.schedules import Recomputing, Split, balance, even_split, plan_split
+from zbpp.schedules.planner.budget import Budget, parse_effort, shares
 from zbpp.schedules.planner.figures import ROUNDING, Contest
 from zbpp.schedules.planner.layers.search import SplitPlanner
 
@@ -81,7 +81,7 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
     for placement, effort in zip(options, efforts, strict=True):
         with contest.attempt(mode.name):
             layers, split, recompute = _asked(placement, request)
-            layer_plan = plan_recompute(
+            layer_plan = plan_split(
                 _planner(mode, placement, n_microbatches),
                 layers,
                 placement,
@@ -94,7 +94,7 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
                 layer_plan.schedule,
                 layer_plan.costs,
                 layer_plan.schedule.name.removeprefix(f"{AUTO}: "),
-                split=layer_plan.split,
+                split=layer_plan.schedule.split,
                 ideal_step=layer_plan.ideal_step,
                 even_step=layer_plan.even_step,
             )
@@ -157,12 +157,12 @@ def _planner(mode: Mode, placement: Placement, n_microbatches: int) -> SplitPlan
 
 
 def _plan_auto(problem: Problem, placement: Placement) -> Schedule:
-    """Plan a placement: with effort fast or long by itself, else by every mode.
+    """Plan a placement: with effort fast by itself, else by every mode.
 
     The seconds of best are for the placement alone, after every mode by default.
     """
     kind, seconds = parse_effort(problem.effort)
-    if kind in ("fast", LONG):
+    if kind == "fast":
         only = problem.plan(None, placement)
         return replace(only, name=f"{AUTO}: {searched_name(placement)}")
     budget = Budget(math.inf, seconds)
@@ -218,8 +218,8 @@ def _enter(
     if mode.name != BASELINE:
         # recompute adds to the loads, and a memory limit only leaves fewer splits
         least = balance(replace(layers, memory_limit=None), placement, n_microbatches)
-        if least.is_proved and least.load > first.step * (1 + _TRUST):
-            reason = f"{least.load / first.step - 1:+.1%} at least"
+        if least.bound > first.step * (1 + _TRUST):
+            reason = f"{least.bound / first.step - 1:+.1%} at least"
             contest.reject(mode.name, reason)
             return
     if request.split in (None, "balanced"):

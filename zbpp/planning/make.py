@@ -30,7 +30,7 @@ from zbpp.planning.layers import line_of, plan_layers, rejected
 from zbpp.planning.modes import AUTO, MODES, Mode, canonical, is_file
 from zbpp.planning.request import CostsLike, MemoryLimit, PlanRequest, costs_like
 from zbpp.planning.search import Problem, placements, within_limit
-from zbpp.schedules import check_effort
+from zbpp.schedules.planner.budget import parse_effort
 from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.limits import check_limits, needs
 
@@ -79,7 +79,7 @@ def make_plan(request: PlanRequest) -> Plan:
             "zbpp.PlanRequest(schedule=.., n_stages=.., n_microbatches=..), or call "
             "zbpp.plan(mode, ..)"
         )
-    check_effort(request.effort)
+    parse_effort(request.effort)
     has_costs = request.costs is not None
     orders = given_orders(request)
     if isinstance(orders, Plan) and not has_costs and request.recompute is None:

@@ -1,24 +1,25 @@
-"""Plan a mode and the split of the layers together.
+"""Plan a mode, the split of the layers, and the layers that are recomputed together.
 
-1. `balance`: the least largest load, within the memory limits; under a limit also with
-   room for more micro-batches in flight.
-2. `climb`: layers move between chunks while plans with effort fast get shorter, from
-   the best of these splits and the even one on, then from the others. The least largest
-   load is not all: where memory is short, early stages that hold many micro-batches
-   want few layers, and splits of one largest load plan differently.
-3. The split that the climb ends at, the balanced one and the even one are planned with
-   the effort that is wanted; the best plan is kept. So it is never longer than the even
-   one's.
+A recomputed layer leaves less memory from F to B, and its B takes f longer: more
+micro-batches in flight against more work. Of a chunk those layers come first that save
+most memory, m_b - m_r, for their time f; of equal ones the first, whose backward runs
+last, when the others have given back what they held.
 
-Without the climb steps of 60 random models are .28 % longer in the mean.
+1. Starts: `balance`, under a limit also with room for more micro-batches in flight, and
+   even chunks; and of these splits recomputed layers that fall along the chunks.
+2. A climb: a layer moves to another chunk, or one more or less is recomputed, while
+   plans with effort fast get shorter. A choice is planned only if its lower bound is
+   below the best step.
+3. The best choice is planned with the effort that is wanted, and so are even chunks,
+   and the best ones that recompute none and all: no plan is longer than theirs.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial, reduce
-from itertools import accumulate, pairwise, product
+from functools import cache, reduce
+from itertools import accumulate, pairwise, permutations, product
 from typing import Literal, NamedTuple
 
 from zbpp.core import (
@@ -38,30 +39,13 @@ from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
 from zbpp.schedules.planner.layers.balance import Loads, balance, even_split, moved
 from zbpp.schedules.planner.limits import check_limits, needs
 
-__all__ = [
-    "Choice",
-    "LayerPlan",
-    "Split",
-    "SplitPlanner",
-    "Trial",
-    "Trials",
-    "best_split",
-    "better",
-    "climb",
-    "finished",
-    "plan_split",
-    "recompute_by_chunk",
-]
+__all__ = ["LayerPlan", "Recomputing", "Split", "SplitPlanner", "plan_split"]
 
 Split = Literal["balanced", "even"] | Sequence[int] | None
 """Layers of each chunk, or how to choose them; None: balanced."""
 
-_PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
-_LEAST_PLANS = {"fast": 3, "default": 8, "best": 0}
-_IN_FLIGHT = (1.0, 0.5, 0.25, 0.75)  # of what the mode holds without a limit
-_SHARES = (0.4, 0.6)  # of the seconds of best: search; plans at the end
-_BOUND = 1 / 60  # of a plan's price: a lower bound
-
+Recomputing = Literal["auto", "all", "none"] | Collection[int]
+"""Layers of the whole model that are recomputed, or how to choose them."""
 
 SplitPlanner = Callable[[Costs, str], Schedule]
 """A mode with its sizes: plans for the costs of chunks, with an effort.
@@ -69,22 +53,26 @@ SplitPlanner = Callable[[Costs, str], Schedule]
 It raises LimitError if that does not fit the memory limit.
 """
 
+_PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
+_LEAST_PLANS = {"fast": 3, "default": 8, "best": 0}
+_MOST_PLANS = 200
+_IN_FLIGHT = (1.0, 0.5, 0.25, 0.75)  # of what the mode holds without a limit
+_SEARCH_SHARE = 0.4  # of the seconds of best; the others are for the plan at the end
+_BOUND = 1 / 60  # of a plan's price: a lower bound
+_AT_FIRST = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
+_AT_LAST = (1.0, 0.75, 0.5, 0.25, 0.0, -0.5, -1.0, -2.0, -4.0, -8.0)
+
 
 class Choice(NamedTuple):
-    """The request that a plan answers."""
+    """Layers of each chunk, and layers of the whole model that are recomputed."""
 
     split: tuple[int, ...]
-    """Layers of each chunk."""
     recompute: frozenset[int]
-    """Layers that are recomputed, of the whole model."""
 
 
 @dataclass(frozen=True)
 class Trial(PlanFigures):
-    """A choice, its plan, and what that was planned for.
-
-    The first figure that differs decides which of two is better.
-    """
+    """A choice, its plan, and the costs of its chunks."""
 
     choice: Choice
     schedule: Schedule
@@ -101,204 +89,6 @@ class LayerPlan(Trial):
     even_step: float | None
     """``step`` of even chunks, with the same mode; None: they do not fit."""
 
-    @property
-    def split(self) -> tuple[int, ...]:
-        """Layers of each chunk."""
-        return self.choice.split
-
-    @property
-    def recompute(self) -> frozenset[int]:
-        """Layers that are recomputed, of the whole model."""
-        return self.choice.recompute
-
-
-def better(trial: Trial, rival: Trial) -> Trial:
-    """The better one of two; the first if they tie."""
-    return rival if rival.is_better_than(trial) else trial
-
-
-class Trials:
-    """Plans and bounds of splits of the same layers; each is made once for an effort.
-
-    Args:
-        planner: a mode with its sizes.
-        layers: times, memories and limit.
-        placement: chunk to stage, of the planner's schedules.
-        n_microbatches: in a step.
-    """
-
-    def __init__(
-        self,
-        planner: SplitPlanner,
-        layers: LayerCosts,
-        placement: Placement,
-        n_microbatches: int,
-    ) -> None:
-        self.layers = layers
-        self.placement = placement
-        self.n_microbatches = n_microbatches
-        self.even = even_split(layers.n_layers, placement.n_chunks)
-        self._done: dict[tuple[Choice, str], Trial | None] = {}
-        self._planner = planner
-        self.bound = cache(self._bound)
-        """Lower bound of the step of every plan; inf: no micro-batch fits."""
-        self.loads = cache(self._loads)
-        self._error: LimitError | None = None
-
-    @property
-    def price(self) -> float:
-        """Passes that a plan with effort fast places, roughly."""
-        n_chunks = self.placement.n_chunks
-        runs = 1.0 if n_chunks == self.placement.n_stages else 6.0
-        return 3.0 * runs * n_chunks * self.n_microbatches
-
-    def _loads(self, recompute: frozenset[int]) -> Loads:
-        """Loads of ranges of layers."""
-        return Loads.of(
-            self.layers, self.placement, self.n_microbatches, recompute=recompute
-        )
-
-    def of(self, choice: Choice, effort: str = "fast") -> Trial | None:
-        """Plan; None if it does not fit the memory.
-
-        Raises:
-            RequestError: the split does not fit the placement or the layers.
-        """
-        key = choice, effort
-        if key not in self._done:
-            self._done[key] = self._plan(choice, effort)
-        return self._done[key]
-
-    def _plan(self, choice: Choice, effort: str) -> Trial | None:
-        costs = self._on_chunks(choice)
-        try:
-            return Trial(choice, self._planner(costs, effort), costs)
-        except LimitError as error:
-            self._error = error
-            return None
-
-    def is_done(self, choice: Choice, effort: str = "fast") -> bool:
-        """True if there is nothing to plan."""
-        return (choice, effort) in self._done
-
-    def within(self, choice: Choice, budget: Budget) -> Trial | None:
-        """Plan with effort fast, and take the price off a budget if it is new."""
-        if not self.is_done(choice):
-            budget.spend(self.price)
-        return self.of(choice)
-
-    def reached(self, choices: Iterable[Choice], budget: Budget) -> Trial | None:
-        """The best of the choices that a budget reaches; the first that fits is free.
-
-        None if none fits.
-        """
-        best: Trial | None = None
-        for choice in choices:
-            if best is not None and not budget.is_left:
-                break
-            trial = self.within(choice, budget)
-            if trial is not None:
-                best = trial if best is None else better(best, trial)
-        return best
-
-    def fast(self) -> list[Trial]:
-        """Plans with effort fast, best first."""
-        pairs = self._done.items()
-        fast = [trial for (_, effort), trial in pairs if trial and effort == "fast"]
-        fast.sort(
-            key=lambda trial: (
-                trial.step,
-                trial.barrier_step,
-                len(trial.choice.recompute),
-            )
-        )
-        return fast
-
-    def best(self, choices: Iterable[Choice], effort: str) -> Trial:
-        """Plan all, and return the best.
-
-        Raises:
-            LimitError: none fits.
-        """
-        trials = [trial for c in choices if (trial := self.of(c, effort))]
-        if not trials:
-            assert self._error is not None
-            raise self._error
-        return reduce(better, trials)
-
-    def _bound(self, choice: Choice) -> float:
-        costs, m = self._on_chunks(choice), self.n_microbatches
-        try:
-            held = costs.on(self.placement)
-            check_limits("split", needs(held), held, m)
-        except LimitError:
-            return math.inf
-        load = self.loads(choice.recompute).largest(choice.split)
-        return max(load, lower_bound(self.placement, m, costs))
-
-    def by_bound(self, choices: Iterable[Choice], budget: Budget) -> list[Choice]:
-        """Sort by lower bounds, as far as the budget reaches; equal ones keep order."""
-        reached = []
-        for choice in choices:
-            budget.spend(_BOUND * self.price)
-            reached.append(choice)
-            if not budget.is_left:
-                break
-        return sorted(reached, key=self.bound)
-
-    def in_flight(self, choice: Choice) -> list[int]:
-        """Micro-batches that each chunk holds at most where no memory limit is."""
-        costs = replace(self._on_chunks(choice), memory_limit=None)
-        plan = self._planner(costs, "fast")
-        most = [0] * self.placement.n_chunks
-        for order in plan.orders:
-            held = dict.fromkeys(range(len(most)), 0)
-            for job in order:
-                if isinstance(job, Pass) and job.kind is not PassKind.W:
-                    held[job.chunk] += 1 if job.kind is PassKind.F else -1
-                    most[job.chunk] = max(most[job.chunk], held[job.chunk])
-        return most
-
-    def _on_chunks(self, choice: Choice) -> Costs:
-        split, recompute = choice
-        return self.layers.on(self.placement, split, recompute=recompute)
-
-
-Neighbours = Callable[[Trial], Iterable[Choice]]
-
-
-def climb(
-    trials: Trials,
-    best: Trial,
-    neighbours: Neighbours,
-    budget: Budget,
-    *,
-    target: float = 0.0,
-) -> Trial:
-    """Take a better neighbour while there is one.
-
-    Neighbours are planned from the lowest lower bound on, and none whose bound is above
-    the best step.
-
-    Args:
-        trials: what plans them.
-        best: the start.
-        neighbours: of a plan; of equal bounds those that come first are planned first.
-        budget: in passes placed; see `Trials.price`.
-        target: a lower bound of the step: the end where it is reached.
-    """
-    is_better = True
-    while is_better and best.step > target * (1 + ROUNDING):
-        is_better = False
-        for choice in trials.by_bound(neighbours(best), budget):
-            if not budget.is_left or trials.bound(choice) > best.step * (1 + ROUNDING):
-                break
-            trial = trials.within(choice, budget)
-            if trial is not None and trial.is_better_than(best):
-                best, is_better = trial, True
-                break
-    return best
-
 
 def plan_split(
     planner: SplitPlanner,
@@ -307,143 +97,333 @@ def plan_split(
     n_microbatches: int,
     *,
     split: Split = None,
-    recompute: Collection[int] = (),
+    recompute: Recomputing = (),
     effort: str = "default",
 ) -> LayerPlan:
-    """Plan one placement with the best split, or with the one that is wanted.
+    """Plan one placement with a split of the layers, and some of them recomputed.
 
     Args:
         planner: a mode with its sizes.
-        layers: times, memories and limit.
+        layers: times, memories and limit; ``m_r`` says what F leaves of a layer that
+            is recomputed.
         placement: chunk to stage, of the planner's schedules.
         n_microbatches: in a step.
         split: see `Split`.
-        recompute: layers that are recomputed.
-        effort: of the plans at the end; ``best:SECONDS`` also of the search.
+        recompute: see `Recomputing`.
+        effort: of the plans at the end; ``best:SECONDS`` is shared with the search.
 
     Raises:
-        LimitError: no split that was tried fits the memory limits.
-        RequestError: split or layers do not fit the placement.
+        LimitError: no choice that was tried fits the memory limits.
+        RequestError: split or layers do not fit the placement, or m_r or the limit is
+            missing.
     """
-    trials = Trials(planner, layers, placement, n_microbatches)
-    best = best_split(trials, split, frozenset(recompute), effort)
-    return finished(trials, best, effort)
-
-
-def best_split(
-    trials: Trials, split: Split, recompute: frozenset[int], effort: str
-) -> Trial:
-    """Plan the splits that deserve the effort, or the one that is wanted.
-
-    Raises:
-        LimitError: no split that was tried fits the memory limits.
-        RequestError: the split does not fit the placement.
-    """
-    kind, seconds = parse_effort(effort)
-    if split is None or split == "balanced":
-        choices = _candidates(trials, recompute, kind, seconds)
-        seconds *= _SHARES[1]
-    elif split == "even":
-        choices = [Choice(trials.even, recompute)]
-    elif isinstance(split, str):
+    if isinstance(split, str) and split not in ("balanced", "even"):
         raise RequestError(
             f"split is {split!r}; choose balanced or even, or give the layers of each "
             "chunk"
         )
-    else:
-        choices = [Choice(tuple(split), recompute)]
+    if recompute == "auto":
+        _check_auto(layers)
+    every = range(layers.n_layers)
+    words = {"auto": ((), every), "all": (every,), "none": ((),)}
+    sets = words[recompute] if isinstance(recompute, str) else (recompute,)
+    kind, seconds = parse_effort(effort)
+    budget = Budget(math.inf, seconds * _SEARCH_SHARE)
+    search = _Search(planner, layers, placement, n_microbatches, budget)
     if kind != "best":
-        return trials.best(choices, effort)
-    best = trials.best(choices, "default")
-    return better(best, trials.best([best.choice], f"best:{seconds:g}"))
+        price = search.price
+        passes = len(sets) * max(_PASSES[kind], _LEAST_PLANS[kind] * price)
+        budget.passes = min(passes, _MOST_PLANS * price)
+    choices = search.choices(list(map(frozenset, sets)), split)
+    if kind != "best":
+        return search.finished(search.best(choices, effort), effort)
+    best = search.best(choices, "default")
+    last = search.best([best.choice], f"best:{(1 - _SEARCH_SHARE) * seconds:g}")
+    return search.finished(_better(best, last), "default")
 
 
-def _candidates(
-    trials: Trials, recompute: frozenset[int], kind: str, seconds: float
-) -> list[Choice]:
-    """Splits that deserve the effort that is wanted, the best one first."""
-    budget = Budget(
-        max(_PASSES[kind], _LEAST_PLANS[kind] * trials.price),
-        seconds if kind != "best" else seconds * _SHARES[0],
-    )
-    starts, target = _starts(trials, recompute)
-    first = trials.reached(starts, budget)
-    if first is None:
-        return starts
-    neighbours = partial(_moves, trials)
-    best = climb(trials, first, neighbours, budget, target=target)
-    for choice in starts:
-        if not budget.is_left:
-            break
-        start = trials.within(choice, budget)
-        if start is not None:
-            best = better(best, climb(trials, start, neighbours, budget, target=target))
-    even = Choice(trials.even, recompute)
-    return list(dict.fromkeys([best.choice, starts[0], even]))
+def _check_auto(layers: LayerCosts) -> None:
+    if layers.m_r is None:
+        raise RequestError(
+            "recompute auto needs m_r: what F leaves of a part that is recomputed "
+            "(its input, as a rule); add it to the costs, or choose all or none"
+        )
+    if layers.memory_limit is None:
+        raise RequestError(
+            "recompute auto needs a memory limit: without one it is best to "
+            "recompute nothing; give a memory_limit"
+        )
 
 
-def _starts(trials: Trials, recompute: frozenset[int]) -> tuple[list[Choice], float]:
-    """Balanced splits, the even one, and a lower bound of the step of all.
-
-    Under a memory limit also those with room for more micro-batches in flight.
-    """
-    layers, even = trials.layers, trials.even
-    sizes = layers, trials.placement, trials.n_microbatches
-    balanced = balance(*sizes, recompute=recompute)
-    splits = [balanced.split]
-    if layers.memory_limit is not None and layers.n_layers > len(even):
-        most = trials.in_flight(Choice(even, recompute))
-        for share in _IN_FLIGHT:
-            room = [1 + share * (n - 1) for n in most]
-            with suppress(LimitError):
-                roomy = balance(*sizes, recompute=recompute, in_flight=room)
-                splits.append(roomy.split)
-    target = balanced.load if balanced.is_proved else trials.loads(recompute).least
-    unique = dict.fromkeys([*splits, even])
-    return [Choice(split, recompute) for split in unique], target
+def _better(trial: Trial, rival: Trial) -> Trial:
+    """The better one of two; the first if they tie."""
+    return rival if rival.is_better_than(trial) else trial
 
 
-def _moves(trials: Trials, best: Trial) -> Iterator[Choice]:
-    """Splits a move away: from the critical stage to the idle one first."""
-    split, recompute = best.choice
-    stage_of, loads = trials.placement.stage_of, trials.loads(recompute)
-    busy, _ = loads.by_stage(split)
-    steps = best.steps
-    chunks = range(len(stage_of))
-    givers = sorted(chunks, key=lambda c: (-steps[stage_of[c]], -busy[stage_of[c]], c))
-    takers = sorted(chunks, key=lambda c: (busy[stage_of[c]], c))
-    for source, target in product(givers, takers):
-        neighbour = moved(split, source, target)
-        if neighbour is not None and loads.largest(neighbour) <= best.step:
-            yield Choice(neighbour, recompute)
+class _Search:
+    """Plans and bounds of choices; each is made once for an effort."""
+
+    def __init__(
+        self,
+        planner: SplitPlanner,
+        layers: LayerCosts,
+        placement: Placement,
+        n_microbatches: int,
+        budget: Budget,
+    ) -> None:
+        self._planner = planner
+        self._layers = layers
+        self._placement = placement
+        self._m = n_microbatches
+        self._budget = budget
+        self._even = even_split(layers.n_layers, placement.n_chunks)
+        self._quick: dict[Choice, Trial | None] = {}
+        self._error: LimitError | None = None
+        self.plan = cache(self._plan)
+        self.loads = cache(self._loads)
+
+    @property
+    def price(self) -> float:
+        """Passes that a plan with effort fast places, roughly."""
+        n_chunks = self._placement.n_chunks
+        runs = 1.0 if n_chunks == self._placement.n_stages else 6.0
+        return 3.0 * runs * n_chunks * self._m
+
+    def _loads(self, recompute: frozenset[int]) -> Loads:
+        return Loads.of(self._layers, self._placement, self._m, recompute=recompute)
+
+    def _load(self, choice: Choice) -> float:
+        return self.loads(choice.recompute).largest(choice.split)
+
+    def _on_chunks(self, choice: Choice) -> Costs:
+        split, recompute = choice
+        return self._layers.on(self._placement, split, recompute=recompute)
+
+    def _plan(self, choice: Choice, effort: str) -> Trial | None:
+        """Plan; None if it does not fit the memory."""
+        costs = self._on_chunks(choice)
+        try:
+            return Trial(choice, self._planner(costs, effort), costs)
+        except LimitError as error:
+            if self._error is None or error.smallest < self._error.smallest:
+                self._error = error
+            return None
+
+    def _can_be_shorter(self, choice: Choice, step: float) -> bool:
+        """True if a micro-batch fits, and the lower bound is not above a step."""
+        self._budget.spend(_BOUND * self.price)
+        costs = self._on_chunks(choice)
+        on_stages = costs.on(self._placement)
+        try:
+            check_limits("split", needs(on_stages), on_stages, self._m)
+        except LimitError:
+            return False
+        return lower_bound(self._placement, self._m, costs) <= step
+
+    def quick(self, choice: Choice) -> Trial | None:
+        """Plan with effort fast, and take the price off the budget if it is new."""
+        if choice not in self._quick:
+            self._budget.spend(self.price)
+            self._quick[choice] = self.plan(choice, "fast")
+        return self._quick[choice]
+
+    def _ranked(self) -> list[Trial]:
+        """Plans with effort fast, best first."""
+        trials = filter(None, self._quick.values())
+        return sorted(trials, key=lambda trial: (trial.step, trial.barrier_step))
+
+    def best(self, choices: Iterable[Choice], effort: str) -> Trial:
+        """Plan all, and return the best.
+
+        Raises:
+            LimitError: none fits.
+        """
+        trials = [t for c in dict.fromkeys(choices) if (t := self.plan(c, effort))]
+        if not trials:
+            assert self._error is not None
+            raise self._error
+        return reduce(_better, trials)
+
+    def choices(self, sets: list[frozenset[int]], split: Split) -> list[Choice]:
+        """The choices that deserve the effort that is wanted, the best one first.
+
+        Args:
+            sets: layers that are recomputed; of several the climb may take any.
+            split: see `Split`.
+        """
+        is_free, is_auto = split in (None, "balanced"), len(sets) > 1
+        fixed = self._even if split is None or isinstance(split, str) else tuple(split)
+        if not is_free and not is_auto:
+            return [Choice(fixed, recompute) for recompute in sets]
+        ends: list[Choice] = []
+        errors = []
+        for recompute in sets:
+            starts = [Choice(fixed, recompute)]
+            try:
+                starts = self._starts(recompute) if is_free else starts
+            except LimitError as error:
+                errors.append(error)
+                continue
+            ends += [starts[0], starts[-1]]
+            for choice in starts:
+                if self._budget.is_left or not self._ranked():
+                    self.quick(choice)
+        if not ends:
+            raise min(errors, key=lambda error: error.smallest)
+        if is_auto:
+            best = next(iter(self._ranked()), None)
+            profiles = self._profiles(best.choice.split if best else ends[0].split)
+            while (better := self._next(profiles, best)) is not None:
+                best = better
+        target = self._target(sets[0]) * (1 + ROUNDING)
+        for start in self._ranked():
+            trial: Trial | None = start
+            while trial is not None and trial.step > target:
+                trial = self._next(self._moves(trial, is_free, is_auto), trial)
+        return [*(trial.choice for trial in self._ranked()[:1]), *ends]
+
+    def _next(self, choices: Iterable[Choice], best: Trial | None) -> Trial | None:
+        """The first choice that is better, from the least load on; None: no one is."""
+        step = math.inf if best is None else best.step * (1 + ROUNDING)
+        for choice in sorted(choices, key=self._load):
+            if not self._budget.is_left or self._load(choice) > step:
+                break
+            if choice in self._quick or not self._can_be_shorter(choice, step):
+                continue
+            trial = self.quick(choice)
+            if trial is not None and (best is None or trial.is_better_than(best)):
+                return trial
+        return None
+
+    def _target(self, recompute: frozenset[int]) -> float:
+        """Lower bound of the step of all choices that recompute these layers."""
+        layers = replace(self._layers, memory_limit=None)
+        sizes = layers, self._placement, self._m
+        return balance(*sizes, recompute=recompute).bound
+
+    def _starts(self, recompute: frozenset[int]) -> list[Choice]:
+        """Balanced splits, and the even one.
+
+        Under a memory limit also those with room for more micro-batches in flight.
+        """
+        layers, even = self._layers, self._even
+        sizes = layers, self._placement, self._m
+        splits = [balance(*sizes, recompute=recompute).split]
+        if layers.memory_limit is not None and layers.n_layers > len(even):
+            most = self._in_flight(Choice(even, recompute))
+            for share in _IN_FLIGHT:
+                room = [1 + share * (n - 1) for n in most]
+                with suppress(LimitError):
+                    roomy = balance(*sizes, recompute=recompute, in_flight=room)
+                    splits.append(roomy.split)
+        return [Choice(split, recompute) for split in dict.fromkeys([*splits, even])]
+
+    def _in_flight(self, choice: Choice) -> list[int]:
+        """Micro-batches that each chunk holds at most where no memory limit is."""
+        costs = replace(self._on_chunks(choice), memory_limit=None)
+        most = [0] * self._placement.n_chunks
+        for order in self._planner(costs, "fast").orders:
+            n_open = [0] * len(most)
+            for job in order:
+                if isinstance(job, Pass) and job.kind is not PassKind.W:
+                    n_open[job.chunk] += 1 if job.kind is PassKind.F else -1
+                    most[job.chunk] = max(most[job.chunk], n_open[job.chunk])
+        return most
+
+    def _worthwhile(self, split: Sequence[int]) -> list[list[int]]:
+        """Layers of each chunk that save memory, most for their time first."""
+        m_b, m_r, f = (self._layers.of(name) for name in ("m_b", "m_r", "f"))
+
+        def worth(layer: int) -> float:
+            saved = m_b[layer] - m_r[layer]
+            return saved / f[layer] if f[layer] > 0 else math.inf
+
+        return [
+            sorted(
+                (i for i in range(first, end) if m_b[i] > m_r[i]),
+                key=lambda i: (-worth(i), i),
+            )
+            for first, end in pairwise(accumulate(split, initial=0))
+        ]
+
+    def _profiles(self, split: tuple[int, ...]) -> list[Choice]:
+        """Numbers of recomputed layers that fall, or rise, along the chunks.
+
+        Early chunks hold their micro-batches longest, so most profiles fall.
+        """
+        chunks = self._worthwhile(split)
+        profiles = {
+            tuple(
+                round(len(chunk) * share)
+                for chunk, share in zip(chunks, shares, strict=True)
+            )
+            for shares in _slopes(len(chunks))
+        }
+        ranked = sorted(profiles, key=lambda counts: (sum(counts), counts))
+        return [_choice(split, chunks, counts) for counts in ranked]
+
+    def _moves(self, best: Trial, is_free: bool, is_auto: bool) -> Iterator[Choice]:
+        """Choices a move away: layers from the critical stage to the idle one first."""
+        split, recompute = best.choice
+        stage_of = self._placement.stage_of
+        chunks = range(len(stage_of))
+        if is_free:
+            load, _ = self.loads(recompute).by_stage(split)
+            steps = best.steps
+            givers = sorted(chunks, key=lambda c: (-steps[stage_of[c]], c))
+            takers = sorted(chunks, key=lambda c: (load[stage_of[c]], c))
+            for source, target in product(givers, takers):
+                neighbour = moved(split, source, target)
+                if neighbour is not None:
+                    yield Choice(neighbour, recompute)
+        if is_auto:
+            ranked = self._worthwhile(split)
+            counts = [len(recompute.intersection(chunk)) for chunk in ranked]
+            changes = [{c: n} for c in chunks for n in (-1, 1)]
+            changes += [{a: -1, b: 1} for a, b in permutations(chunks, 2)]
+            for change in changes:
+                after = [n + change.get(c, 0) for c, n in enumerate(counts)]
+                pairs = zip(after, ranked, strict=True)
+                if all(0 <= n <= len(chunk) for n, chunk in pairs):
+                    yield _choice(split, ranked, after)
+
+    def finished(self, best: Trial, effort: str) -> LayerPlan:
+        """The plan with its choice, compared with even chunks."""
+        split, recompute = best.choice
+        even = self.plan(Choice(self._even, recompute), effort)
+        schedule = replace(
+            best.schedule, split=split, recompute=_by_chunk(split, recompute)
+        )
+        return LayerPlan(
+            best.choice,
+            schedule,
+            best.costs,
+            ideal_step=self.loads(recompute).total / self._placement.n_stages,
+            even_step=None if even is None else even.step,
+        )
 
 
-def finished(trials: Trials, best: Trial, effort: str) -> LayerPlan:
-    """The plan to give back; even chunks are planned to compare it with."""
-    split, recompute = best.choice
-    usual = effort if effort in ("fast", "default") else "default"
-    even = trials.of(Choice(trials.even, recompute), usual)
-    schedule = replace(
-        best.schedule, split=split, recompute=recompute_by_chunk(split, recompute)
-    )
-    total = trials.loads(recompute).total
-    return LayerPlan(
-        best.choice,
-        schedule,
-        best.costs,
-        ideal_step=total / trials.placement.n_stages,
-        even_step=None if even is None else even.step,
-    )
+def _choice(
+    split: tuple[int, ...], ranked: Sequence[Sequence[int]], counts: Sequence[int]
+) -> Choice:
+    """The choice of so many layers of each chunk."""
+    pairs = zip(ranked, counts, strict=True)
+    return Choice(split, frozenset(layer for chunk, n in pairs for layer in chunk[:n]))
 
 
-def recompute_by_chunk(
+def _slopes(n_chunks: int) -> Iterator[list[float]]:
+    """Shares of each chunk's layers: slopes, and all layers of the first chunks."""
+    for start, end in product(_AT_FIRST, _AT_LAST):
+        slope = (end - start) / max(1, n_chunks - 1)
+        yield [min(1.0, max(0.0, start + slope * c)) for c in range(n_chunks)]
+    for n in range(n_chunks + 1):
+        yield [1.0] * n + [0.0] * (n_chunks - n)
+
+
+def _by_chunk(
     split: Iterable[int], recompute: Collection[int]
 ) -> tuple[Recompute, ...] | None:
-    """Layers that are recomputed, as a `Schedule` says it; None: none.
-
-    >>> recompute_by_chunk((2, 2, 2), {1, 2, 3})
-    ((1,), True, False)
-    """
+    """Layers that are recomputed, as a `Schedule` has them; None: none."""
     if not recompute:
         return None
     chunks: list[Recompute] = []
