@@ -172,7 +172,8 @@ def estimated(case: Case, n_stages: int) -> list[int]:
 
 def assert_close(case: Case, found: list[int], peaks: list[int]) -> None:
     """Never more than 5 % too low; above only where that is on the safe side."""
-    above = 0.15 if case.mode == "FThenB" or case.model == "pairs" else TOLERANCE
+    above = 0.15 if case.model == "pairs" else TOLERANCE
+    above = 0.25 if case.mode == "FThenB" else above
     for stage, (ours, peak) in enumerate(zip(found, peaks, strict=True)):
         assert -TOLERANCE < ours / peak - 1 < above, (case, stage, ours, peak)
 
@@ -216,7 +217,7 @@ MISSES = pytest.mark.xfail(reason="casts in a recomputed forward are not counted
             case,
             marks=[
                 *([pytest.mark.nightly] if i >= 6 else []),
-                *([MISSES] if case[0] == "wide" and case[2] and case[3] else []),
+                *([MISSES] if case[1] == "ZBV" and case[2] and case[3] else []),
             ],
             id=f"{case.model}-{case.mode}",
         )

@@ -2,7 +2,6 @@
 
 import gc
 import json
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +32,8 @@ from zbpp.training.options import (
 from zbpp.training.user_model import UserModel, load_model, optimizer_class
 
 if TYPE_CHECKING:
-    from zbpp.memory.estimate import Estimate, Steps
-    from zbpp.memory.model import ModelMemory
+    from zbpp.memory.estimate import Estimate, Request
+    from zbpp.memory.layers import Layers
     from zbpp.training.llama import LlamaConfig
 
 __all__ = ["EstimateCommand"]
@@ -83,8 +82,8 @@ class EstimateCommand(ModelSize, Replicas):
         """Estimate, write the files, and print."""
         import torch
 
-        from zbpp.memory.estimate import Steps, estimate_modes
-        from zbpp.memory.layers import model_memory
+        from zbpp.memory.estimate import Request, estimate_modes, largest_microbatch
+        from zbpp.memory.layers import trace_layers
 
         gc.set_threshold(_OBJECTS)
         self._check()
@@ -92,42 +91,37 @@ class EstimateCommand(ModelSize, Replicas):
         dtype = _DTYPES[self.dtype]
         with self._fakes():
             user = self._user_model()
-        memory = model_memory(
+        layers = trace_layers(
             user.model,
             (user.inputs, user.targets),
             user.loss_fn,
+            optimizer=self._optimizer(),
             n_layers=user.n_layers,
             microbatch_size=self.microbatch_size,
             device=self.device,
             autocast=None if dtype is None else getattr(torch, dtype),
             exact_sums=self.exact_sums,
         )
-        steps = Steps(
-            self._optimizer(),
-            self.enable_optimizer_post_validation,
-            self._split(),
+        costs = Costs() if self.costs is None else read_costs(self.costs)
+        request = Request(
+            n_stages=self.stages,
+            n_microbatches=self.microbatches,
+            split=self._split(),
+            post_validation=self.enable_optimizer_post_validation,
+            costs=costs,
             data_parallel=self.data_parallel,
             shard=self.shard,
         )
-        costs = Costs() if self.costs is None else read_costs(self.costs)
         named = USUAL_MODES if self.modes is None else schedules_in(self.modes)
         modes = [name if is_file(name) else canonical(name) for name in named]
-
-        sizes: Any = {"n_stages": self.stages, "n_microbatches": self.microbatches}
-
-        def estimated(of: "ModelMemory", modes: Sequence[str]) -> "Estimate":
-            return estimate_modes(of, steps, modes, costs=costs, **sizes)
-
-        estimate = estimated(memory, modes)
-        self._write(memory, steps, next(iter(estimate.modes)), costs, limit)
+        estimate = estimate_modes(layers, request, modes)
+        self._write(layers, request, next(iter(estimate.modes)))
         if self.json:
             print(json.dumps(estimate.as_json()))
             return
-        from zbpp.memory.api import largest_microbatch
-
         largest = {}
         if limit is not None:
-            largest = largest_microbatch(memory, limit, estimated, list(estimate.modes))
+            largest = largest_microbatch(layers, request, limit, [*estimate.modes])
         _print(estimate, limit, largest)
 
     def _check(self) -> None:
@@ -142,7 +136,7 @@ class EstimateCommand(ModelSize, Replicas):
         """A mode in which the user's function makes tensors without memory."""
         import torch
 
-        from zbpp.memory.fake import building, check_device, fake_mode
+        from zbpp.memory.fakes import building, check_device, fake_mode
         from zbpp.runtime.support.devices import check_kind
 
         check_kind(self.device, auto=False)
@@ -180,29 +174,15 @@ class EstimateCommand(ModelSize, Replicas):
         kind = optimizer_class(self.optimizer, otherwise=", or none")
         return lambda parameters: kind(parameters, lr=1e-3)
 
-    def _write(
-        self,
-        memory: "ModelMemory",
-        steps: "Steps",
-        mode: str,
-        costs: Costs,
-        limit: float | None,
-    ) -> None:
-        from zbpp.memory.estimate import plan_mode, stage_costs
-        from zbpp.memory.layers import costs_of_layers
+    def _write(self, layers: "Layers", request: "Request", mode: str) -> None:
+        from zbpp.memory.estimate import costs_of_chunks
 
         if self.costs_out is not None:
-            schedule = plan_mode(mode, self.stages, self.microbatches, costs)
-            bytes_of = stage_costs(memory, steps, schedule, limit)
-            in_bytes = costs.with_memory_of(bytes_of)
+            in_bytes = costs_of_chunks(layers, request, mode, self.memory_limit)
             write_costs(in_bytes, self.costs_out)
         if self.layers_out is not None:
-            layers = costs_of_layers(
-                memory,
-                steps.optimizer,
-                post_validation=self.enable_optimizer_post_validation is not False,
-            )
-            write_costs(layers, self.layers_out)
+            validates = self.enable_optimizer_post_validation is not False
+            write_costs(layers.costs(post_validation=validates), self.layers_out)
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "rollback", "activations_peak")
@@ -218,9 +198,7 @@ def _print(estimate: "Estimate", limit: float | None, largest: dict[str, int]) -
         for index, stage in enumerate(stages):
             parts = [getattr(stage, part) for part in _PARTS]
             remainder = stage.buffers + stage.batch + stage.gathered_peak
-            cells = (
-                f"{n / size:.2f}" for n in (*parts, stage.messages_peak, remainder)
-            )
+            cells = (f"{n / size:.2f}" for n in (*parts, stage.messages, remainder))
             fits = "" if limit is None or stage.peak <= limit else " over"
             name = mode if index == 0 else ""
             table.add_row(name, str(index), *cells, f"{stage.peak / size:.2f}{fits}")

@@ -1,21 +1,12 @@
 """Know before you run: the memory of a model in bytes, without its weights.
 
-The runtime's own stages run on fake tensors, which have sizes and no data:
-
-    fake, alike           a model and a batch without data; equal layers run once
-    tracker, recorder     bytes of tensors while they live, and marks between layers
-    engine_sums           sums of gradients that autograd makes in place
-    trace, model          passes of chunks
-    passes                rows of the cost table: what passes leave and need
-    resident, optimizer   what is there all the time, and what a step needs
-    walk, estimate        the one walk over a stage's program; stages of every mode
-    layers                the same rows for planners
-
-Read `passes`, `resident` and `walk` to find where the bytes of a stage come from.
+layers     bytes of each layer: F, B, W and the optimizer's step on fake tensors
+estimate   stages of every mode by the planner's sums; the largest micro-batch
+fakes      a model and a batch without data
+tracking   bytes of tensors while they live
 """
 
-from zbpp.memory.api import estimate
-from zbpp.memory.estimate import Estimate, StageEstimate
+from zbpp.memory.estimate import Estimate, StageEstimate, estimate
 from zbpp.memory.layers import layer_memory
 
 __all__ = ["Estimate", "StageEstimate", "estimate", "layer_memory"]

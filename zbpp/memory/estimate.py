@@ -1,34 +1,51 @@
-"""Memory of every stage under every mode, before a step has run."""
+"""Memory of every stage under every mode, before a step has run.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+The bytes of a stage are the planner's own: `zbpp.core.costs.held.peaks` of the layers'
+columns. On top come three of its largest messages (two are announced, one leaves), and
+the inputs and targets of all micro-batches where the stage reads them.
+"""
 
-from zbpp.core import Costs, PassKind, RequestError, Schedule
-from zbpp.memory.model import ModelMemory
-from zbpp.memory.passes import ChunkPasses
-from zbpp.memory.resident import (
-    ResidentMemory,
-    Steps,
-    resident_memory,
-)
-from zbpp.memory.walk import PeakUsage, walk_stage
-from zbpp.planning import is_file, plan
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import Any, Unpack
+
+from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule
+from zbpp.core.costs.held import peaks
+from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
+from zbpp.memory.tracking import bytes_of
+from zbpp.models.entry import AnyModel
+from zbpp.planning import USUAL_MODES, is_file, plan
 from zbpp.planning.pipelines import choose_validation
-from zbpp.planning.replicas import replicated
+from zbpp.planning.replicas import (
+    Network,
+    Shard,
+    check_replicas,
+    on_replicas,
+    whole_for_a_while,
+)
+from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
-from zbpp.schedules import lower
+from zbpp.runtime.stage import LossFn
+from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = [
     "Estimate",
+    "Request",
     "StageEstimate",
-    "Steps",
+    "costs_of_chunks",
+    "estimate",
     "estimate_modes",
-    "estimate_schedule",
-    "plan_mode",
-    "stage_costs",
+    "largest_microbatch",
+    "most_that_fits",
 ]
+
+_MOST_SAMPLES = 2**20
+_GROWTH = 64  # in one step
+_MESSAGES = 3
+"""Two that are announced, and one that leaves."""
+_AT_ONCE = Network(Link(0.0, math.inf))
 
 
 @dataclass(frozen=True)
@@ -38,17 +55,15 @@ class StageEstimate:
     Args:
         parameters: one that layers of the stage share counts once; stages that share
             one hold it each. Replicas that hold them in parts keep one.
-        gradients: of one step; between two steps post-validation holds them as well.
-            What replicas with parts keep is one, from REDUCE_WAIT on.
+        gradients: of one step.
         optimizer: its state.
         buffers: and what layers keep from their first forward on.
         rollback: copies that post-validation keeps.
         batch: inputs and targets of all micro-batches, where the stage reads them.
-        messages_peak: most that is on its way: received and not read, sent and not
-            gone.
+        messages: three of the largest that the stage sends or receives.
         activations_peak: most of what F and B leave, and of what passes need inside.
-        peak: most of all together at any time; the parts have theirs at other times.
-        gathered_peak: most that is gathered at once of parameters in parts.
+        peak: most of all together at any time.
+        gathered_peak: most that is whole for a while of what replicas hold in parts.
     """
 
     parameters: int
@@ -57,7 +72,7 @@ class StageEstimate:
     buffers: int
     rollback: int
     batch: int
-    messages_peak: int
+    messages: int
     activations_peak: int
     peak: int
     gathered_peak: int = 0
@@ -91,16 +106,77 @@ class Estimate:
         return {"unit": "bytes", "modes": stages}
 
 
-def estimate_modes(
-    memory: ModelMemory,
-    steps: Steps,
-    modes: Sequence[str],
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The stages to estimate; `estimate` explains the fields."""
+
+    n_stages: int
+    n_microbatches: int
+    split: Sequence[int] | Callable[[int], Sequence[int]] | None = None
+    """A function takes the number of chunks."""
+    post_validation: bool | None = None
+    costs: Costs | None = None
+    data_parallel: int = 1
+    shard: Shard = "none"
+
+
+def estimate(
+    model: AnyModel,
+    batch: Any,
+    loss_fn: LossFn | None = None,
     *,
     n_stages: int,
     n_microbatches: int,
+    modes: Sequence[str] = USUAL_MODES,
+    optimizer: MakeOptimizer | None = adamw,
+    split: Sequence[int] | None = None,
+    post_validation: bool | None = None,
     costs: Costs | None = None,
-    effort: str = "fast",
+    data_parallel: int = 1,
+    shard: Shard = "none",
+    **tracing: Unpack[Tracing],
 ) -> Estimate:
+    """Bytes that every stage holds under every mode, without a weight.
+
+    The arguments that `zbpp.Pipeline` has too mean the same there; `layer_memory`
+    explains the model, and `Tracing` the rest. For the usual models the peaks are
+    within 5 % of the allocator's.
+
+    Args:
+        model: as for `layer_memory`.
+        batch: as for `layer_memory`.
+        loss_fn: as for `layer_memory`.
+        n_stages: stages.
+        n_microbatches: micro-batches in a step.
+        modes: modes, or schedule files.
+        optimizer: called with fake parameters; None: there is no step.
+        split: layers of each chunk.
+        post_validation: None: as `zbpp.Pipeline` decides it.
+        costs: times to plan for.
+        data_parallel: replicas of every stage.
+        shard: state that replicas hold in parts: none, optimizer, gradients or
+            parameters; each includes those before.
+        tracing: see `Tracing`.
+
+    Raises:
+        RequestError: the model has no layers or decides by its data, or no mode can
+            be had.
+    """
+    check_replicas(data_parallel, shard)
+    layers = trace_layers(model, batch, loss_fn, optimizer=optimizer, **tracing)
+    request = Request(
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        split=split,
+        post_validation=post_validation,
+        costs=costs,
+        data_parallel=data_parallel,
+        shard=shard,
+    )
+    return estimate_modes(layers, request, modes)
+
+
+def estimate_modes(layers: Layers, request: Request, modes: Sequence[str]) -> Estimate:
     """Plan each mode, and estimate its stages.
 
     A mode that cannot be had, as it has more chunks than there are layers, gives its
@@ -109,154 +185,219 @@ def estimate_modes(
     estimates, refused = {}, {}
     for mode in modes:
         try:
-            schedule = plan_mode(mode, n_stages, n_microbatches, costs, effort)
-            estimates[mode] = estimate_schedule(memory, steps, schedule)
+            estimates[mode] = _Stages.of(layers, request, mode).estimates()
         except RequestError as error:
             refused[mode] = str(error).partition("\n")[0]
     if not estimates:
         raise RequestError(f"no mode can be had: {next(iter(refused.values()))}")
-    device = str(memory.options.device)
-    return Estimate(estimates, refused, memory.fake.samples, device)
+    fake = layers.fake
+    return Estimate(estimates, refused, fake.samples, str(fake.device))
 
 
-def plan_mode(
-    mode: str,
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs | None = None,
-    effort: str = "fast",
-) -> Schedule:
-    """Plan a mode once, or read a file, which may have changed and knows its sizes."""
-    plan_once = _plan.__wrapped__ if is_file(mode) else _plan
-    return plan_once(mode, n_stages, n_microbatches, costs, effort)
+def costs_of_chunks(
+    layers: Layers, request: Request, mode: str, limit: float | None
+) -> Costs:
+    """Costs of a mode's chunks, with their bytes.
+
+    Planners know no messages and no batch: ``m_fixed`` holds them, dealt to the chunks
+    of a stage alike.
+    """
+    stages = _Stages.of(layers, request, mode)
+    placement = stages.schedule.placement
+    chunks = stages.costs.on(placement, [*map(len, stages.ranges)])
+    assert isinstance(chunks.m_fixed, tuple)
+    fixed = list(chunks.m_fixed)
+    for stage, indices in enumerate(placement.chunks_of):
+        for index in indices:
+            fixed[index] += stages.beside(stage) / len(indices)
+    chunks = replace(chunks, m_fixed=tuple(fixed), memory_limit=limit)
+    return (request.costs or Costs()).with_memory_of(chunks)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages of one mode, and the layers of their chunks."""
+
+    layers: Layers
+    request: Request
+    schedule: Schedule
+    costs: LayerCosts
+    """Of the layers, as replicas hold them."""
+    ranges: Sequence[range]
+
+    @classmethod
+    def of(cls, layers: Layers, request: Request, mode: str) -> "_Stages":
+        """Plan a mode.
+
+        Raises:
+            RequestError: the mode cannot be had, or the layers do not fit.
+        """
+        sizes = request.n_stages, request.n_microbatches
+        # a file may have changed, and knows its sizes
+        plan_once = _plan.__wrapped__ if is_file(mode) else _plan
+        schedule = choose_validation(
+            plan_once(mode, *sizes, request.costs),
+            request.post_validation,
+            steps=layers.optimizer is not None,
+        )
+        n_chunks = schedule.placement.n_chunks
+        split = request.split
+        split = split(n_chunks) if callable(split) else split
+        ranges = partition_layers(len(layers.passes), n_chunks, split or schedule.split)
+        validates = schedule.is_post_validated
+        n = request.data_parallel
+        costs = on_replicas(
+            layers.costs(post_validation=validates), n, _AT_ONCE, request.shard
+        )
+        # the step of a stage needs less than the steps of its layers one by one
+        peak_o = [0.0] * len(layers.passes)
+        for chunks in schedule.placement.chunks_of:
+            here = [i for chunk in chunks for i in ranges[chunk]]
+            step = layers.step(here)
+            need = step.speculative_peak if validates else step.peak
+            peak_o[here[0]] = need / (1 if request.shard == "none" else n)
+        tied = tuple((of, fixed, 0.0, size) for of, fixed, _, size in costs.tied)
+        costs = replace(costs, peak_o=tuple(peak_o), tied=tied)
+        return cls(layers, request, schedule, costs, ranges)
+
+    def indices(self, stage: int) -> list[int]:
+        """Layers of a stage."""
+        chunks = self.schedule.placement.chunks_of[stage]
+        return [i for chunk in chunks for i in self.ranges[chunk]]
+
+    def batch(self, stage: int) -> int:
+        """Bytes of the inputs and targets that a stage reads."""
+        fake, here = self.layers.fake, self.indices(stage)
+        read = [fake.inputs] * (0 in here)
+        read += [fake.targets] * (len(self.layers.passes) - 1 in here)
+        size = bytes_of(tensors_in(read), self.layers.block)
+        return size * self.schedule.n_microbatches
+
+    def messages(self, stage: int) -> int:
+        """Bytes of the messages that are under way."""
+        sizes = [0]
+        for chunk in self.schedule.placement.chunks_of[stage]:
+            layers = self.ranges[chunk]
+            cuts = {layers[0] - 1, layers[-1]} - {-1, len(self.layers.passes) - 1}
+            sizes += [self.layers.passes[i].message for i in cuts]
+        return _MESSAGES * max(sizes)
+
+    def whole(self, stage: int) -> int:
+        """Bytes of what is whole for a while."""
+        request = self.request
+        split = [*map(len, self.ranges)]
+        return int(
+            whole_for_a_while(
+                self.layers.costs(), split, request.data_parallel, request.shard
+            )
+        )
+
+    def beside(self, stage: int) -> int:
+        """Bytes that the planner's sums leave out."""
+        return self.batch(stage) + self.messages(stage) + self.whole(stage)
+
+    def estimates(self) -> list[StageEstimate]:
+        """Estimate every stage."""
+        placement = self.schedule.placement
+        split = [*map(len, self.ranges)]
+        chunks = self.costs.on(placement, split).on(placement)
+        most = peaks(self.schedule.orders, chunks)
+        return [
+            self._estimate(stage, peak, chunks.fixed[stage])
+            for stage, peak in enumerate(most)
+        ]
+
+    def _estimate(self, stage: int, peak: float, fixed: float) -> StageEstimate:
+        layers, here, request = self.layers, self.indices(stage), self.request
+        n = request.data_parallel
+        each = ("none", "optimizer", "gradients", "parameters").index(request.shard)
+        parameters = layers.parameters(here)
+        steps = [layers.steps[i] for i in here]
+        return StageEstimate(
+            parameters=layers.bytes_of([*parameters]) // (n if each else 1),
+            gradients=sum(parameters.values()) // (n if each else 1),
+            optimizer=sum(step.state for step in steps) // (n if each else 1),
+            buffers=layers.buffers(here),
+            rollback=sum(step.rollback for step in steps)
+            * self.schedule.is_post_validated
+            // (n if each else 1),
+            batch=self.batch(stage),
+            messages=self.messages(stage),
+            activations_peak=int(peak - fixed),
+            peak=int(peak) + self.beside(stage),
+            gathered_peak=self.whole(stage),
+        )
 
 
 @lru_cache(maxsize=64)
 def _plan(
-    mode: str, n_stages: int, n_microbatches: int, costs: Costs | None, effort: str
+    mode: str, n_stages: int, n_microbatches: int, costs: Costs | None
 ) -> Schedule:
     return plan(
         mode,
         n_stages=n_stages,
         n_microbatches=n_microbatches,
         costs=costs,
-        effort=effort,
+        effort="fast",
     )
 
 
-def estimate_schedule(
-    memory: ModelMemory, steps: Steps, schedule: Schedule
-) -> list[StageEstimate]:
-    """Estimate the stages of one schedule.
+# ---- The largest micro-batch.
 
-    Raises:
-        RequestError: the layers do not fit the schedule.
+
+def largest_microbatch(
+    layers: Layers, request: Request, limit: float, modes: Sequence[str]
+) -> dict[str, int]:
+    """The most samples of a micro-batch with which each mode fits a limit; 0: none.
+
+    Every size is traced anew: not all that a pass takes grows with the samples.
+
+    Args:
+        layers: with micro-batches of any size.
+        request: the stages.
+        limit: bytes of a stage.
+        modes: to be searched.
     """
-    stages, schedule = _stages(memory, steps, schedule)
-    n_chunks = schedule.placement.n_chunks
-    return [
-        _estimate_of(stage, walk_stage(program, stage.chunks, stage.resident, n_chunks))
-        for stage, program in zip(stages, lower(schedule), strict=True)
-    ]
+    of_size = cache(layers.of_size)
+
+    @cache
+    def peak(mode: str, samples: int) -> float:
+        try:
+            return estimate_modes(of_size(samples), request, [mode]).peak(mode)
+        except (RuntimeError, RequestError):  # a layer does not take this size
+            return math.inf
+
+    first = layers.fake.samples
+    return {mode: most_that_fits(partial(peak, mode), limit, first) for mode in modes}
 
 
-def stage_costs(
-    memory: ModelMemory, steps: Steps, schedule: Schedule, limit: float | None = None
-) -> Costs:
-    """Memory of a schedule's chunks for planners, in bytes.
+def most_that_fits(need: Callable[[int], float], limit: float, first: int = 1) -> int:
+    """The largest number whose need is within a limit; 0: not even 1.
 
-    Planners know no messages, and no gradients that come and go: ``m_fixed`` holds the
-    most of these, two messages that are announced and one that leaves. The values of a
-    stage are dealt to its chunks alike.
+    The need grows with the number, and nearly as a straight line: the next number is
+    where the line through two known ones meets the limit, or in the middle of what is
+    left where that has not helped.
 
-    Raises:
-        RequestError: as `estimate_schedule`.
+    Args:
+        need: of a number from 1 on; inf: it cannot be had.
+        limit: of the need.
+        first: the number to begin with.
     """
-    stages, schedule = _stages(memory, steps, schedule)
-    n_chunks = schedule.placement.n_chunks
-    chunks: dict[int, ChunkPasses] = {}
-    fixed, peak_o = [0.0] * n_chunks, [0.0] * n_chunks
-    for stage in stages:
-        chunks |= stage.chunks
-        resident = stage.resident
-        made = sum(chunk.gradients for chunk in stage.chunks.values())
-        made += sum(resident.gathered.values())
-        made += max(resident.in_pass.values(), default=0)
-        largest = max(
-            n for c in stage.chunks.values() for n in vars(c.messages).values()
-        )
-        for index in stage.chunks:
-            fixed[index] = (resident.total + made + 3 * largest) / len(stage.chunks)
-            peak_o[index] = max(resident.step, resident.tied) / len(stage.chunks)
-    recomputed = memory.recomputed().layers
-    ordered = [chunks[index] for index in range(n_chunks)]
-    peaks = {
-        kind: tuple(float(chunk.peak(kind)) for chunk in ordered) for kind in PassKind
-    }
-    least_b = (chunk.m_w - chunk.m_b for chunk in ordered)
-    return Costs(
-        m_b=tuple(float(chunk.m_b) for chunk in ordered),
-        m_w=tuple(float(chunk.m_w) for chunk in ordered),
-        memory_limit=limit,
-        m_fixed=tuple(fixed),
-        peak_f=peaks[PassKind.F],
-        peak_b=tuple(map(max, peaks[PassKind.B], map(float, least_b))),
-        peak_w=peaks[PassKind.W],
-        peak_bw=peaks[PassKind.BW],
-        peak_o=tuple(peak_o),
-        m_r=tuple(
-            float(sum(recomputed[i].m_b for i in layers))
-            for layers in _ranges(memory, steps, schedule)
-        ),
-    )
-
-
-class _Stage(NamedTuple):
-    chunks: dict[int, ChunkPasses]
-    resident: ResidentMemory
-
-
-def _stages(
-    memory: ModelMemory, steps: Steps, schedule: Schedule
-) -> tuple[list[_Stage], Schedule]:
-    """Chunks of every stage, what it holds besides, and the schedule with V's."""
-    schedule = choose_validation(
-        schedule, steps.post_validation, steps=steps.optimizer is not None
-    )
-    schedule = replicated(
-        schedule, data_parallel=steps.data_parallel, shard=steps.shard
-    )
-    ranges = _ranges(memory, steps, schedule)
-    stages = []
-    for indices in schedule.placement.chunks_of:
-        chunks = {index: memory.chunk(ranges[index]) for index in indices}
-        kept = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
-        layers = {index: ranges[index] for index in indices}
-        resident = resident_memory(memory, steps, schedule, layers, kept)
-        stages.append(_Stage(chunks, resident))
-    return stages, schedule
-
-
-def _ranges(memory: ModelMemory, steps: Steps, schedule: Schedule) -> tuple[range, ...]:
-    """Layers of each chunk."""
-    n_chunks = schedule.placement.n_chunks
-    split = steps.split(n_chunks) if callable(steps.split) else steps.split
-    return partition_layers(memory.n_layers, n_chunks, split or schedule.split)
-
-
-def _estimate_of(stage: _Stage, most: PeakUsage) -> StageEstimate:
-    resident = stage.resident
-    return StageEstimate(
-        parameters=resident.parameters,
-        gradients=sum(chunk.gradients for chunk in stage.chunks.values())
-        if resident.summed is None
-        else sum(resident.summed.values()),
-        optimizer=resident.optimizer,
-        buffers=resident.buffers,
-        rollback=resident.rollback,
-        batch=resident.batch,
-        messages_peak=most.messages,
-        activations_peak=most.activations,
-        peak=most.total,
-        gathered_peak=max(most.gathered, *resident.in_pass.values(), 0),
-    )
+    low, at_low = 0, 0.0
+    high = _MOST_SAMPLES + 1
+    n, before = first, math.inf
+    while True:
+        needed = need(n)
+        slope = (needed - at_low) / (n - low)
+        if needed <= limit:
+            low, at_low = n, needed
+        else:
+            high = n
+        if high - low <= 1:
+            return low
+        is_stuck = high <= _MOST_SAMPLES and 2 * (high - low) > before
+        if 0 < slope < math.inf and not is_stuck:
+            n = low + int(min((limit - at_low) / slope, _GROWTH * max(1, low)))
+        else:
+            n = 2 * low if high > _MOST_SAMPLES else (low + high) // 2
+        n, before = min(max(n, low + 1), high - 1), high - low

@@ -1,18 +1,49 @@
-"""Memory of each layer of a model, for planners: `zbpp.core.LayerCosts` in bytes."""
+"""Memory of each layer of a model in bytes, by passes on fake tensors.
 
-from typing import Any, TypedDict, Unpack
+Every layer runs F, B and W as a chunk of its own on the runtime's own stage, so the
+split of the backward, checkpoints and the order of releases are those of a run. Layers
+that are alike run once. What a stage holds under a schedule follows by the planner's
+own sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.costs.held.peaks`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from zbpp.core import LayerCosts
-from zbpp.memory.fake import fake_model
-from zbpp.memory.model import ModelMemory, default_optimizer
-from zbpp.memory.trace import TraceOptions
+from zbpp.core import LayerCosts, RequestError, a_kind
+from zbpp.memory.fakes import FakeModel, fake_model, reading_fakes
+from zbpp.memory.tracking import Tracker, bytes_of, storages_of
 from zbpp.models.entry import AnyModel, layered_of, model_to_build
-from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.stage import LossFn
+from zbpp.runtime.chunk import Chunk, OwnName
+from zbpp.runtime.layer_random import LayerRandom
+from zbpp.runtime.microbatches import MicroBatches
+from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
+from zbpp.runtime.optim.rollback import DeferredStep, can_defer
+from zbpp.runtime.stage import LossFn, Stage
+from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.values import Tensors, as_tensors, with_tensors
 
-__all__ = ["Tracing", "costs_of_layers", "layer_memory", "model_memory"]
+__all__ = ["Layers", "StepBytes", "Tracing", "adamw", "layer_memory", "trace_layers"]
+
+_UNKNOWN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+_GPU_BLOCK = 512  # bytes; torch's allocators for CUDA and XPU round up to it
+_N_MICROBATCHES = 3
+"""The first one makes gradients; the last one counts."""
 
 
 class Tracing(TypedDict, total=False):
@@ -30,33 +61,9 @@ class Tracing(TypedDict, total=False):
     """Add gradients in micro-batch order."""
 
 
-def model_memory(
-    model: AnyModel,
-    batch: Any,
-    loss_fn: LossFn | None = None,
-    *,
-    n_layers: int | None = None,
-    microbatch_size: int | None = None,
-    device: torch.device | str = "cpu",
-    autocast: torch.dtype | None = None,
-    exact_sums: bool = True,
-) -> ModelMemory:
-    """Trace the layers of a model on fake tensors; `layer_memory` explains the rest."""
-    layered = layered_of(model, n_layers)
-    if layered.cut_batch is not None and not isinstance(batch, tuple):
-        batch = layered.cut_batch(batch)
-    inputs, targets = batch
-    loss_fn = loss_fn or layered.loss_fn
-    device = torch.device(device)
-    fake = fake_model(
-        model_to_build(model, layered),
-        inputs,
-        None if loss_fn is None else targets,
-        n_layers=layered.n_layers,
-        device=device,
-    ).of_size(microbatch_size)
-    options = TraceOptions(device, loss_fn, autocast, exact_sums)
-    return ModelMemory(fake, options, layered.own_name)
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW, as it comes."""
+    return torch.optim.AdamW(parameters)
 
 
 def layer_memory(
@@ -64,7 +71,7 @@ def layer_memory(
     batch: Any,
     loss_fn: LossFn | None = None,
     *,
-    optimizer: MakeOptimizer | None = default_optimizer,
+    optimizer: MakeOptimizer | None = adamw,
     post_validation: bool = True,
     **tracing: Unpack[Tracing],
 ) -> LayerCosts:
@@ -85,58 +92,402 @@ def layer_memory(
     Raises:
         RequestError: the model has no layers, or decides by its data.
     """
-    memory = model_memory(model, batch, loss_fn, **tracing)
-    return costs_of_layers(memory, optimizer, post_validation=post_validation)
+    layers = trace_layers(model, batch, loss_fn, optimizer=optimizer, **tracing)
+    return layers.costs(post_validation=post_validation)
 
 
-def costs_of_layers(
-    memory: ModelMemory,
-    optimizer: MakeOptimizer | None,
-    *,
-    post_validation: bool = True,
-) -> LayerCosts:
-    """`layer_memory` of a model that is traced already."""
-    n = memory.n_layers
-    whole, recomputed = memory.whole.layers, memory.recomputed().layers
-    fixed, peak_o, parameters = [], [], []
-    holders: dict[Any, list[int]] = {}
-    sizes: dict[Any, tuple[float, float, float]] = {}
-    for i in range(n):
-        all_of_it = memory.parameters([i])
-        new = [p for p in all_of_it if p not in holders]
-        gradients = memory.gradients([i])
-        step = memory.optimizer([i], optimizer)
-        state = step.state + step.rollback * post_validation
-        in_step = step.speculative_peak if post_validation else step.peak
-        for p in all_of_it:
-            holders.setdefault(p, []).append(i)
-            share = gradients.get(p, 0) / max(1, sum(gradients.values()))
-            size = float(memory.bytes_of([p]))
-            fixed_size = size + gradients.get(p, 0) + state * share
-            sizes[p] = fixed_size, in_step * share, size
-        fixed.append(
-            memory.bytes_of([*new, *memory.buffers([i])])
-            + sum(gradients[p] for p in new if p in gradients)
-            + (state if new else 0)
-            + max(0, whole[i].first_f.left - whole[i].f.left)
+# ---- The answer.
+
+
+class _Passes(NamedTuple):
+    """Bytes of one layer's passes."""
+
+    kept: int
+    """What F leaves, without its input and output."""
+    kept_input: int
+    """The part of the input that stays until B."""
+    kept_output: int
+    change_b: int
+    """What B leaves, less what it frees."""
+    peak_f: int
+    peak_b: int
+    peak_w: int
+    for_good: int
+    """What stays of the first F."""
+    message: int
+    """The output."""
+    gradients: tuple[int, ...]
+    """Of each parameter, in order."""
+
+
+class StepBytes(NamedTuple):
+    """Bytes of the optimizer of some layers."""
+
+    state: int = 0
+    peak: int = 0
+    """Most that a step behind a barrier needs besides."""
+    rollback: int = 0
+    """Copies that post-validation keeps."""
+    speculative_peak: int = 0
+
+
+@dataclass
+class Layers:
+    """Bytes of the layers of a model.
+
+    Args:
+        fake: the model and one micro-batch.
+        optimizer: builds one or several; None: there is none.
+        own_name: the model's own names of parameters.
+        loss_fn: None: the last layer puts out the loss.
+        autocast: compute dtype of the forward.
+        exact_sums: add gradients in micro-batch order.
+
+    Raises:
+        RequestError: a layer decides by its data, which fake tensors do not have.
+    """
+
+    fake: FakeModel
+    optimizer: MakeOptimizer | None
+    own_name: OwnName
+    loss_fn: LossFn | None
+    autocast: torch.dtype | None
+    exact_sums: bool
+    passes: list[_Passes] = field(init=False)
+    steps: list[StepBytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._trace()
+
+    @property
+    def block(self) -> int:
+        """Bytes that an allocation is a multiple of."""
+        return _GPU_BLOCK if runs_ahead(self.fake.device) else 1
+
+    def of_size(self, samples: int | None) -> "Layers":
+        """The same layers with another number of samples in the micro-batch."""
+        if samples in (None, self.fake.samples):
+            return self
+        return Layers(
+            self.fake.of_size(samples),
+            self.optimizer,
+            self.own_name,
+            self.loss_fn,
+            self.autocast,
+            self.exact_sums,
         )
-        parameters.append(memory.bytes_of(new))
-        peak_o.append(in_step if new or not all_of_it else 0)
-    columns = {
-        "m_b": [layer.m_b for layer in whole],
-        "m_w": [max(0, layer.m_b + layer.b.left) for layer in whole],
-        "m_fixed": fixed,
-        "peak_f": [layer.f.peak for layer in whole],
-        "peak_b": [max(0, layer.b.peak) for layer in whole],
-        "peak_w": [max(0, layer.w.peak) for layer in whole],
-        "peak_o": peak_o,
-        "m_r": [layer.m_b for layer in recomputed],
-        "peak_r": [max(0, layer.f.peak) for layer in recomputed],
-        "message": [memory.message(i) for i in range(1, n)],
-        "parameters": parameters,
-    }
-    floats: dict[str, Any] = {
-        name: tuple(map(float, column)) or 0.0 for name, column in columns.items()
-    }
-    tied = tuple((tuple(of), *sizes[p]) for p, of in holders.items() if len(of) > 1)
-    return LayerCosts(n_layers=n, tied=tied, **floats)
+
+    def parameters(self, layers: Sequence[int]) -> dict[nn.Parameter, int]:
+        """The parameters of some layers, each once, and bytes of their gradients."""
+        return {
+            p: size
+            for i in layers
+            for p, size in zip(
+                self.fake.layers[i].parameters(), self.passes[i].gradients, strict=True
+            )
+        }
+
+    def bytes_of(self, tensors: Sequence[Tensor]) -> int:
+        """Bytes of parameters or buffers."""
+        return bytes_of(dict.fromkeys(tensors), self.block)
+
+    def buffers(self, layers: Sequence[int]) -> int:
+        """Bytes of buffers, and of what the first forward of a layer keeps."""
+        buffers = [b for i in layers for b in self.fake.layers[i].buffers()]
+        return self.bytes_of(buffers) + sum(self.passes[i].for_good for i in layers)
+
+    def costs(self, *, post_validation: bool = True) -> LayerCosts:
+        """Return the columns for planners.
+
+        A parameter of several layers is in the columns of the first one, and a row of
+        ``tied``.
+        """
+        fixed: list[float] = []
+        peak_o: list[float] = []
+        sizes: list[float] = []
+        holders: dict[nn.Parameter, list[int]] = {}
+        rows: dict[nn.Parameter, tuple[float, float, float]] = {}
+        for i, step in enumerate(self.steps):
+            here = self.parameters([i])
+            new = {p: size for p, size in here.items() if p not in holders}
+            kept = step.state + step.rollback * post_validation
+            needs = step.speculative_peak if post_validation else step.peak
+            for p, gradient in here.items():
+                holders.setdefault(p, []).append(i)
+                share = gradient / max(1, sum(here.values()))
+                size = self.bytes_of([p])
+                rows[p] = size + gradient + kept * share, needs * share, size
+            is_first = bool(new) or not here
+            fixed.append(
+                self.bytes_of([*new])
+                + sum(new.values())
+                + kept * is_first
+                + self.buffers([i])
+            )
+            peak_o.append(needs * is_first)
+            sizes.append(self.bytes_of([*new]))
+        passes = self.passes
+        inputs = [passes[0].kept_input]
+        for before, layer in pairwise(passes):
+            inputs.append(max(before.kept_output, layer.kept_input))
+        m_b = [x.kept + kept for x, kept in zip(passes, inputs, strict=True)]
+        messages = [x.message for x in passes[:-1]]
+        columns: dict[str, Sequence[float]] = {
+            "m_b": m_b,
+            "m_w": [max(0, m + x.change_b) for m, x in zip(m_b, passes, strict=True)],
+            "m_fixed": fixed,
+            "peak_f": [x.peak_f for x in passes],
+            "peak_b": [max(0, x.peak_b) for x in passes],
+            "peak_w": [max(0, x.peak_w) for x in passes],
+            "peak_o": peak_o,
+            "m_r": [0, *messages],
+            "message": messages,
+            "parameters": sizes,
+        }
+        floats: dict[str, Any] = {
+            name: tuple(map(float, column)) or 0.0 for name, column in columns.items()
+        }
+        tied = tuple((tuple(of), *rows[p]) for p, of in holders.items() if len(of) > 1)
+        return LayerCosts(n_layers=len(passes), tied=tied, **floats)
+
+    def operations(self) -> list[float]:
+        """Floating-point operations of each layer's forward of one micro-batch.
+
+        A multiplication and an addition count as two. B takes as many as F, and so does
+        W. The counter is torch's.
+        """
+        value: Any = self.fake.inputs
+        counts: list[float] = []
+        with self.fake.mode, torch.no_grad(), Tracker(), reading_fakes():
+            for layer in self.fake.layers:
+                counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+                with counter:
+                    value = layer(value)
+                counts.append(float(counter.get_total_flops()))
+        return counts
+
+    def step(self, layers: Sequence[int]) -> StepBytes:
+        """Bytes of the optimizer of some layers: it steps on fake parameters."""
+        names: dict[nn.Parameter, str] = {}
+        for i in layers:
+            for name, p in self.fake.layers[i].named_parameters():
+                names.setdefault(p, self.own_name(i, name))
+        learning = [p for p, size in self.parameters(layers).items() if size]
+        if self.optimizer is None or not learning:
+            return StepBytes()
+        tracker = Tracker(self.block)
+        tracker.ignore(learning)
+        with self.fake.mode:
+            for p in learning:
+                p.grad = torch.empty_like(p, requires_grad=False)
+            tracker.ignore([p.grad for p in learning if p.grad is not None])
+            try:
+                with tracker:
+                    named = [(names[p], p) for p in learning]
+                    optimizers = made_optimizers(self.optimizer, named)
+                    return self._step(optimizers, learning, tracker)
+            finally:
+                for p in learning:
+                    p.grad = None
+
+    def _step(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        learning: Sequence[nn.Parameter],
+        tracker: Tracker,
+    ) -> StepBytes:
+        for optimizer in optimizers:
+            optimizer.step()
+        state = tracker.restart()
+        for optimizer in optimizers:
+            optimizer.step()
+        peak = tracker.most - state
+        copies = self.bytes_of(learning)
+        if not all(map(can_defer, optimizers)):
+            return StepBytes(state, peak, copies + state, peak)
+        speculative = 0
+        for optimizer in optimizers:
+            step = DeferredStep(optimizer)
+            step.take()  # makes the copies, which stay
+            step.undo()
+            base = tracker.restart()
+            step.take()
+            speculative = max(speculative, tracker.most - base)
+        return StepBytes(state, peak, copies, speculative)
+
+    # ---- Tracing.
+
+    def _trace(self) -> None:
+        fake, tracker = self.fake, Tracker(self.block)
+        tracker.ignore([*fake.tensors(), *tensors_in((fake.inputs, fake.targets))])
+        known: dict[Any, tuple[_Passes, Tensors]] = {}
+        like: list[Any] = []
+        self.passes = []
+        value: Tensors | None = None
+        with (
+            LayerRandom(torch.device("cpu")).restored(),
+            fake.mode,
+            reading_fakes(),
+        ):
+            for i, layer in enumerate(fake.layers):
+                is_end = i in (0, len(fake.layers) - 1)
+                key = i if is_end else (_look_of(layer), _look_of_value(value))
+                if key not in known:
+                    try:
+                        passes, sent = self._run(i, layer, value, tracker)
+                    except _UNKNOWN as error:
+                        raise _undecided(i, layer, error) from error
+                    known[key] = passes, sent
+                passes, value = known[key]
+                self.passes.append(passes)
+                like.append(key)
+        firsts = {key: i for i, key in reversed([*enumerate(like)])}
+        steps = {key: self.step([i]) for key, i in firsts.items()}
+        self.steps = [steps[key] for key in like]
+
+    def _run(
+        self, i: int, layer: nn.Module, value: Tensors | None, tracker: Tracker
+    ) -> tuple[_Passes, Tensors]:
+        """Run F, B and W of a layer; return what they take, and the output."""
+        index, is_last, n = min(i, 1), i == len(self.fake.layers) - 1, _N_MICROBATCHES
+        stage = Stage(
+            [Chunk(index, 0, (layer,))],
+            n_chunks=index + 2 - is_last,
+            loss_fn=self.loss_fn or _refuse,
+            device=self.fake.device,
+            autocast=self.autocast,
+            exact_sums=self.exact_sums,
+        )
+        targets = self.fake.targets if is_last else None
+        stage.begin(
+            MicroBatches(
+                n,
+                inputs=None if i else [as_tensors(self.fake.inputs)] * n,
+                targets=None if targets is None else [targets] * n,
+            )
+        )
+        left = [0] * n
+        for m in range(n):
+            base = tracker.restart()
+            with tracker:
+                x = None if value is None else with_tensors(value, map(_like, value))
+                y = stage.forward(index, m, x)
+                peak_f = tracker.most - base
+                x_keys, y_keys = (set(storages_of(t or ())) for t in (x, y))
+                message = sum(bytes_of([t], self.block) for t in y)
+            with self.fake.mode:
+                sent = with_tensors(y, [_like(t) for t in y])
+            del x, y
+            kept = tracker.counted(x_keys), tracker.counted(y_keys - x_keys)
+            left[m] = tracker.now - base - sum(kept)
+            base = tracker.restart()
+            with tracker:
+                dy = (
+                    None
+                    if is_last
+                    else tuple(_like(t).detach() for t in sent if t.requires_grad)
+                )
+                dx = stage.backward_input(index, m, dy)
+                peak_b = tracker.most - base
+                del dx, dy
+                # the output is the next layer's input, which has its own B
+                freed = kept[1] - tracker.counted(y_keys - x_keys)
+                change = tracker.now - base + freed
+                base = tracker.restart()
+                stage.backward_weight(index, m)
+                peak_w = tracker.most - base
+        gradients = tuple(
+            0 if p.grad is None else bytes_of([p.grad], self.block)
+            for p in layer.parameters()
+        )
+        for p in layer.parameters():
+            p.grad = None
+        passes = _Passes(
+            left[-1], *kept, change, peak_f, peak_b, peak_w,
+            max(0, left[0] - left[-1]), message, gradients,
+        )  # fmt: skip
+        return passes, sent
+
+
+def trace_layers(
+    model: AnyModel,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    optimizer: MakeOptimizer | None = adamw,
+    n_layers: int | None = None,
+    microbatch_size: int | None = None,
+    device: torch.device | str = "cpu",
+    autocast: torch.dtype | None = None,
+    exact_sums: bool = True,
+) -> Layers:
+    """Trace the layers of a model on fake tensors; `layer_memory` explains the rest."""
+    layered = layered_of(model, n_layers)
+    if layered.cut_batch is not None and not isinstance(batch, tuple):
+        batch = layered.cut_batch(batch)
+    inputs, targets = batch
+    loss_fn = loss_fn or layered.loss_fn
+    fake = fake_model(
+        model_to_build(model, layered),
+        inputs,
+        None if loss_fn is None else targets,
+        n_layers=layered.n_layers,
+        device=torch.device(device),
+    ).of_size(microbatch_size)
+    return Layers(fake, optimizer, layered.own_name, loss_fn, autocast, exact_sums)
+
+
+def _refuse(*_: object) -> Tensor:
+    raise AssertionError("there are no targets, so no loss is called")
+
+
+def _like(tensor: Tensor) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _look_of(layer: nn.Module) -> str:
+    """Text that is equal for layers that are alike: modules, sizes, plain settings.
+
+    A layer's own number, as in ``layer_idx``, is no difference.
+    """
+    tensors = [
+        (name, x.shape, x.dtype, x.requires_grad)
+        for name, x in layer.state_dict(keep_vars=True).items()
+    ]
+    settings = [
+        (name, value)
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | float | str)
+        or (isinstance(value, int) and not name.endswith(("idx", "index", "_id")))
+    ]
+    return f"{layer} {tensors} {settings}"
+
+
+def _look_of_value(value: Tensors | None) -> str:
+    looks = [(x.shape, x.dtype, x.requires_grad) for x in value or ()]
+    return f"{getattr(value, 'structure', None)} {looks}"
+
+
+def _undecided(i: int, layer: nn.Module, error: Exception) -> RequestError:
+    return RequestError(
+        f"layer {i} ({a_kind(layer)}) cannot be traced without data: what {error} "
+        "gives depends on numbers that are not known before a run; use an operator of "
+        "fixed shape (for experts of transformers config._experts_implementation = "
+        "'grouped_mm'), or measure the layer with `zbpp profile`"
+    )
+
+
+def _attention(q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
+    return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
+
+
+_FORMULAS: dict[Any, Any] = {
+    getattr(torch.ops.aten, name): formula
+    for name, formula in {
+        "_scaled_dot_product_flash_attention_for_cpu": _attention
+    }.items()
+    if hasattr(torch.ops.aten, name)
+}
+"""Operators that torch's counter has no formula for."""

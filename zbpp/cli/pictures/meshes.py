@@ -151,24 +151,21 @@ class Mesh:
 
     def _of_model(self) -> LayerCosts:
         """Estimate the memory of a model's layers, and times by their operations."""
-        from zbpp.memory.fake import building, fake_mode
-        from zbpp.memory.layers import costs_of_layers, model_memory
-        from zbpp.memory.model import default_optimizer
+        from zbpp.memory.fakes import building, fake_mode
+        from zbpp.memory.layers import trace_layers
 
         assert self.model is not None
         with building(fake_mode()):
             user = load_model(self.model, is_fake=True)
-        memory = model_memory(
+        layers = trace_layers(
             user.model,
             (user.inputs, user.targets),
             user.loss_fn,
             n_layers=user.n_layers,
         )
-        times = tuple(n / self.device_flops for n in memory.operations())
-        layers = costs_of_layers(memory, default_optimizer)
-        return replace(
-            layers, f=times, b=times, w=times, memory_limit=self.memory_limit
-        )
+        times = tuple(n / self.device_flops for n in layers.operations())
+        limit = self.memory_limit
+        return replace(layers.costs(), f=times, b=times, w=times, memory_limit=limit)
 
 
 def _table(meshes: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:

@@ -46,6 +46,7 @@ from zbpp.runtime.compiled.backend import defer_piece
 from zbpp.runtime.support.autograd_internals import add_hook, hooks_made, run_backward
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 from zbpp.runtime.support.sharded import own_shard
+from zbpp.runtime.support.torch_internals import is_fake
 
 __all__ = [
     "IN_B",
@@ -323,7 +324,7 @@ class SplitGraph:
         for y in outputs:
             if y.requires_grad:
                 # torch needs nested tensors and subclasses themselves
-                is_plain = type(y) is Tensor and not y.is_nested
+                is_plain = (type(y) is Tensor or is_fake(y)) and not y.is_nested
                 self._ends.append(get_gradient_edge(y) if is_plain else y)
                 self._shapes.append(None if y.is_nested else y.shape)
         self._inputs: list[Tensor] = []

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ __all__ = [
     "fake_mode",
     "fake_model",
     "reading_fakes",
-    "resized",
 ]
 
 
+@dataclass(frozen=True)
 class FakeModel:
     """All layers of a model and one micro-batch, as fake tensors of one mode.
 
@@ -40,35 +41,41 @@ class FakeModel:
         layers: of the whole model, in order.
         inputs: of the first layer.
         targets: of the loss; None if the last layer puts it out.
+        device: whose kernels are taken.
     """
 
-    def __init__(
-        self,
-        mode: FakeTensorMode,
-        layers: list[nn.Module],
-        inputs: Any,
-        targets: Any,
-    ) -> None:
-        self.mode = mode
-        self.layers = layers
-        self.inputs = inputs
-        self.targets = targets
+    mode: FakeTensorMode
+    layers: list[nn.Module]
+    inputs: Any
+    targets: Any
+    device: torch.device
 
     def of_size(self, samples: int | None) -> "FakeModel":
         """The same model with another number of samples."""
         if samples is None:
             return self
-        old = _samples(self.inputs)
+        old = self.samples
+
+        def resize(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != old:
+                return tensor
+            return tensor.new_empty((samples, *tensor.shape[1:]))
+
         with self.mode:
             inputs, targets = (
-                resized(part, old, samples) for part in (self.inputs, self.targets)
+                map_tensors(part, resize) for part in (self.inputs, self.targets)
             )
-        return FakeModel(self.mode, self.layers, inputs, targets)
+        return replace(self, inputs=inputs, targets=targets)
 
     @property
     def samples(self) -> int:
         """Samples of the micro-batch."""
-        return _samples(self.inputs)
+        sizes = (int(x.shape[0]) for x in tensors_in(self.inputs) if x.dim())
+        return next(sizes, 1)
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers of all layers."""
+        return _tensors_of(self.layers)
 
 
 def check_device(device: torch.device) -> None:
@@ -193,27 +200,8 @@ def fake_model(
         with mode:
             return tensor.to(device)
 
-    return FakeModel(
-        mode, layers, map_tensors(inputs, fake), map_tensors(targets, fake)
-    )
-
-
-def resized(thing: Any, old: int, new: int) -> Any:
-    """Tensors of ``old`` samples as ones of ``new``; others stay."""
-
-    def resize(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0 or tensor.shape[0] != old:
-            return tensor
-        return tensor.new_empty((new, *tensor.shape[1:]))
-
-    return map_tensors(thing, resize)
-
-
-def _samples(inputs: Any) -> int:
-    for tensor in tensors_in(inputs):
-        if tensor.dim():
-            return int(tensor.shape[0])
-    return 1
+    inputs, targets = map_tensors(inputs, fake), map_tensors(targets, fake)
+    return FakeModel(mode, layers, inputs, targets, device)
 
 
 def _tensors_of(layers: Sequence[nn.Module]) -> list[Tensor]:

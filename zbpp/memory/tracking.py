@@ -1,0 +1,168 @@
+"""Count the bytes of tensors while they live: every storage once, aliases never."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.torch_internals import inner_tensors
+
+__all__ = ["Tracker", "bytes_of", "storages_of"]
+
+_ANSWER = torch.ops.aten._local_scalar_dense.default
+"""Reads a number: the counter of an optimizer, or if a mask leaves nothing out."""
+
+_SHRUNK = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
+"""Kernels that shrink their result to a scalar, and leave its memory as it was."""
+
+_REORDERING = {
+    torch.ops.aten.convolution.default: 1,
+    torch.ops.aten.convolution_backward.default: 2,
+}
+"""Kernels of CPUs that copy what they read to a layout of their own, and how many of
+their first arguments; the next one is the weight. A product of points copies none."""
+
+
+class Tracker(TorchDispatchMode):
+    """While it is entered, new storages are counted until they are freed.
+
+    Temporaries inside a kernel are not seen, but for the copies of convolutions on
+    CPUs.
+
+    Args:
+        block: every storage takes a multiple of so many bytes; 512 on GPUs.
+    """
+
+    def __init__(self, block: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        """Bytes of the storages that were made and live."""
+        self.most = 0
+        """Most since `restart`."""
+        self._block = block
+        self._known: dict[int, tuple[int, Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and count what it makes."""
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # its own operators come here again
+        if func is _ANSWER:
+            return 1.0 if args[0].is_floating_point() else 1
+        result = _SHAPES.get(func, func)(*args, **(kwargs or {}))
+        for item in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(item, Tensor):
+                self._note(item, bytes_of(args[:1]) if func in _SHRUNK else 0)
+        if func in _SHRUNK:  # it copies the summands
+            self.most = max(self.most, self.now + bytes_of(args[:1], self._block))
+        if func in _REORDERING and not runs_ahead(args[0].device):
+            n = _REORDERING[func]
+            if max(args[n].shape[2:], default=1) > 1:
+                copies = sum(bytes_of([x], self._block) for x in args[:n])
+                self.most = max(self.most, self.now + copies)
+        return result
+
+    def restart(self) -> int:
+        """Begin a span: return `now`, above which `most` is measured."""
+        self.most = self.now
+        return self.now
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Never count these, nor their views."""
+        for key, storage in storages_of(tensors).items():
+            self._watch(key, storage, 0)
+
+    def counted(self, keys: Iterable[int]) -> int:
+        """Bytes in `now` of some storages, by `storages_of`."""
+        return sum(self._known[key][0] for key in keys if key in self._known)
+
+    def _note(self, tensor: Tensor, least: int = 0) -> None:
+        for key, storage in storages_of([tensor]).items():
+            if key not in self._known:
+                size = max(least, storage.nbytes())
+                self._watch(key, storage, _rounded(size, self._block))
+                self.now += self._known[key][0]
+                self.most = max(self.most, self.now)
+
+    def _watch(self, key: int, storage: Any, n_bytes: int) -> None:
+        def gone(_: object) -> None:
+            self.now -= self._known.pop(key)[0]
+
+        self._known[key] = n_bytes, weakref.ref(storage, gone)
+
+
+def _rounded(n_bytes: int, block: int) -> int:
+    return -(-n_bytes // block) * block
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages behind tensors, by their numbers; of a sharded one, those here."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        inner = inner_tensors(tensor)
+        if inner is not None:
+            found |= storages_of(inner)
+        elif tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage
+        else:
+            found |= storages_of(_parts_of(tensor))
+    return found
+
+
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors of a sparse one."""
+    names: tuple[str, ...] = ("_indices", "_values")
+    if tensor.layout is not torch.sparse_coo:
+        names = ("crow_indices", "col_indices", "values")
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            names = ("ccol_indices", "row_indices", "values")
+    return [getattr(tensor, name)() for name in names]
+
+
+def bytes_of(tensors: Iterable[Tensor], block: int = 1) -> int:
+    """Bytes that tensors take; what shares memory counts once."""
+    storages = storages_of(tensors).values()
+    return sum(_rounded(storage.nbytes(), block) for storage in storages)
+
+
+_ALIGNED = 16  # bytes; rows of a grouped product begin at multiples of it
+
+
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Products of groups: rows of ``a`` (or of both) belong to groups by ``offs``.
+
+    torch's rule for fake tensors asks for bfloat16, its CPU kernel takes all.
+    """
+    if a.dim() == 2 and b.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], a.shape[0], b.shape[1]]
+    elif a.dim() == 2:
+        shape = [a.shape[0], b.shape[-1]]
+    elif b.dim() == 2:
+        shape = [a.shape[1], b.shape[1]]
+    else:
+        shape = [a.shape[0], a.shape[1], b.shape[-1]]
+    dtype = out_dtype or a.dtype
+    step = max(1, _ALIGNED // dtype.itemsize)
+    stride = [-(-shape[-1] // step) * step, 1]
+    if len(shape) == 3:
+        stride.insert(0, stride[0] * shape[1])
+    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
+
+
+_SHAPES: dict[Any, Any] = {}
+"""Rules of operators whose rule for fake tensors refuses what the kernel takes."""
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    _SHAPES[torch.ops.aten._grouped_mm.default] = _grouped_mm
