@@ -146,7 +146,7 @@ def request_of(form: str, rng: random.Random) -> PlanRequest:
         costs = Costs(**columns)
     if MODES[mode].chunks is None and mode != "auto":
         asked["chunks_per_stage"] = v
-    has_m_r = columns["m_r"] is not None and form not in ("memory", "parts")
+    has_m_r = columns["m_r"] is not None and form != "memory"
     if has_m_r and "splits" not in columns:
         asked["recompute"] = rng.choice((None, None, "none", "all"))
     return PlanRequest(schedule=mode, costs=costs, **asked)
@@ -289,7 +289,9 @@ def follow(plan: Plan) -> None:
         times, amounts = zip(*curve, strict=True)
         assert list(times) == sorted(times)
         assert amounts[-1] == pytest.approx(min(amounts)), "all is given back"
-        assert max(amounts) == pytest.approx(peak)
+        assert max(amounts) <= peak * NEAR
+        if schedule.parts is None:  # else the peak holds however long parts take
+            assert max(amounts) == pytest.approx(peak)
     assert 0 <= bubble_rate(timeline) <= 1
     checked = post_validated(schedule)
     assert steady_step_time(checked, costs) >= 0

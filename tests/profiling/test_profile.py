@@ -159,7 +159,7 @@ def test_chunks_of_any_split_follow_from_their_layers() -> None:
     profile = profiled(layers(), "ZBH1")
     costs = profile.costs()
     assert isinstance(costs.parts, tuple)
-    first, last = costs.parts
+    first, last = costs.on(Placement.single(2)).parts
     assert close(first.f) == [(C, 8 + 3), (N, 2), (C, 5), (N, 1)]
     assert close(first.b) == [(N, 2), (C, 6), (N, 3), (C, 4 + 10)]
     assert close(last.b) == BACKWARD * 2

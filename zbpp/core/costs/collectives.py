@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import mul
 
 from zbpp.core.errors import RequestError
 
@@ -87,32 +88,20 @@ def fit_link(messages: Sequence[tuple[float, float]]) -> Link:
         raise RequestError("alpha and bandwidth need messages of two sizes at least")
     if min(time for _, time in messages) <= 0:
         raise RequestError("a message takes no time; measure with a finer clock")
-    weights = [1 / time**2 for _, time in messages]
-    total = sum(weights)
-    size, time = (
-        sum(w * message[i] for w, message in zip(weights, messages, strict=True))
-        / total
-        for i in (0, 1)
-    )
-    spread = sum(
-        w * (s - size) ** 2 for w, (s, _) in zip(weights, messages, strict=True)
-    )
-    both = sum(
-        w * (s - size) * (t - time) for w, (s, t) in zip(weights, messages, strict=True)
-    )
-    if both <= 0:
+    # Least squares of alpha / time + size / time / bandwidth against 1.
+    u, v = [1 / t for _, t in messages], [size / t for size, t in messages]
+    uu, uv, vv = (sum(map(mul, x, y)) for x, y in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    slope = (sum(v) * uu - sum(u) * uv) / determinant
+    if slope <= 0:
         raise RequestError(
             "larger messages take no longer than small ones; measure larger ones, "
             "where bandwidth counts"
         )
-    slope = both / spread
-    if time - slope * size < 0:  # a line through 0 is then the best
-        squares = sum(w * s * s for w, (s, _) in zip(weights, messages, strict=True))
-        slope = (
-            sum(w * s * t for w, (s, t) in zip(weights, messages, strict=True))
-            / squares
-        )
-    return Link(max(0.0, time - slope * size), 1 / slope)
+    alpha = (sum(u) * vv - sum(v) * uv) / determinant
+    if alpha < 0:  # a line through 0 is then the best
+        return Link(0.0, vv / sum(v))
+    return Link(alpha, 1 / slope)
 
 
 def ring_time(

@@ -161,7 +161,6 @@ def _number(name: str, value: Any, about: Column, most: float) -> float:
                 raise RequestError(f"{name}: {error}") from None
         if isinstance(value, bool) or not isinstance(value, Real):
             raise RequestError(f"{name} is {value!r:.60}, not a number")
-        value = value if isinstance(value, int) else float(value)
     if not 0 <= value < math.inf:
         raise RequestError(f"{name} is {value!r:.40}; it must be finite and at least 0")
     if value > most or 0 < value < _LEAST:
@@ -171,8 +170,7 @@ def _number(name: str, value: Any, about: Column, most: float) -> float:
         )
     if about.is_rate and not value:
         raise RequestError(f"{name} is {value!r}; it must be above 0")
-    number: float = value
-    return number
+    return float(value)
 
 
 def checked_time(name: str, value: object) -> float:

@@ -34,7 +34,7 @@ from zbpp.core.costs.columns import (
     per_stage,
     whole_number,
 )
-from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts, merged
+from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts
 from zbpp.core.costs.table import Costs, Table, rises
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
@@ -102,25 +102,13 @@ class LayerCosts(Table, _Count):
             raise RequestError(f"n_layers is {self.n_layers}; it must be at least 1")
         tied = tuple((tuple(layers), *sizes) for layers, *sizes in self.tied)
         object.__setattr__(self, "tied", tied)
-        if self.parts is not None:
-            self._check_parts()
-        self._check(self.n_layers)
-
-    def _check_parts(self) -> None:
-        """Refuse parts of another number of layers."""
-        each, n = self.parts, self.n_layers
-        entries = (each,) * n if isinstance(each, Parts) else tuple(each or ())
-        if len(entries) != self.n_layers:
+        parts = self.parts
+        if not isinstance(parts, Parts | None) and len(parts) != self.n_layers:
             raise RequestError(
-                f"parts has {len(entries)} entries for {self.n_layers} layers; give "
-                "one for each, or one object for every layer"
+                f"parts has {len(parts)} entries for {self.n_layers} layers; give one "
+                "for each, or one object for every layer"
             )
-        for i, entry in enumerate(entries):
-            if entry.layers != 1:
-                raise RequestError(
-                    f"parts: the entry of layer {i} is one of {entry.layers} layers; "
-                    "leave its key 'layers' out"
-                )
+        self._check(self.n_layers)
 
     def parts_of(self, layer: int) -> Parts:
         """The parts of a layer's passes; there must be parts."""
@@ -274,8 +262,8 @@ class LayerCosts(Table, _Count):
         b = chain.from_iterable(of(PassKind.B, i) for i in reversed(chunk))
         w = self.pass_w + sum(self.parts_of(i).time(PassKind.W) for i in chunk)
         return Parts(
-            merged([(Lane.COMPUTE, self.pass_f), *f]),
-            merged([(Lane.COMPUTE, self.pass_b), *b]),
+            ((Lane.COMPUTE, self.pass_f), *f),
+            ((Lane.COMPUTE, self.pass_b), *b),
             ((Lane.COMPUTE, w),),
         )
 

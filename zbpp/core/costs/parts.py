@@ -12,6 +12,8 @@ and those of other passes beside them, where a schedule says so (`Schedule.parts
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from math import isclose
 from typing import Any
 
 from zbpp.core.costs.columns import PerRow, checked_time, whole_number
@@ -133,39 +135,27 @@ def add_up_parts(costs: Any) -> None:
     """
     if not isinstance(costs.parts, Parts):
         object.__setattr__(costs, "parts", tuple(costs.parts))
+    every = costs.parts
     for kind in (PassKind.F, PassKind.B, PassKind.W):
         (name,) = KINDS[kind].times
-        time = _summed(kind, getattr(costs, name), costs.parts)
-        object.__setattr__(costs, name, time)
-
-
-def _summed(kind: PassKind, time: PerRow, parts: Parts | tuple[Parts, ...]) -> PerRow:
-    """Return the time of a pass that has parts: their sum, where it is not given.
-
-    Args:
-        kind: of the pass.
-        time: of all, or one entry for each; 1.0: not given.
-        parts: of all, or one entry for each.
-
-    Raises:
-        RequestError: the time is another one.
-    """
-    if isinstance(parts, tuple):
-        total: PerRow = tuple(each.time(kind) for each in parts)
-    else:
-        total = parts.time(kind)
-    if time == _NOT_GIVEN:
-        return total
-    times, sums = (x if isinstance(x, tuple) else (x,) for x in (time, total))
-    if len(times) != len(sums) or any(
-        abs(whole - parted) > _MARGIN * max(whole, parted)
-        for whole, parted in zip(times, sums, strict=False)
-    ):
-        (name,) = KINDS[kind].times
-        raise RequestError(
-            f"{name} is {time!r}, but its parts sum up to {total!r}; leave it out"
+        time = getattr(costs, name)
+        total = (
+            every.time(kind)
+            if isinstance(every, Parts)
+            else tuple(parts.time(kind) for parts in every)
         )
-    return time
+        if time != _NOT_GIVEN and not _is_near(time, total):
+            raise RequestError(
+                f"{name} is {time!r}, but its parts sum up to {total!r}; leave it out"
+            )
+        object.__setattr__(costs, name, total)
+
+
+def _is_near(time: PerRow, total: PerRow) -> bool:
+    times, sums = (x if isinstance(x, tuple) else (x,) for x in (time, total))
+    return len(times) == len(sums) and all(
+        map(partial(isclose, rel_tol=_MARGIN), times, sums)
+    )
 
 
 _NOT_GIVEN = 1.0

@@ -89,40 +89,13 @@ def is_layers_file(path: str | Path) -> bool:
 def parse_costs(text: str, *, source: str = "costs") -> Costs:
     """Read costs from JSON text; ``source`` names it in errors.
 
-    ============  =======================================================  =======
-    key           value: a number for a whole stage, or a list             default
-    ============  =======================================================  =======
-    f, b, w       time of a pass; list: per chunk                          1
-    optimizer     time of an optimizer step; list: per chunk               0
-    comm          time of a message; list: per edge between chunks         0
-    send_occupies    part of it in which the sender computes nothing; likewise   0
-    loss          time of the loss, on top of the last chunk's f; no list  0
-    reduction     time of the sum of all stages' gradient norms; no list   by comm
-    validation    time of a validation (V) of the last step; no list       0
-    splits        list per stage: can its backward be split?               all can
-    speed         of a stage, divides f, b, w, parts and optimizer         1
-    all_gather    time of an UNSHARD; list: per chunk                      0
-    reduce_scatter   time of a REDUCE_GRAD; list likewise                  0
-    parts         see below; f, b and w may then be left out               none
-    fb            time of an F beside a backward; list: by chunk of the F  one by one
-    m_b, m_w      memory that F leaves, and B in its place                 1, 0.5
-    memory_limit  list: per stage; null: none                              none
-    m_fixed       memory that is there all the time                        0
-    peak_f        most memory inside F above what is held before it        m_b
-    peak_b        the same of B                                            m_w - m_b
-    peak_w        the same of W                                            0
-    peak_bw       the same of BW                                           B, then W
-    peak_o        the same of an optimizer step                            0
-    m_r           memory that F leaves of a chunk that is recomputed       none is
-    ============  =======================================================  =======
-
-    ``parts`` is an object with ``f``, ``b`` and ``w``, lists of pairs such as
-    ``["compute", 1.5]`` and ``["network", 0.5]`` for one layer, and with ``layers``:
-    how many a stage has. A list has one object per chunk.
-
-    Memories are numbers of bytes, or of any other unit such as M_B; a text such as
-    "40GiB" is a number of bytes. The model of memory is drawn in
-    `zbpp.core.costs.table`.
+    The keys are the fields of `Costs`; what is left out, or null, has its default. A
+    number stands for a whole stage, a list has one entry per chunk (``comm`` and
+    ``send_occupies``: per edge between chunks; ``memory_limit``, ``speed`` and
+    ``splits``: per stage). ``parts`` is an object with ``f``, ``b`` and ``w``, lists of
+    pairs such as ``["compute", 1.5]`` and ``["network", 0.5]`` for one layer, and with
+    ``layers``: how many a stage has; a list has one object per chunk. Memories are
+    numbers of bytes, or of any other unit; a text such as "40GiB" is a number of bytes.
 
     Raises:
         RequestError: the text holds no valid costs.
