@@ -23,7 +23,6 @@ from zbpp.core import (
     Timeline,
 )
 from zbpp.core.clock import off_lane
-from zbpp.core.measured import not_told_apart
 from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.window import Wires, measure_wires, window_costs
@@ -123,8 +122,6 @@ def measured_costs(
         RequestError: the schedule has passes that run B and W together.
     """
     schedule, stages = pipeline.schedule, pipeline.stages
-    if not joint and schedule.runs(PassKind.BW):
-        raise RequestError(not_told_apart(schedule.name))
     lines = timelines(pipeline, n)
     executors = stages.executors
     norms = stages.gather_dict(

@@ -9,21 +9,20 @@ from zbpp.core.clock import (
     replay_until_stuck,
     step_behind_barrier,
 )
-from zbpp.core.costs import (
-    ChunkCosts,
+from zbpp.core.costs.chunks import ChunkCosts
+from zbpp.core.costs.collectives import (
     CollectiveOperation,
-    Costs,
-    LayerCosts,
     Link,
-    Parts,
     collective_time,
     fit_link,
-    held_during,
-    parse_memory,
-    peaks,
     zero_bytes,
     zero_volume,
 )
+from zbpp.core.costs.columns import parse_memory
+from zbpp.core.costs.held import held_during, peaks
+from zbpp.core.costs.layers import LayerCosts
+from zbpp.core.costs.parts import Parts
+from zbpp.core.costs.table import Costs
 from zbpp.core.errors import (
     LimitError,
     RequestError,

@@ -7,7 +7,7 @@ tested to give the same times.
 
 from collections.abc import Iterator, Sequence
 
-from zbpp.core.costs import ChunkCosts
+from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import (
     KINDS,

@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zbpp.core.costs import ChunkCosts, Costs
+from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.layers import chunk_layers
+from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Check, Collective, Job, Part, Pass, PassKind, passes_in
 from zbpp.core.placement import Placement

@@ -14,7 +14,10 @@ from itertools import chain, islice
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.clock import can_finish, replay_until_stuck
-from zbpp.core.costs import ChunkCosts, Costs, Parts, held_during
+from zbpp.core.costs.chunks import ChunkCosts
+from zbpp.core.costs.held import held_during
+from zbpp.core.costs.parts import Parts
+from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import (
     KINDS,

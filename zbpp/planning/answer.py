@@ -8,7 +8,7 @@ schedule file has it. Wherever a schedule file is read, a plan file is too.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -41,7 +41,6 @@ _KINDS = {
     "mode": str,
     "figures": dict,
     "has_costs": bool,
-    "gathers": bool,
     "costs": dict,
     "rejected": list,
     "line": str,
@@ -162,7 +161,6 @@ def plan_text(plan: Plan) -> str:
         "mode": plan.mode,
         "figures": figures,
         "has_costs": plan.has_costs,
-        "gathers": plan.costs.gathers,
         "costs": costs_data(plan.costs),
         "rejected": [vars(lost) for lost in plan.rejected],
         "line": plan.line,
@@ -197,7 +195,6 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
         if not isinstance(data.get(key), kind):
             fail(source, f"{key} is {data.get(key)!r}, not a {kind.__name__}")
     costs = costs_of(data["costs"], source=f"{source}: costs")
-    costs = replace(costs, gathers=data["gathers"])
     schedule = schedule_of(
         data["schedule"],
         source=source,

@@ -22,7 +22,7 @@ from zbpp.core import (
     format_memory,
     recomputed,
 )
-from zbpp.core.costs import chunk_layers
+from zbpp.core.costs.layers import chunk_layers
 from zbpp.planning.answer import Plan, Rejected, recomputed_layers
 from zbpp.planning.modes import AUTO, BASELINE, MODES, USUAL_MODES, Mode
 from zbpp.planning.request import PlanRequest

@@ -24,7 +24,7 @@ from statistics import median
 import torch
 
 from zbpp.core import Placement, TiedGradient
-from zbpp.core.measured import robust_mean
+from zbpp.profiling.stopwatch import robust_mean
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.devices import runs_ahead
 

@@ -33,8 +33,8 @@ from zbpp.core import (
     Timeline,
     passes_in,
 )
-from zbpp.core.measured import robust_mean
 from zbpp.profiling.links import Link
+from zbpp.profiling.stopwatch import robust_mean
 
 __all__ = ["StepTimes", "host_gaps", "latencies", "measure_step_times"]
 
@@ -49,7 +49,7 @@ HopTime = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times in ms; means are those of `zbpp.core.measured.robust_mean`.
+    """Times in ms; means are those of `zbpp.profiling.stopwatch.robust_mean`.
 
     Args:
         passes: all durations, by kind and chunk; of those in pairs only where these ran

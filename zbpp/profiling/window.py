@@ -8,7 +8,7 @@
     reduction    the sum over the stages, likewise
 
 The times of the passes are noted anyway, so that a window costs one gather. Means are
-those of `zbpp.core.measured.robust_mean`.
+those of `zbpp.profiling.stopwatch.robust_mean`.
 """
 
 import platform
@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zbpp.core import Costs, PassKind, Placement, RequestError, Timeline
-from zbpp.core.measured import not_told_apart, robust_mean
 from zbpp.profiling.links import Link, measure_links
 from zbpp.profiling.step_times import StepTimes, measure_step_times
 from zbpp.profiling.steps import time_reduction
-from zbpp.profiling.stopwatch import Spread
+from zbpp.profiling.stopwatch import Spread, robust_mean
 from zbpp.runtime.executor import Executor
 
 __all__ = ["Wires", "measure_wires", "window_costs"]
@@ -110,7 +109,10 @@ def window_costs(
     )
     is_joint = any(kind is PassKind.BW for kind, _ in times.passes)
     if is_joint and not joint:
-        raise RequestError(not_told_apart(timelines[0].name))
+        raise RequestError(
+            f"{timelines[0].name} runs B and W as one pass, so their times cannot be "
+            "told apart; measure with a mode that splits them, such as ZBH1"
+        )
     f, b, w, fb = [], [], [], []
     for chunk, stage in enumerate(placement.stage_of):
         gap = times.gaps[stage]

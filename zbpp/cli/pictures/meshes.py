@@ -9,7 +9,7 @@ from typing import Any
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs, read_layers
-from zbpp.core.costs import chunk_layers
+from zbpp.core.costs.layers import chunk_layers
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, Shard, network_of
 from zbpp.simulator.tables import Table

@@ -28,7 +28,8 @@ from zbpp.core.bounds.first_chunk import (
 )
 from zbpp.core.bounds.on_lanes import bounds_on_lanes
 from zbpp.core.bounds.paths import stages_of
-from zbpp.core.costs import ChunkCosts, Costs
+from zbpp.core.costs.chunks import ChunkCosts
+from zbpp.core.costs.table import Costs
 from zbpp.core.placement import Placement
 
 __all__ = ["lower_bound", "lower_bound_on", "lower_bounds"]

@@ -11,7 +11,7 @@ Notation of a stage as in `zbpp.core.bounds`; a is its first chunk, z its last o
 import math
 
 from zbpp.core.bounds.paths import MARGIN, PathLengths
-from zbpp.core.costs import ChunkCosts
+from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.jobs import Lane, Part, Pass, PassKind
 
 __all__ = ["bounds_on_lanes"]

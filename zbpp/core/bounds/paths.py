@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zbpp.core.costs import ChunkCosts
+from zbpp.core.costs.chunks import ChunkCosts
 
 __all__ = ["MARGIN", "PathLengths", "Stage", "count", "stages_of"]
 

@@ -189,6 +189,8 @@ class Costs(Table):
                     "stage"
                 )
             object.__setattr__(self, "splits", tuple(splits))
+        if not isinstance(self.gathers, bool):
+            raise RequestError(f"gathers is {self.gathers!r:.60}, not true or false")
         self._check(None)
 
     def on(self, placement: Placement) -> ChunkCosts:

@@ -6,9 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zbpp.core.costs import Costs, LayerCosts
-from zbpp.core.costs.columns import columns_of
+from zbpp.core.costs.layers import LayerCosts
 from zbpp.core.costs.parts import Parts
+from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import fail, object_of, read, refuse_unknown
 
@@ -28,10 +28,6 @@ __all__ = [
 _C = TypeVar("_C", Costs, LayerCosts)
 _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 """Columns of chunks that are written even where they are the default."""
-_NOT_READ = ("gathers",)
-"""Fields of costs that belong to a plan."""
-_OF_CHUNKS = columns_of(Costs)
-_OF_LAYERS = columns_of(LayerCosts)
 
 
 def write_costs(costs: Costs | LayerCosts, path: str | Path) -> None:
@@ -56,7 +52,7 @@ def costs_data(costs: Costs | LayerCosts) -> dict[str, object]:
         data["parts"] = [vars(entry) for entry in costs.parts]
     elif costs.parts is not None:
         data["parts"] = vars(costs.parts)
-    return {name: value for name, value in data.items() if name not in _NOT_READ}
+    return data
 
 
 def read_costs(path: str | Path) -> Costs:
@@ -132,8 +128,7 @@ def layers_of(data: Mapping[str, Any], *, source: str = "layers") -> LayerCosts:
 def _table(table: type[_C], source: str, data: Mapping[str, Any], kind: str) -> _C:
     """Make costs of the keys that there are; null is as good as nothing."""
     refuse_other_kind(source, data, kind)
-    names = [field.name for field in fields(table) if field.name not in _NOT_READ]
-    refuse_unknown(source, data, names)
+    refuse_unknown(source, data, [field.name for field in fields(table)])
     values = {name: value for name, value in data.items() if value is not None}
     try:
         if isinstance(parts := values.get("parts"), list):
@@ -159,7 +154,7 @@ def refuse_other_kind(source: str, data: Mapping[str, Any], wanted: str) -> None
     """Refuse a file of another kind than costs, layers or schedule, and say its use."""
     if "format" in data or "jobs" in data:
         kind, how = "schedule", "name it where a mode stands"
-    elif set(data) & (_OF_LAYERS.keys() - _OF_CHUNKS.keys() | {"n_layers"}):
+    elif "n_layers" in data:
         kind, how = "layers", "give it as --layers (layer_costs= in Python)"
     elif set(data) & {"f", "b", "w", "m_b", "m_w", "parts"}:
         kind, how = "costs", "give it as --costs (costs= in Python)"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbpp.core.costs import Costs
+from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.files.costs_file import refuse_other_kind
 from zbpp.core.files.json_text import decode, fail, object_of, read
