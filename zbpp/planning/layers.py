@@ -8,34 +8,36 @@ those with the fewest messages come first.
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from zbpp.core import (
     Costs,
     LayerCosts,
-    LimitError,
     Placement,
     RequestError,
     Schedule,
-    format_memory,
     recomputed,
 )
 from zbpp.core.costs.layers import chunk_layers
-from zbpp.planning.answer import Plan, Rejected, recomputed_layers
+from zbpp.planning.answer import Plan, recomputed_layers
 from zbpp.planning.modes import AUTO, BASELINE, MODES, USUAL_MODES, Mode
 from zbpp.planning.request import PlanRequest
-from zbpp.planning.search import Problem, placements, searched_name
+from zbpp.planning.search import (
+    Candidate,
+    Problem,
+    best_of,
+    choice_text,
+    placements,
+    searched_name,
+)
 from zbpp.schedules import Recomputing, Split, balance, even_split, plan_split
 from zbpp.schedules.planner.budget import Budget, parse_effort, shares
-from zbpp.schedules.planner.figures import ROUNDING, Contest
 from zbpp.schedules.planner.layers.search import SplitPlanner
 
-__all__ = ["line_of", "plan_layers", "rejected"]
+__all__ = ["plan_layers"]
 
-_FAR = 0.05  # of a step: splits are not worth as much as that
-_SMALL = 128  # stages times micro-batches: larger ones take minutes to search
 _TRUST = 0.01  # of a step: how far predictions are trusted
 _LITTLE = 0.02  # of a step: less than this is no help
 
@@ -76,33 +78,34 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
     """Plan every placement of a mode with its own best split; keep the best."""
     options = placements(mode, request)
     _, n_microbatches = request.sizes(mode.name)
-    contest: Contest[Plan] = Contest()
     efforts = shares(request.effort, len(options))
-    for placement, effort in zip(options, efforts, strict=True):
-        with contest.attempt(mode.name):
-            layers, split, recompute = _asked(placement, request)
-            layer_plan = plan_split(
-                _planner(mode, placement, n_microbatches),
-                layers,
-                placement,
-                n_microbatches,
-                recompute=recompute,
-                split=split,
-                effort=effort,
-            )
-            plan = Plan(
-                layer_plan.schedule,
-                layer_plan.costs,
-                layer_plan.schedule.name.removeprefix(f"{AUTO}: "),
-                split=layer_plan.schedule.split,
-                ideal_step=layer_plan.ideal_step,
-                even_step=layer_plan.even_step,
-            )
-            contest.offer(mode.name, plan)
-    _, best = contest.winner()
-    plans = [entry.plan for entry in contest.entries if entry.plan is not None]
-    even = [plan.even_step for plan in plans if plan.even_step is not None]
-    return replace(best, even_step=min(even, default=None))
+    even: list[float] = []
+
+    def plan(placement: Placement) -> Plan:
+        effort = next(efforts)
+        layers, split, recompute = _asked(placement, request)
+        layer_plan = plan_split(
+            _planner(mode, placement, n_microbatches),
+            layers,
+            placement,
+            n_microbatches,
+            recompute=recompute,
+            split=split,
+            effort=effort,
+        )
+        if layer_plan.even_step is not None:
+            even.append(layer_plan.even_step)
+        return Plan(
+            layer_plan.schedule,
+            layer_plan.costs,
+            mode.name,
+            split=layer_plan.schedule.split,
+            ideal_step=layer_plan.ideal_step,
+        )
+
+    best = best_of(Candidate(mode.name, partial(plan, option)) for option in options)
+    name = best.schedule.name.removeprefix(f"{AUTO}: ")
+    return replace(best, mode=name, even_step=min(even, default=None))
 
 
 def _asked(
@@ -162,145 +165,56 @@ def _plan_auto(problem: Problem, placement: Placement) -> Schedule:
     The seconds of best are for the placement alone, after every mode by default.
     """
     kind, seconds = parse_effort(problem.effort)
+    name = f"{AUTO}: {searched_name(placement)}"
     if kind == "fast":
-        only = problem.plan(None, placement)
-        return replace(only, name=f"{AUTO}: {searched_name(placement)}")
+        return replace(problem.plan(None, placement), name=name)
+    if kind == "default":
+        return problem.auto([placement]).schedule
     budget = Budget(math.inf, seconds)
-    if kind == "best":
-        problem = replace(problem, effort="default")
-    contest = problem.contest([placement])
-    if kind == "best" and contest.best is not None:
-        problem = replace(problem, effort=f"best:{budget.seconds_left:g}")
-        last = problem.plan(None, placement)
-        contest.offer(searched_name(placement), Plan(last, problem.costs, AUTO))
-    name, best = contest.winner()
-    return replace(best.schedule, name=f"{AUTO}: {name}", costs=problem.limited)
+    best = replace(problem, effort="default").auto([placement])
+    longer = replace(problem, effort=f"best:{budget.seconds_left:g}")
+    last = replace(longer.plan(None, placement), name=name)
+    plan = replace(best, schedule=last)
+    return last if plan.is_better_than(best) else best.schedule
 
 
 def _best_of_modes(request: PlanRequest, layers: LayerCosts) -> Plan:
     """Plan all modes for the layers, and keep the best.
 
     Layers are recomputed where they may be and there is a limit, if nothing is said of
-    it. A list as split is for one placement: modes of others are left out.
+    it. A list as split is for one placement: modes of others are left out. 1F1B is
+    always planned, to tell what zero bubble gains.
     """
     if request.recompute is None and None not in (layers.memory_limit, layers.m_r):
         request = replace(request, recompute="auto")
-    first = _best_split(MODES[AUTO], request)
-    contest: Contest[Plan] = Contest()
-    contest.offer(searched_name(first.schedule.placement), first)
-    usual = (MODES[name] for name in USUAL_MODES)
-    for mode in (MODES[BASELINE], *(mode for mode in usual if mode.splits)):
-        with contest.attempt(mode.name):
-            _enter(contest, mode, first, request, layers)
-    name, best = contest.winner(trust=_TRUST)
-    schedule = replace(best.schedule, name=f"{AUTO}: {name}")
-    lost = rejected(contest, name, best)
-    plan = replace(best, schedule=schedule, mode=name, rejected=lost)
-    joint = next((e.plan for e in contest.entries if e.name == BASELINE), None)
-    return replace(plan, line=line_of(plan, joint))
+    plans: dict[str, Plan] = {}
 
+    def plan(mode: Mode) -> Plan:
+        plans[mode.name] = _best_split(mode, request)
+        return plans[mode.name]
 
-def _enter(
-    contest: Contest[Plan],
-    mode: Mode,
-    first: Plan,
-    request: PlanRequest,
-    layers: LayerCosts,
-) -> None:
-    """Plan a mode: with splits that are at hand, and if that comes close, its best.
-
-    One whose busiest stage alone takes longer than the first plan, and more than is
-    trusted, is not planned; but 1F1B is, to tell what zero bubble gains.
-    """
-    n_stages, n_microbatches = request.sizes(mode.name)
-    assert mode.place is not None and mode.chunks is not None, mode.name
-    placement = mode.place(n_stages, mode.chunks)
-    if mode.name != BASELINE:
+    def bound(mode: Mode) -> float:
         # recompute adds to the loads, and a memory limit only leaves fewer splits
-        least = balance(replace(layers, memory_limit=None), placement, n_microbatches)
-        if least.bound > first.step * (1 + _TRUST):
-            reason = f"{least.bound / first.step - 1:+.1%} at least"
-            contest.reject(mode.name, reason)
-            return
-    if request.split in (None, "balanced"):
-        is_large = n_stages * n_microbatches > _SMALL
-        quick = _quick_plan(mode, placement, layers, first, request, is_large=is_large)
-        far = first.step * (1 + (0 if is_large else _FAR))
-        if quick is not None and quick.step > far:
-            contest.offer(mode.name, quick)
-            return
-    contest.offer(mode.name, _best_split(mode, request))
+        n_stages, n_microbatches = request.sizes(mode.name)
+        assert mode.place is not None and mode.chunks is not None, mode.name
+        unlimited = replace(layers, memory_limit=None)
+        placement = mode.place(n_stages, mode.chunks)
+        return balance(unlimited, placement, n_microbatches).bound
 
+    def candidates() -> Iterator[Candidate]:
+        first = plan(MODES[AUTO])
+        yield Candidate(searched_name(first.schedule.placement), lambda: first)
+        yield Candidate(BASELINE, partial(plan, MODES[BASELINE]))
+        for mode in map(MODES.__getitem__, USUAL_MODES):
+            if mode.splits:
+                yield Candidate(mode.name, partial(plan, mode), partial(bound, mode))
 
-def _quick_plan(
-    mode: Mode,
-    placement: Placement,
-    layers: LayerCosts,
-    first: Plan,
-    request: PlanRequest,
-    *,
-    is_large: bool,
-) -> Plan | None:
-    """Plan with the balanced split and, on the same placement, that of the first plan.
-
-    None if neither fits.
-    """
-    splits = [first.split] if placement == first.schedule.placement else []
-    plans: list[Plan] = []
-    with suppress(LimitError):
-        _, n_microbatches = request.sizes(mode.name)
-        splits.append(balance(layers, placement, n_microbatches).split)
-        for split in dict.fromkeys(splits):
-            quick = replace(request, split=split, effort="fast")
-            if request.recompute == "auto" and is_large:
-                again = first.recompute if split == first.split else frozenset()
-                quick = replace(quick, recompute=again)
-            plans.append(_best_split(mode, quick))
-    return min(plans, key=lambda plan: plan.step, default=None)
-
-
-def rejected(contest: Contest[Plan], name: str, best: Plan) -> tuple[Rejected, ...]:
-    """Say of all others of a contest why they lost against the best plan."""
-    return tuple(
-        Rejected(entry.name, entry.reason)
-        if entry.plan is None
-        else Rejected(entry.name, _beside(best, entry.plan), is_planned=True)
-        for entry in contest.entries
-        if entry.plan is not best and entry.name != name
-    )
-
-
-def _beside(best: Plan, lost: Plan) -> str:
-    """Say how much more than the best plan another one takes."""
-    if abs(lost.time - best.time) > best.time * ROUNDING:
-        more = " with more messages" if lost.time < best.time else ""
-        return f"{lost.time / best.time - 1:+.1%}{more}"
-    if lost.barrier_step > best.barrier_step * (1 + ROUNDING):
-        return f"{lost.barrier_step / best.barrier_step - 1:+.1%} (O)"
-    return f"as fast with {format_memory(lost.peak)}"
-
-
-def line_of(plan: Plan, joint: Plan | None = None) -> str:
-    """Say in one line what auto has chosen, what it promises, and why others lost.
-
-    Args:
-        plan: that has won.
-        joint: of 1F1B, where layers were split for it.
-    """
-    split = plan.split or ()
-    chosen = plan.mode
-    if split:
-        chosen += f", layers {'-'.join(map(str, split))}"
-    if plan.recompute:
-        chosen += f", {len(plan.recompute)} of {sum(split)} layers recomputed"
-    memory = format_memory(plan.peak)
-    line = (
-        f"auto: {chosen}; predicted step {plan.step:.4g}, memory {memory}; "
-        f"{', '.join(map(str, plan.rejected))}"
-    )
-    if joint is None or joint.step * (1 - _LITTLE) > plan.step:
-        return line
-    return f"{line}; zero bubble will not help here: {_why_no_help(joint)}"
+    best = best_of(candidates(), trust=_TRUST)
+    best = replace(best, schedule=replace(best.schedule, name=f"{AUTO}: {best.mode}"))
+    line, joint = choice_text(best), plans.get(BASELINE)
+    if joint is not None and joint.step * (1 - _LITTLE) <= best.step:
+        line += f"; zero bubble will not help here: {_why_no_help(joint)}"
+    return replace(best, line=line)
 
 
 def _why_no_help(joint: Plan) -> str:

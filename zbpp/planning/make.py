@@ -5,33 +5,29 @@ mode whose hand-made order they are. It depends on no times, so it is held again
 request: does it fit the memory, is what it splits to be split?
 """
 
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from zbpp.core import (
-    Costs,
     LayerCosts,
     LimitError,
-    Placement,
     RequestError,
     Schedule,
     a_kind,
     format_memory,
     parse_schedule,
-    peaks,
     recomputed,
 )
 from zbpp.core.costs.columns import PerRow
 from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
-from zbpp.planning.layers import line_of, plan_layers, rejected
-from zbpp.planning.modes import AUTO, MODES, Mode, canonical, is_file
+from zbpp.planning.layers import plan_layers
+from zbpp.planning.modes import MODES, Mode, canonical, is_file
 from zbpp.planning.request import CostsLike, MemoryLimit, PlanRequest, costs_like
-from zbpp.planning.search import Problem, placements, within_limit
+from zbpp.planning.search import Problem, choice_text, placements, within_limit
 from zbpp.schedules.planner.budget import parse_effort
-from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.limits import check_limits, needs
 
 __all__ = ["fitting_modes", "given_orders", "make_plan", "plan", "read_plan"]
@@ -99,22 +95,14 @@ def make_plan(request: PlanRequest) -> Plan:
     problem = Problem(n_microbatches, costs, request.effort)
     try:
         if mode.place is None:
-            plan = _best_of(problem, options)
+            plan = problem.auto(options)
+            plan = replace(plan, line=choice_text(plan))
         else:
             schedule = problem.plan(mode, options[0])
             plan = Plan(schedule, costs, mode.name, split=schedule.split)
     except LimitError as error:
         raise _with_others(error, request) from None
     return plan if has_costs else replace(plan, has_costs=False)
-
-
-def _best_of(problem: Problem, options: Sequence[Placement]) -> Plan:
-    """Plan auto: the best of all modes and placements, and why the others lost."""
-    contest = problem.contest(options)
-    name, best = contest.winner()
-    schedule = replace(best.schedule, name=f"{AUTO}: {name}", costs=problem.limited)
-    best = replace(best, schedule=schedule, rejected=rejected(contest, name, best))
-    return replace(best, line=line_of(best))
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -218,39 +206,18 @@ def fitting_modes(request: PlanRequest) -> tuple[str, ...]:
 
 
 def _fits(mode: Mode, request: PlanRequest) -> bool:
-    """True if a mode fits the limit; told without a plan.
+    """True if a mode fits the limit.
 
-    A search refuses no limit that holds one micro-batch at a time. The memory of a
-    hand-made order grows evenly once all stages are warm.
+    A search refuses no limit that holds one micro-batch at a time.
     """
     _, n_microbatches = request.sizes(mode.name)
     costs = request.chunk_costs
     for placement in placements(mode, request):
-        try:
+        with suppress(RequestError):  # the limit, or a list of another number of chunks
             if mode.order is not None:
-                return _order_fits(mode, placement, n_microbatches, costs)
-            held = costs.on(placement)
-            check_limits(mode.name, needs(held), held, n_microbatches)
+                within_limit(mode.order_on(placement, n_microbatches), costs)
+            else:
+                times = costs.on(placement)
+                check_limits(mode.name, needs(times), times, n_microbatches)
             return True
-        except RequestError:  # over the limit, or a list of another number of chunks
-            continue
     return False
-
-
-def _order_fits(
-    mode: Mode, placement: Placement, n_microbatches: int, costs: Costs
-) -> bool:
-    """True if a hand-made order fits, as a short one of the same mode says."""
-    p = placement.n_stages
-    few = min(n_microbatches, 4 * p)
-    warm = mode.order_on(placement, few).orders
-    on_chunks = costs.on(placement)
-    needs = peaks(warm, on_chunks)
-    if few < n_microbatches:
-        passes = replace(costs, peak_o=0.0).on(placement)
-        fewer = peaks(mode.order_on(placement, few - p).orders, passes)
-        growth = (n_microbatches - few) / p
-        grown = zip(needs, peaks(warm, passes), fewer, strict=True)
-        needs = [max(need, now + growth * (now - less)) for need, now, less in grown]
-    limits = zip(needs, on_chunks.limit, strict=True)
-    return all(need <= limit * (1 + ROUNDING) for need, limit in limits)

@@ -15,32 +15,134 @@ interleaved             2p, or limit   the same
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import pairwise, product
 
 from zbpp.core import (
     Costs,
+    LimitError,
     Parts,
     PassKind,
     Placement,
     RequestError,
     Schedule,
+    format_memory,
     lower_bound_on,
     passes_in,
     peaks,
 )
-from zbpp.planning.answer import Plan
+from zbpp.planning.answer import Plan, Rejected
 from zbpp.planning.modes import AUTO, JOINT_WORDS, MODES, Mode
 from zbpp.planning.request import PlanRequest, count_chunks
 from zbpp.schedules import lay_out, plan_placement
-from zbpp.schedules.planner.figures import Contest
+from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.limits import capped, check_limits, check_sizes
 
-__all__ = ["Problem", "placements", "searched_name", "within_limit"]
+__all__ = [
+    "Candidate",
+    "Problem",
+    "best_of",
+    "choice_text",
+    "placements",
+    "searched_name",
+    "within_limit",
+]
 
 _EVERY = tuple(mode for mode in MODES.values() if mode.name != AUTO)
 _IN_TURN = sorted(_EVERY, key=lambda mode: mode.order is not None)
 """Searches first: hand-made orders that their bounds rule out are not made."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that may be the best, and a lower bound of its time."""
+
+    name: str
+    plan: Callable[[], Plan]
+    bound: Callable[[], float] = lambda: 0.0
+
+
+def best_of(candidates: Iterable[Candidate], *, trust: float = 0.0) -> Plan:
+    """Plan what can be the best; return the best plan, and why the others lost.
+
+    Args:
+        candidates: in the order in which they are planned; of equal plans the first
+            one wins.
+        trust: share of the time to which predictions are trusted: of plans that are
+            as near to the shortest one, those with the fewest messages win.
+
+    Raises:
+        LimitError: there is no plan; of several limits it names the smallest.
+        RequestError: there is no plan; the error is that of the first candidate.
+    """
+    best: Plan | None = None
+    entries: list[tuple[str, Plan | str]] = []
+    errors: list[RequestError] = []
+    for candidate in candidates:
+        entry: Plan | str
+        try:
+            bound = candidate.bound()
+            if best is not None and bound > best.time * (1 + trust + ROUNDING):
+                entry = f"{bound / best.time - 1:+.1%} at least"
+            else:
+                entry = candidate.plan()
+                if best is None or entry.is_better_than(best):
+                    best = entry
+        except RequestError as error:
+            errors.append(error)
+            entry = str(error).partition(";")[0].partition("\n")[0]
+        entries.append((candidate.name, entry))
+    if best is None:
+        limits = [error for error in errors if isinstance(error, LimitError)]
+        raise min(limits, key=lambda error: error.smallest) if limits else errors[0]
+    if trust:
+        plans = [entry for _, entry in entries if isinstance(entry, Plan)]
+        near = [plan for plan in plans if plan.time <= best.time * (1 + trust)]
+        fewest = min(map(_n_messages, near))
+        few = [plan for plan in near if _n_messages(plan) == fewest]
+        best = reduce(lambda a, b: b if b.is_better_than(a) else a, few)
+    winner = next(name for name, entry in entries if entry is best)
+    rejected = [
+        Rejected(name, entry)
+        if isinstance(entry, str)
+        else Rejected(name, _difference(best, entry), is_planned=True)
+        for name, entry in entries
+        if name != winner
+    ]
+    return replace(best, mode=winner, rejected=tuple(rejected))
+
+
+def _n_messages(plan: Plan) -> int:
+    """Edges between chunks that cross stages, for each micro-batch and direction."""
+    return sum(a != b for a, b in pairwise(plan.schedule.placement.stage_of))
+
+
+def _difference(best: Plan, lost: Plan) -> str:
+    """Describe how much more than the best plan another one takes."""
+    if abs(lost.time - best.time) > best.time * ROUNDING:
+        more = " with more messages" if lost.time < best.time else ""
+        return f"{lost.time / best.time - 1:+.1%}{more}"
+    if lost.barrier_step > best.barrier_step * (1 + ROUNDING):
+        return f"{lost.barrier_step / best.barrier_step - 1:+.1%} (O)"
+    return f"as fast with {format_memory(lost.peak)}"
+
+
+def choice_text(plan: Plan) -> str:
+    """Describe in one line what auto has chosen, and why others lost."""
+    split = plan.split or ()
+    chosen = plan.mode
+    if split:
+        chosen += f", layers {'-'.join(map(str, split))}"
+    if plan.recompute:
+        chosen += f", {len(plan.recompute)} of {sum(split)} layers recomputed"
+    memory = format_memory(plan.peak)
+    return (
+        f"auto: {chosen}; predicted step {plan.step:.4g}, memory {memory}; "
+        f"{', '.join(map(str, plan.rejected))}"
+    )
 
 
 @dataclass(frozen=True)
@@ -56,11 +158,6 @@ class Problem:
     n_microbatches: int
     costs: Costs
     effort: str
-
-    @property
-    def limited(self) -> Costs | None:
-        """The costs, if they have a limit that a schedule shall keep."""
-        return None if self.costs.memory_limit is None else self.costs
 
     def plan(self, mode: Mode | None, placement: Placement) -> Schedule:
         """Plan a mode on one of its placements; None: any under all its memory.
@@ -87,57 +184,51 @@ class Problem:
             default_limit=most,
         )
 
-    def contest(self, placements: Sequence[Placement]) -> Contest[Plan]:
-        """Plan every placement, and on each every mode, that can be the best."""
-        contest: Contest[Plan] = Contest()
-        searched: set[object] = set()
-        for placement in placements:
-            self._enter(contest, None, placement, searched)
-        if contest.best is not None:
-            for mode in _IN_TURN:
-                if mode.pairs and self.costs.fb is None and self.costs.parts is None:
-                    continue
-                for placement in placements:
-                    if _has(mode, placement):
-                        self._enter(contest, mode, placement, searched)
-        return contest
+    def auto(self, placements: Sequence[Placement]) -> Plan:
+        """The best of all modes on these placements."""
+        best = best_of(self._candidates(placements))
+        limited = None if self.costs.memory_limit is None else self.costs
+        name = f"{AUTO}: {best.mode}"
+        return replace(best, schedule=replace(best.schedule, name=name, costs=limited))
 
-    def _enter(
-        self,
-        contest: Contest[Plan],
-        mode: Mode | None,
-        placement: Placement,
-        searched: set[object],
-    ) -> None:
-        """Plan a mode, or a placement under all its memory, unless that is in vain.
+    def _candidates(self, placements: Sequence[Placement]) -> Iterator[Candidate]:
+        """Every placement under all its memory, then every mode under its limit.
 
-        ``searched`` holds the searches so far: another mode may name the same one.
+        A search that has been planned for another name is left out.
         """
-        name = searched_name(placement) if mode is None else mode.name
-        with contest.attempt(name):
-            promised = None if mode is None else mode.memory(placement.n_stages)
-            held = capped(
-                self.costs.on(placement),
-                memory_cap=math.inf if promised is None else promised,
-                default_limit=_allowance(placement),
-            )
-            if mode is None or mode.order is None:
-                if (placement, held.limit) in searched:
-                    return
-                searched.add((placement, held.limit))
-            bound = lower_bound_on(held.without_pairs(), self.n_microbatches)
-            if contest.best is not None and contest.is_out(bound):
-                least, best = f"{bound:.4g}", contest.best
-                reason = f"its span is at least {least}, that of {best.mode} is "
-                contest.reject(name, f"{reason}{best.span:.4g}")
-                return
-            problem = self
-            if mode is not None:
-                problem = replace(
-                    self, costs=replace(self.costs, memory_limit=held.limit)
+        costs = self.costs
+        searched: set[object] = set()
+        for mode, placement in product((None, *_IN_TURN), placements):
+            if mode is None:
+                name, most = searched_name(placement), math.inf
+            else:
+                name = mode.name
+                most = mode.memory(placement.n_stages) or math.inf
+                in_vain = mode.pairs and costs.fb is None and costs.parts is None
+                if in_vain or not _has(mode, placement):
+                    continue
+            limited, bound = self, partial(float, 0)
+            with suppress(RequestError):  # the plan raises it again
+                allowance = _allowance(placement)
+                times = capped(
+                    costs.on(placement), memory_cap=most, default_limit=allowance
                 )
-            schedule = problem.plan(mode, placement)
-            contest.offer(name, Plan(schedule, self.costs, name))
+                if mode is None or mode.order is None:
+                    if (placement, times.limit) in searched:
+                        continue
+                    searched.add((placement, times.limit))
+                if mode is not None:
+                    limit = times.limit
+                    limited = replace(self, costs=replace(costs, memory_limit=limit))
+                m = self.n_microbatches
+                bound = partial(lower_bound_on, times.without_pairs(), m)
+            yield Candidate(
+                name, partial(limited._as_plan, mode, placement, self), bound
+            )
+
+    def _as_plan(self, mode: Mode | None, placement: Placement, of: "Problem") -> Plan:
+        """Plan under these limits, for the costs of another problem."""
+        return Plan(self.plan(mode, placement), of.costs, AUTO)
 
 
 def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
