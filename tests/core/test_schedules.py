@@ -319,8 +319,8 @@ WRONG_KEYS = [
         for key in ("n_stages", "n_microbatches")
         for value in (-1, 0, 2.0, "2", True, [2])
     ),
-    ({"format": "plan"}, "format 'plan'"),
-    ({"version": 2}, "version 2"),
+    ({"format": "plan"}, "format is 'plan', not 'zbpp-schedule'"),
+    ({"version": 2}, "version is 2, not 1"),
     ({"n_stages": 5}, "n_stages is"),
     ({"n_microbatches": 6}, "row 0, column"),
     ({"placement": [-1, 0, 1, 2]}, r"placement\[0\] is -1"),

@@ -10,8 +10,10 @@ from torch import nn
 import zbpp
 from zbpp.core import (
     Costs,
+    Lane,
     LayerCosts,
     LimitError,
+    Parts,
     RequestError,
     schedule_text,
     write_costs,
@@ -19,6 +21,8 @@ from zbpp.core import (
 from zbpp.planning import Plan, PlanRequest, make_plan, read_plan
 
 COSTS = Costs(f=1.0, b=1.25, w=0.5, comm=0.1, optimizer=0.25)
+_PASS = ((Lane.COMPUTE, 1.0), (Lane.NETWORK, 0.5), (Lane.COMPUTE, 0.0))
+PARTS = Parts(_PASS, _PASS, ((Lane.COMPUTE, 1.0),), layers=2)
 LAYERS = LayerCosts(
     n_layers=9, f=1.0, b=1.0, w=0.5, m_b=1.0, m_w=0.5, m_r=0.125, memory_limit=9.0
 )
@@ -41,6 +45,10 @@ PLANS = {
     "ZBV": {"costs": replace(COSTS, all_gather=0.25, gathers=True)},
     "ZBH1": {"costs": LAYERS, "recompute": "auto"},
     "ZB": {"costs": replace(COSTS, m_r=0.1), "recompute": (0, 2)},
+    "VPP": {"costs": COSTS, "recompute": "none"},
+    "ZBVPP": {"costs": Costs(parts=PARTS), "recompute": "none"},
+    "ZBH2": {"costs": Costs(parts=PARTS, m_r=0), "recompute": "all"},
+    "VHalf": {"costs": replace(COSTS, speed=(1, 0.5, 2)), "recompute": "none"},
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, Literal
 
 from zbpp.core import (
     Costs,
@@ -21,7 +22,7 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.core.files.costs_file import costs_data, costs_of
-from zbpp.core.files.json_text import decode, fail, object_of, refuse_unknown
+from zbpp.core.files.json_text import decode, fail, object_of
 from zbpp.core.files.schedule_file import schedule_of
 from zbpp.schedules.planner.figures import PlanFigures
 
@@ -35,18 +36,8 @@ __all__ = [
     "recomputed_layers",
 ]
 
-_FORMAT, _VERSION = "zbpp-plan", 1
+_FORMAT = "zbpp-plan"
 _FIGURES = ("step", "span", "barrier_step", "peak", "lower_bound")
-_KINDS = {
-    "mode": str,
-    "figures": dict,
-    "has_costs": bool,
-    "costs": dict,
-    "rejected": list,
-    "line": str,
-    "schedule": dict,
-}
-"""Keys beside format and version, and what they hold."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +121,21 @@ class Plan(PlanFigures):
         Path(path).write_text(plan_text(self), encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class _File:
+    """The keys of a plan file, with the types of their values."""
+
+    format: Literal["zbpp-plan"]
+    version: Literal[1]
+    mode: str
+    figures: dict[str, Any]
+    has_costs: bool
+    costs: dict[str, Any]
+    rejected: tuple[Rejected, ...]
+    line: str
+    schedule: dict[str, Any]
+
+
 def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int]:
     """Layers of the whole model that a schedule recomputes, split into its chunks.
 
@@ -157,7 +163,7 @@ def plan_text(plan: Plan) -> str:
         figures |= {"ideal_step": plan.ideal_step, "even_step": plan.even_step}
     head = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": 1,
         "mode": plan.mode,
         "figures": figures,
         "has_costs": plan.has_costs,
@@ -188,20 +194,15 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
         RequestError: the text holds no valid plan; ``source`` names it.
     """
     data = object_of(text, source)
-    refuse_unknown(source, data, ("format", "version", *_KINDS))
-    if data.get("format") != _FORMAT or data.get("version") != _VERSION:
-        fail(source, f"it is no {_FORMAT!r} of version {_VERSION}")
-    for key, kind in _KINDS.items():
-        if not isinstance(data.get(key), kind):
-            fail(source, f"{key} is {data.get(key)!r}, not a {kind.__name__}")
-    costs = costs_of(data["costs"], source=f"{source}: costs")
+    file: _File = decode(_File, data, source)
+    costs = costs_of(file.costs, source=f"{source}: costs")
     schedule = schedule_of(
-        data["schedule"],
+        file.schedule,
         source=source,
         costs=None if costs.memory_limit is None else costs,
     )
     ideal, even = (
-        decode(float | None, data["figures"].get(key), source, key)
+        decode(float | None, file.figures.get(key), source, key)
         for key in ("ideal_step", "even_step")
     )
     try:
@@ -209,13 +210,13 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
         return Plan(
             schedule,
             costs,
-            data["mode"],
-            has_costs=data["has_costs"],
+            file.mode,
+            has_costs=file.has_costs,
             split=schedule.split,
             ideal_step=ideal,
             even_step=even,
-            rejected=decode(tuple[Rejected, ...], data["rejected"], source, "rejected"),
-            line=data["line"],
+            rejected=file.rejected,
+            line=file.line,
         )
     except RequestError as error:
         fail(source, str(error))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Never, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Never, Union, get_args, get_origin, get_type_hints
 
 from zbpp.core.errors import RequestError
 
@@ -86,8 +86,8 @@ def refuse_unknown(source: str, data: Mapping[str, Any], keys: Sequence[str]) ->
 def decode(kind: Any, value: object, source: str, name: str = "") -> Any:
     """Read a value of JSON as a type of Python; an error names its place.
 
-    Types are bool, int (from 0 on), float, str, list, dict, tuples of one type, frozen
-    dataclasses, and unions of these.
+    Types are bool, int (from 0 on), float, str, list, dict, tuples of one type,
+    literals, dataclasses, and unions of these.
     """
     is_union = get_origin(kind) in (Union, UnionType)
     options = get_args(kind) if is_union else (kind,)
@@ -101,7 +101,7 @@ def decode(kind: Any, value: object, source: str, name: str = "") -> Any:
         if isinstance(value, dict) and is_dataclass(option):
             return _decode_object(option, value, source, name)
         return value
-    forms = " or ".join(_FORMS[_form(option)] for option in options)
+    forms = " or ".join(map(_words, options))
     fail(source, f"{name} is {value!r:.60}, not {forms}")
 
 
@@ -140,7 +140,16 @@ def _form(kind: Any) -> type:
     return form
 
 
+def _words(kind: Any) -> str:
+    """What a value of a type is, in a message."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return _FORMS[_form(kind)]
+
+
 def _has_form(kind: Any, value: object) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind) and not isinstance(value, bool)
     form = _form(kind)
     if isinstance(value, bool) and form is not bool:
         return False

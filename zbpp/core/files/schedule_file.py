@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.files.costs_file import refuse_other_kind
-from zbpp.core.files.json_text import decode, fail, object_of, read
+from zbpp.core.files.json_text import decode, object_of, read
 from zbpp.core.jobs import Job
 from zbpp.core.placement import Placement
 from zbpp.core.schedule import Recompute, Schedule
@@ -24,15 +24,13 @@ __all__ = [
     "write_schedule",
 ]
 
-_FORMAT, _VERSION = "zbpp-schedule", 1
-
 
 @dataclass(frozen=True)
 class _File:
     """The keys of a schedule file, with the types of their values."""
 
-    format: str
-    version: int
+    format: Literal["zbpp-schedule"]
+    version: Literal[1]
     mode: str
     n_stages: int
     n_microbatches: int
@@ -46,8 +44,8 @@ class _File:
 def schedule_text(schedule: Schedule) -> str:
     """Write a schedule as JSON, one line a stage."""
     head: dict[str, object] = {
-        "format": _FORMAT,
-        "version": _VERSION,
+        "format": "zbpp-schedule",
+        "version": 1,
         "mode": schedule.name,
         "n_stages": schedule.n_stages,
         "n_microbatches": schedule.n_microbatches,
@@ -104,12 +102,6 @@ def schedule_of(
         data = data["schedule"]
     refuse_other_kind(source, data, "schedule")
     file: _File = decode(_File, data, source)
-    if (file.format, file.version) != (_FORMAT, _VERSION):
-        fail(
-            source,
-            f"format {file.format!r} version {file.version} is not {_FORMAT!r} version "
-            f"{_VERSION}",
-        )
     try:
         placement = Placement(file.placement)
         if placement.n_stages != file.n_stages:
