@@ -287,9 +287,7 @@ class _Stages:
         request = self.request
         split = [*map(len, self.ranges)]
         return int(
-            whole_for_a_while(
-                self.layers.costs(), split, request.data_parallel, request.shard
-            )
+            whole_for_a_while(self.costs, split, request.data_parallel, request.shard)
         )
 
     def beside(self, stage: int) -> int:

@@ -155,6 +155,9 @@ class Layers:
     exact_sums: bool
     passes: list[_Passes] = field(init=False)
     steps: list[StepBytes] = field(init=False)
+    _looks: list[Any] = field(init=False)
+    """Equal for layers that are alike."""
+    _stages: dict[Any, StepBytes] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._trace()
@@ -268,6 +271,12 @@ class Layers:
 
     def step(self, layers: Sequence[int]) -> StepBytes:
         """Bytes of the optimizer of some layers: it steps on fake parameters."""
+        key = tuple(self._looks[i] for i in layers)
+        if key not in self._stages:
+            self._stages[key] = self._step_of(layers)
+        return self._stages[key]
+
+    def _step_of(self, layers: Sequence[int]) -> StepBytes:
         names: dict[nn.Parameter, str] = {}
         for i in layers:
             for name, p in self.fake.layers[i].named_parameters():
@@ -321,7 +330,7 @@ class Layers:
         fake, tracker = self.fake, Tracker(self.block)
         tracker.ignore([*fake.tensors(), *tensors_in((fake.inputs, fake.targets))])
         known: dict[Any, tuple[_Passes, Tensors]] = {}
-        like: list[Any] = []
+        self._looks = []
         self.passes = []
         value: Tensors | None = None
         with (
@@ -340,10 +349,8 @@ class Layers:
                     known[key] = passes, sent
                 passes, value = known[key]
                 self.passes.append(passes)
-                like.append(key)
-        firsts = {key: i for i, key in reversed([*enumerate(like)])}
-        steps = {key: self.step([i]) for key, i in firsts.items()}
-        self.steps = [steps[key] for key in like]
+                self._looks.append(key)
+        self.steps = [self.step([i]) for i in range(len(self.passes))]
 
     def _run(
         self, i: int, layer: nn.Module, value: Tensors | None, tracker: Tracker
