@@ -412,7 +412,7 @@ TABLE = (
     ("memory", "steps of layers add up", "zbpp/memory/estimate.py",
      "step = layers.step(here)", "step = layers.step([0])"),
     ("memory", "no messages", "zbpp/memory/estimate.py",
-     "return _MESSAGES * max(sizes)", "return 0"),
+     "return (_MESSAGES - 1) * max(sizes) + sent", "return 0"),
     ("memory", "the last bucket is the largest", "zbpp/memory/layers.py",
      "speculative = max(speculative, tracker.most - base)",
      "speculative = tracker.most - base"),

@@ -28,6 +28,7 @@ from zbpp.planning.replicas import (
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.stage import LossFn
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = [
@@ -60,7 +61,8 @@ class StageEstimate:
         buffers: and what layers keep from their first forward on.
         rollback: copies that post-validation keeps.
         batch: inputs and targets of all micro-batches, where the stage reads them.
-        messages: three of the largest that the stage sends or receives.
+        messages: three of the largest that the stage sends or receives; on CPUs two,
+            and all that a step sends.
         activations_peak: most of what F and B leave, and of what passes need inside.
         peak: most of all together at any time.
         gathered_peak: most that is whole for a while of what replicas hold in parts.
@@ -274,13 +276,21 @@ class _Stages:
         return size * self.schedule.n_microbatches
 
     def messages(self, stage: int) -> int:
-        """Bytes of the messages that are under way."""
+        """Bytes of the messages that are under way.
+
+        On CPUs gloo keeps what a step sends until the sums of the step have come.
+        """
+        placement = self.schedule.placement
         sizes = [0]
-        for chunk in self.schedule.placement.chunks_of[stage]:
-            layers = self.ranges[chunk]
-            cuts = {layers[0] - 1, layers[-1]} - {-1, len(self.layers.passes) - 1}
-            sizes += [self.layers.passes[i].message for i in cuts]
-        return _MESSAGES * max(sizes)
+        for chunk in placement.chunks_of[stage]:
+            for cut in (chunk - 1, chunk):  # between chunks `cut` and `cut + 1`
+                ends = placement.stage_of[max(0, cut) : cut + 2]
+                if cut >= 0 and len(ends) == 2 and ends[0] != ends[1]:
+                    sizes.append(self.layers.passes[self.ranges[cut][-1]].message)
+        if runs_ahead(self.layers.fake.device):
+            return _MESSAGES * max(sizes)
+        sent = self.schedule.n_microbatches * sum(sizes)
+        return (_MESSAGES - 1) * max(sizes) + sent
 
     def whole(self, stage: int) -> int:
         """Bytes of what is whole for a while."""
