@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
-from numbers import Real
 from typing import Any
 
 from zbpp.core.errors import RequestError
@@ -43,7 +42,6 @@ __all__ = [
     "per_chunk",
     "per_edge",
     "per_stage",
-    "reduction_delay",
     "whole_number",
 ]
 
@@ -138,9 +136,7 @@ def check_columns(table: Any, n_rows: int | None = None) -> None:
         if isinstance(value, list | tuple) and value:
             if about.per is Per.ALL:
                 raise RequestError(f"{name} is a list; it must be one number")
-            value = tuple(
-                _number(f"{name}[{i}]", x, about, most) for i, x in enumerate(value)
-            )
+            value = tuple(_number(name, x, about, most, i) for i, x in enumerate(value))
             if n_rows is not None and about.per in (Per.ROW, Per.EDGE):
                 is_edge = about.per is Per.EDGE
                 what = "boundaries between layers" if is_edge else "layers"
@@ -150,26 +146,33 @@ def check_columns(table: Any, n_rows: int | None = None) -> None:
         object.__setattr__(table, name, value)
 
 
-def _number(name: str, value: Any, about: Column, most: float) -> float:
+def _number(
+    name: str, value: Any, about: Column, most: float, index: int | None = None
+) -> float:
     """Check an entry of a column: it must be small and large enough to count with."""
-    if value.__class__ is not float:
-        value = listed(value)
-        if isinstance(value, str) and about.is_memory:
-            try:
-                value = parse_memory(value)
-            except RequestError as error:
-                raise RequestError(f"{name}: {error}") from None
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise RequestError(f"{name} is {value!r:.60}, not a number")
+    is_float = value.__class__ is float
+    if is_float and (_LEAST <= value <= most or (value == 0 and not about.is_rate)):
+        return float(value)
+    place = name if index is None else f"{name}[{index}]"
+    value = listed(value)
+    if isinstance(value, str) and about.is_memory:
+        try:
+            value = parse_memory(value)
+        except RequestError as error:
+            raise RequestError(f"{place}: {error}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{place} is {value!r:.60}, not a number")
     if not 0 <= value < math.inf:
-        raise RequestError(f"{name} is {value!r:.40}; it must be finite and at least 0")
+        raise RequestError(
+            f"{place} is {value!r:.40}; it must be finite and at least 0"
+        )
     if value > most or 0 < value < _LEAST:
         raise RequestError(
-            f"{name} is {value!r:.40}; take another unit: it must be 0, or at least "
+            f"{place} is {value!r:.40}; take another unit: it must be 0, or at least "
             f"{_LEAST:g} and at most {most:g}"
         )
     if about.is_rate and not value:
-        raise RequestError(f"{name} is {value!r}; it must be above 0")
+        raise RequestError(f"{place} is {value!r}; it must be above 0")
     return float(value)
 
 
@@ -257,16 +260,3 @@ def on_links(name: str, value: PerRow, placement: Placement) -> tuple[float, ...
             )
         entries.append(value[link])
     return tuple(entries)
-
-
-def reduction_delay(hops: tuple[float, ...], n_stages: int) -> float:
-    """Time of a sum of a few numbers over all stages, known to all of them.
-
-    2 ceil(log2 p) messages one after the other, up a binary tree and down again, each
-    on the slowest link (reduce and broadcast of short vectors: Thakur, Rabenseifner
-    and Gropp, "Optimization of collective communication operations in MPICH", 2005).
-
-    >>> reduction_delay((0.5, 0.25, 0.25), n_stages=4)
-    2.0
-    """
-    return 2 * (n_stages - 1).bit_length() * max(hops, default=0.0)

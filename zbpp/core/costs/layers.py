@@ -19,8 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise, repeat
-from operator import add, sub
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from zbpp.core.costs.columns import (
@@ -31,10 +30,9 @@ from zbpp.core.costs.columns import (
     on_links,
     per_chunk,
     per_edge,
-    per_stage,
     whole_number,
 )
-from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts
+from zbpp.core.costs.parts import Parts, PartTimes
 from zbpp.core.costs.table import Costs, Table, rises
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
@@ -345,75 +343,66 @@ def chunk_layers(
             "the costs), and a part that is recomputed must be; leave one of them out"
         )
     counts = [1] * placement.n_chunks if split is None else list(split)
+    chunk_of = [chunk for chunk, n in enumerate(counts) for _ in range(n)]
     # The loss and messages stay apart from F and B.
     bare = replace(costs, loss=0.0, send_occupies=0.0)
     chunks = bare.on(placement)
 
-    def dealt(column: Sequence[float]) -> tuple[float, ...]:
-        each = zip(column, counts, strict=True)
-        return tuple(chain.from_iterable(repeat(total / n, n) for total, n in each))
+    def share(column: Sequence[float]) -> tuple[float, ...]:
+        return tuple(column[chunk] / counts[chunk] for chunk in chunk_of)
 
     def of_stages(column: Sequence[float]) -> tuple[float, ...]:
         stages = zip(placement.stage_of, placement.n_beside, strict=True)
-        return dealt([column[stage] / n for stage, n in stages])
+        return share([column[stage] / n for stage, n in stages])
 
     def peaks(
-        of_chunks: Sequence[float], left: Sequence[float], least: Sequence[float]
+        peak: Sequence[float], left: Sequence[float], least: Sequence[float]
     ) -> tuple[float, ...]:
         """Give each layer what its chunk's pass needs beyond what it leaves."""
-        beyond = chain.from_iterable(map(repeat, map(sub, of_chunks, left), counts))
-        return tuple(map(add, least, beyond))
+        layers = zip(least, chunk_of, strict=True)
+        return tuple(x + peak[chunk] - left[chunk] for x, chunk in layers)
 
     def at_cuts(column: Sequence[float]) -> PerRow:
-        inside = [[0.0] * (n - 1) for n in counts]
-        pairs = zip(inside, [*([delay] for delay in column), []], strict=True)
-        return tuple(x for pair in pairs for x in chain(*pair)) or 0.0
+        pairs = pairwise(chunk_of)
+        return tuple(column[a] if a != b else 0.0 for a, b in pairs) or 0.0
 
-    m_b, m_w = dealt(chunks.m_b), dealt(chunks.m_w)
-    nothing = (0.0,) * sum(counts)
+    m_b, m_w = share(chunks.m_b), share(chunks.m_w)
+    m_r, sends = costs.m_r, costs.send_occupies
     return LayerCosts(
         n_layers=sum(counts),
         **{name: getattr(costs, name) for name in _SAME},
-        f=dealt(chunks.f),
-        b=dealt(chunks.b),
-        w=dealt(chunks.w),
+        f=share(chunks.f),
+        b=share(chunks.b),
+        w=share(chunks.w),
         optimizer=of_stages(chunks.optimizer),
         m_b=m_b,
         m_w=m_w,
         m_fixed=of_stages(chunks.fixed),
         peak_f=peaks(chunks.peak_f, chunks.m_b, m_b),
         peak_b=peaks(chunks.peak_b, rises(chunks.m_b, chunks.m_w), rises(m_b, m_w)),
-        peak_w=peaks(chunks.peak_w, nothing, nothing),
+        peak_w=tuple(chunks.peak_w[chunk] for chunk in chunk_of),
         peak_o=of_stages(chunks.peak_o),
-        m_r=None
-        if costs.m_r is None
-        else dealt(per_chunk("m_r", costs.m_r, placement)),
+        m_r=None if m_r is None else share(per_chunk("m_r", m_r, placement)),
         comm=at_cuts(chunks.hops),
-        send_occupies=at_cuts(
-            per_edge("send_occupies", costs.send_occupies, placement)
-        ),
-        all_gather=0.0 if costs.gathers else dealt(chunks.all_gather),
-        reduce_scatter=dealt(chunks.reduce_scatter),
-        parts=_dealt_parts(bare, placement, counts),
+        send_occupies=at_cuts(per_edge("send_occupies", sends, placement)),
+        all_gather=0.0 if costs.gathers else share(chunks.all_gather),
+        reduce_scatter=share(chunks.reduce_scatter),
+        parts=_layer_parts(bare, placement, counts),
     )
 
 
-def _dealt_parts(
+def _layer_parts(
     costs: Costs, placement: Placement, counts: Sequence[int]
 ) -> tuple[Parts, ...] | None:
     """Parts of the layers of each chunk, which must be those of equal layers."""
-    if costs.parts is None:
-        return None
-    dealt: list[Parts] = []
-    speed = per_stage("speed", costs.speed, placement, default=1.0)
-    parts = chunk_parts(costs.parts, placement)
-    for chunk, (of, n) in enumerate(zip(parts, counts, strict=True)):
-        if of.layers % n:
+    layers: list[Parts] = []
+    each = zip(costs.chunk_parts(placement), counts, strict=False)
+    for chunk, (parts, n) in enumerate(each):
+        if parts.layers % n:
             raise RequestError(
-                f"parts: chunk {chunk} has those of {of.layers} equal layers, which "
+                f"parts: chunk {chunk} has those of {parts.layers} equal layers, which "
                 f"cannot be dealt to the {n} of the split; give costs of layers "
                 "(--layers) with parts of each, or take 'parts' out of the costs"
             )
-        each = replace(of, layers=of.layers // n)
-        dealt += [each.flat(speed=speed[placement.stage_of[chunk]])] * n
-    return tuple(dealt)
+        layers += [replace(parts, layers=parts.layers // n).flat()] * n
+    return tuple(layers) or None

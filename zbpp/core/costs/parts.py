@@ -19,9 +19,8 @@ from typing import Any
 from zbpp.core.costs.columns import PerRow, checked_time, whole_number
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
-from zbpp.core.placement import Placement
 
-__all__ = ["PartTimes", "Parts", "add_up_parts", "chunk_parts", "merged"]
+__all__ = ["PartTimes", "Parts", "add_up_parts", "merged"]
 
 PartTimes = tuple[tuple[Lane, float], ...]
 """The lane and the time of each part of a pass."""
@@ -66,13 +65,28 @@ class Parts:
             times += part * self.layers
         return times
 
-    def flat(self, *, speed: float = 1.0) -> "Parts":
-        """The same parts as those of one layer, each divided by a speed."""
-        f, b, w = (
-            tuple((lane, time / speed) for lane, time in self.of(kind))
-            for kind in (PassKind.F, PassKind.B, PassKind.W)
-        )
+    def flat(self) -> "Parts":
+        """The same parts as those of one layer."""
+        f, b, w = map(self.of, (PassKind.F, PassKind.B, PassKind.W))
         return Parts(f, b, w)
+
+    def dealt(self, n: int) -> "Parts":
+        """The parts of one of n chunks that share the layers."""
+        if self.layers % n:
+            raise RequestError(
+                f"parts: the {self.layers} layers of a stage cannot be dealt evenly to "
+                f"{n} chunks; give parts of more, shorter layers, or a list with an "
+                "entry for each chunk"
+            )
+        return replace(self, layers=self.layers // n)
+
+    def at_speed(self, speed: float) -> "Parts":
+        """The same parts with their times divided by a speed."""
+        f, b, w = (
+            tuple((lane, time / speed) for lane, time in parts)
+            for parts in (self.f, self.b, self.w)
+        )
+        return Parts(f, b, w, self.layers)
 
     def joined(self, *, splits: bool = True) -> "Parts":
         """The parts that a stage runs: W's end its B where the two cannot be split.
@@ -160,28 +174,3 @@ def _is_near(time: PerRow, total: PerRow) -> bool:
 
 _NOT_GIVEN = 1.0
 _MARGIN = 1e-9  # relative, for sums that were rounded
-
-
-def chunk_parts(
-    parts: Parts | tuple[Parts, ...], placement: Placement
-) -> tuple[Parts, ...]:
-    """Deal the layers of a stage to its chunks; a list has an entry per chunk.
-
-    Raises:
-        RequestError: a list of another length, or layers that cannot be dealt evenly.
-    """
-    if isinstance(parts, tuple):
-        if len(parts) != placement.n_chunks:
-            raise RequestError(
-                f"parts has {len(parts)} entries for {placement.n_chunks} chunks; give "
-                "one for each, or one object for a whole stage"
-            )
-        return parts
-    for n in set(placement.n_beside):
-        if parts.layers % n:
-            raise RequestError(
-                f"parts: the {parts.layers} layers of a stage cannot be dealt evenly "
-                f"to {n} chunks; give parts of more, shorter layers, or a list with an "
-                "entry for each chunk"
-            )
-    return tuple(replace(parts, layers=parts.layers // n) for n in placement.n_beside)

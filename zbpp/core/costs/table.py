@@ -63,9 +63,8 @@ from zbpp.core.costs.columns import (
     per_chunk,
     per_edge,
     per_stage,
-    reduction_delay,
 )
-from zbpp.core.costs.parts import Parts, add_up_parts, chunk_parts
+from zbpp.core.costs.parts import Parts, add_up_parts
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Lane
 from zbpp.core.placement import Placement
@@ -85,7 +84,8 @@ class Table:
         optimizer: time of an optimizer step.
         loss: time of the loss, a part of the last row's F.
         reduction: time of the sum of all stages' gradient norms, from the last stage's
-            start of it; None: as many messages as `reduction_delay` says.
+            start of it; None: 2 ceil(log2 p) messages on the slowest link (reduce and
+            broadcast of short vectors: Thakur, Rabenseifner and Gropp, 2005).
         validation: time that a V takes when the sum is there.
         all_gather: time of an UNSHARD.
         reduce_scatter: time of a REDUCE_GRAD (an all-reduce, where every process has
@@ -215,7 +215,7 @@ class Costs(Table):
                 f"splits has {len(splits)} entries for {placement.n_stages} stages"
             )
         speed = per_stage("speed", self.speed, placement, default=1.0)
-        parts = self._chunk_parts(placement, speed)
+        parts = tuple(each.flat() for each in self.chunk_parts(placement))
         if parts:  # what has no W has nothing to put off
             splits = tuple(
                 can and all(parts[chunk].w for chunk in chunks)
@@ -246,7 +246,9 @@ class Costs(Table):
         hops = tuple(map(max, hops, sending))
         reduction = self.reduction
         if reduction is None:
-            reduction = reduction_delay(hops, placement.n_stages)
+            # Messages up a binary tree and down again, each on the slowest link.
+            n_levels = (placement.n_stages - 1).bit_length()
+            reduction = 2 * n_levels * max(hops, default=0.0)
         if any(sending):
             f = tuple(map(add, f, (*sending, 0.0)))
             b = tuple(map(add, b, (0.0, *sending)))
@@ -297,19 +299,28 @@ class Costs(Table):
             peak_o=stages("peak_o"),
         )
 
-    def _chunk_parts(
-        self, placement: Placement, speed: Sequence[float]
-    ) -> tuple[Parts, ...]:
-        """Parts of each chunk; () without."""
-        if self.parts is None:
+    def chunk_parts(self, placement: Placement) -> tuple[Parts, ...]:
+        """Parts of each chunk, with its number of layers; () without."""
+        every = self.parts
+        if every is None:
             return ()
         for name in ("send_occupies", "gathers"):
             if getattr(self, name) not in (0.0, (0.0,) * (placement.n_chunks - 1)):
                 raise RequestError(
                     f"costs with parts cannot have {name}; leave one of both out"
                 )
-        parts = zip(chunk_parts(self.parts, placement), placement.stage_of, strict=True)
-        return tuple(each.flat(speed=speed[stage]) for each, stage in parts)
+        if isinstance(every, Parts):
+            every = tuple(every.dealt(n) for n in placement.n_beside)
+        if len(every) != placement.n_chunks:
+            raise RequestError(
+                f"parts has {len(every)} entries for {placement.n_chunks} chunks; give "
+                "one for each, or one object for a whole stage"
+            )
+        speed = per_stage("speed", self.speed, placement, default=1.0)
+        return tuple(
+            parts.at_speed(speed[stage])
+            for parts, stage in zip(every, placement.stage_of, strict=True)
+        )
 
     def _peaks(
         self, name: str, least: tuple[float, ...], placement: Placement

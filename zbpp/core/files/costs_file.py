@@ -10,7 +10,13 @@ from zbpp.core.costs.layers import LayerCosts
 from zbpp.core.costs.parts import Parts
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
-from zbpp.core.files.json_text import fail, object_of, read, refuse_unknown
+from zbpp.core.files.json_text import (
+    fail,
+    object_of,
+    read,
+    refuse_unknown,
+    write_file,
+)
 
 __all__ = [
     "costs_data",
@@ -34,10 +40,9 @@ def write_costs(costs: Costs | LayerCosts, path: str | Path) -> None:
     """Write a costs file, or a layers file, as `parse_costs` and `parse_layers` read.
 
     Raises:
-        OSError: the file cannot be written.
+        RequestError: the file cannot be written.
     """
-    text = json.dumps(costs_data(costs)) + "\n"
-    Path(path).write_text(text, encoding="utf-8")
+    write_file(path, json.dumps(costs_data(costs)) + "\n")
 
 
 def costs_data(costs: Costs | LayerCosts) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.files.costs_file import refuse_other_kind
-from zbpp.core.files.json_text import decode, object_of, read
+from zbpp.core.files.json_text import decode, object_of, read, write_file
 from zbpp.core.jobs import Job
 from zbpp.core.placement import Placement
 from zbpp.core.schedule import Recompute, Schedule
@@ -67,7 +67,7 @@ def _rows_text(rows: Sequence[Sequence[Job]]) -> str:
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
     """Write a schedule file."""
-    Path(path).write_text(schedule_text(schedule), encoding="utf-8")
+    write_file(path, schedule_text(schedule))
 
 
 def read_schedule(path: str | Path, *, costs: Costs | None = None) -> Schedule:
