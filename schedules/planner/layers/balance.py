@@ -17,7 +17,7 @@ Other placements begin with chunks of equal loads; then layers move while that h
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, permutations
 from typing import Any
 
@@ -166,6 +166,18 @@ def balance(
         LimitError: no split fits the memory limits.
         RequestError: there are fewer layers than chunks.
     """
+    room = None if in_flight is None else tuple(in_flight)
+    return _balance(layers, placement, n_microbatches, frozenset(recompute), room)
+
+
+@lru_cache(maxsize=256)  # modes of one placement ask for the same balance
+def _balance(
+    layers: LayerCosts,
+    placement: Placement,
+    n_microbatches: int,
+    recompute: frozenset[int],
+    in_flight: tuple[float, ...] | None,
+) -> Balance:
     loads = Loads.of(
         layers, placement, n_microbatches, recompute=recompute, in_flight=in_flight
     )

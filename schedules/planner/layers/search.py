@@ -54,7 +54,7 @@ It raises LimitError if that does not fit the memory limit.
 """
 
 _PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
-_LEAST_PLANS = {"fast": 3, "default": 8, "best": 0}
+_LEAST_PLANS = {"fast": 2, "default": 8, "best": 0}
 _MOST_PLANS = 200
 _IN_FLIGHT = (1.0, 0.5, 0.25, 0.75)  # of what the mode holds without a limit
 _SEARCH_SHARE = 0.4  # of the seconds of best; the others are for the plan at the end
