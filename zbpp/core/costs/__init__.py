@@ -6,5 +6,5 @@ parts          what passes compute, and what they exchange between
 chunks         ChunkCosts: the costs on a placement
 table          Costs: times and memories of chunks
 layers         LayerCosts: those of layers, for any split
-held           the memory along an order
+held           memory along an order
 """

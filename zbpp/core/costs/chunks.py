@@ -162,7 +162,7 @@ class ChunkCosts:
     def above_fixed(self) -> "ChunkCosts":
         """Return these costs with what is always there taken off the limits.
 
-        What rounding may have taken from their difference is given back.
+        The limit grows by what rounding may take from the difference.
         """
         if not any(self.fixed):
             return self

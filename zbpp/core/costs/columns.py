@@ -90,7 +90,7 @@ class Per(StrEnum):
 
 @dataclass(frozen=True)
 class Column:
-    """Properties of a column beside its name and default.
+    """Properties of a column.
 
     Args:
         per: what it has one entry for.

@@ -28,13 +28,7 @@ _LANES = (Lane.COMPUTE, Lane.NETWORK)
 
 
 def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
-    """Most that a stage holds while each of its jobs runs, fixed memory included.
-
-    Args:
-        order: the jobs of the stage.
-        costs: of all chunks.
-        stage: whose fixed memory it is.
-    """
+    """Most that a stage holds while each of its jobs runs, fixed memory included."""
     held = costs.fixed[stage]
     during = []
     looked_up: dict[object, tuple[float, float]] = {}

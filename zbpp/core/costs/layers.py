@@ -135,7 +135,7 @@ class LayerCosts(Table, _Count):
         return replace(joined, tied=memories.tied)
 
     def of(self, name: str) -> tuple[float, ...]:
-        """One entry per layer; peaks that are not given follow from the rest."""
+        """One entry per layer; peaks without an entry follow from the rest."""
         value = getattr(self, name)
         if value is None and name == "peak_r":
             return self.of("peak_f")
@@ -195,7 +195,7 @@ class LayerCosts(Table, _Count):
 
         m_b, m_w = columns["m_b"], columns["m_w"]
         change_b = [w - b for w, b in zip(m_w, m_b, strict=True)]
-        freed = [-held for held in m_w]
+        change_w = [-memory for memory in m_w]
         fields: dict[str, Any] = {name: total(name) for name in _SUMMED}
         if self.tied:
             self._add_ties(fields, placement, chunks)
@@ -214,7 +214,7 @@ class LayerCosts(Table, _Count):
                 _peak(chunk[::-1], columns["peak_b"], change_b) for chunk in chunks
             ),
             peak_w=tuple(
-                _peak(chunk[::-1], columns["peak_w"], freed) for chunk in chunks
+                _peak(chunk[::-1], columns["peak_w"], change_w) for chunk in chunks
             ),
             parts=None
             if self.parts is None
@@ -233,18 +233,18 @@ class LayerCosts(Table, _Count):
         received = [0.0] * placement.n_stages
         for layers, amount, step, size in self.tied:
             first: dict[int, int] = {}  # by stage its first chunk with such a layer
-            n_held = Counter[int]()
+            n_layers = Counter[int]()
             for chunk, stage in enumerate(placement.stage_of):
                 if n := sum(i in chunks[chunk] for i in layers):
                     first.setdefault(stage, chunk)
-                    n_held[stage] += n
+                    n_layers[stage] += n
             for nth, (stage, chunk) in enumerate(first.items()):
                 if len(first) > 1:
                     fixed[chunk] += size + (amount if nth else 0.0)
                     in_step[chunk] += step if nth else 0.0
-                    received[stage] += size * (len(layers) - n_held[stage])
-        for own, most in zip(placement.chunks_of, received, strict=True):
-            in_step[own[0]] += max(0.0, most - sum(in_step[c] for c in own))
+                    received[stage] += size * (len(layers) - n_layers[stage])
+        for on_stage, most in zip(placement.chunks_of, received, strict=True):
+            in_step[on_stage[0]] += max(0.0, most - sum(in_step[c] for c in on_stage))
         fields |= {"m_fixed": tuple(fixed), "peak_o": tuple(in_step)}
 
     def _chunk_parts(self, chunk: range, recompute: Collection[int]) -> Parts:
@@ -310,12 +310,12 @@ class LayerCosts(Table, _Count):
 
 
 def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float:
-    """Most that is held above the start while layers run in an order."""
-    held = most = 0.0
+    """Most memory above that at the start while layers run in an order."""
+    memory = most = 0.0
     for layer in order:
-        most = max(most, held + peak[layer])
-        held += change[layer]
-    return max(most, held)
+        most = max(most, memory + peak[layer])
+        memory += change[layer]
+    return max(most, memory)
 
 
 def chunk_layers(
@@ -326,16 +326,7 @@ def chunk_layers(
     The layers of a chunk are taken to be equal, as nothing else is known of them: each
     has an equal share of its times and of what its passes leave. Above that, a pass
     needs as much in one layer as in the chunk (temporaries come one after the other).
-
-    Args:
-        costs: of the chunks; what F and B gather is a part of their layers' f and b,
-            and ``peak_bw`` follows from the other peaks.
-        placement: chunk to stage.
-        split: layers of each chunk; None: one each.
-
-    Raises:
-        RequestError: lists of a wrong length, parts that are not those of equal layers,
-            or a stage that cannot split its backward.
+    Without a split every chunk is one layer.
     """
     if costs.splits is not None and not all(costs.splits):
         raise RequestError(

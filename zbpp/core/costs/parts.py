@@ -142,11 +142,7 @@ def merged(parts: Iterable[tuple[Lane, float]]) -> PartTimes:
 
 
 def add_up_parts(costs: Any) -> None:
-    """Let f, b and w of new costs be the sums of their parts.
-
-    Raises:
-        RequestError: they are given, and others.
-    """
+    """Let f, b and w of new costs be the sums of their parts; refuse others."""
     if not isinstance(costs.parts, Parts):
         object.__setattr__(costs, "parts", tuple(costs.parts))
     every = costs.parts

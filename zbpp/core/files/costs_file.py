@@ -156,7 +156,7 @@ def _parts_of(entry: object) -> Parts:
 
 
 def refuse_other_kind(source: str, data: Mapping[str, Any], wanted: str) -> None:
-    """Refuse a file of another kind than costs, layers or schedule, and say its use."""
+    """Refuse a file of another kind than the wanted one, and name its use."""
     if "format" in data or "jobs" in data:
         kind, how = "schedule", "name it where a mode stands"
     elif "n_layers" in data:

@@ -23,11 +23,7 @@ _LONGEST = 2**29
 
 
 def read(path: str | Path) -> str:
-    """Read a text file.
-
-    Raises:
-        RequestError: it cannot be read.
-    """
+    """Read a text file."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(_LONGEST + 1)
@@ -39,11 +35,7 @@ def read(path: str | Path) -> str:
 
 
 def write_file(path: str | Path, content: str | bytes) -> None:
-    """Write a file; text as UTF-8.
-
-    Raises:
-        RequestError: it cannot be written.
-    """
+    """Write a file; text as UTF-8."""
     data = content.encode() if isinstance(content, str) else content
     try:
         Path(path).write_bytes(data)
@@ -52,11 +44,7 @@ def write_file(path: str | Path, content: str | bytes) -> None:
 
 
 def object_of(text: str, source: str) -> Mapping[str, Any]:
-    """Read one JSON object; ``source`` names the text in errors.
-
-    Raises:
-        RequestError: the text is none.
-    """
+    """Read one JSON object; ``source`` names the text in errors."""
 
     def refuse(name: str) -> Never:
         fail(source, f"{name} is not a number that JSON knows")
@@ -73,11 +61,7 @@ def object_of(text: str, source: str) -> Mapping[str, Any]:
 
 
 def refuse_unknown(source: str, data: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Refuse keys that are not known.
-
-    Raises:
-        RequestError: it names the key.
-    """
+    """Refuse keys that are not known."""
     for key in data:
         if key not in keys:
             fail(source, f"unknown key {key!r}; the keys are {', '.join(keys)}")
