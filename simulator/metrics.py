@@ -185,7 +185,7 @@ def memory_over_time(
     for stage, held in enumerate(times.fixed):
         jobs: dict[Job | Slot, tuple[Job, float, float]] = {}
         for slot in _slots(timeline, stage):
-            job = times.holder_of(slot.job) if has_parts else slot.job
+            job: Job = slot.job.of if isinstance(slot.job, Part) else slot.job
             key = job if has_parts else slot  # parts of a pass are one
             _, start, _ = jobs.get(key, (job, slot.start, slot.end))
             jobs[key] = job, start, slot.end

@@ -102,16 +102,6 @@ class ChunkCosts:
         """The lane and the time of each part of an F, B or W; there must be parts."""
         return self._parts[job.kind, job.chunk]
 
-    def holder_of(self, job: Job) -> Job:
-        """The job that counts in the memory for one in parts: BW for a B without W."""
-        if isinstance(job, Part):
-            job = job.of
-        if not isinstance(job, Pass) or job.kind is not PassKind.B:
-            return job
-        if self._parts[PassKind.W, job.chunk]:
-            return job
-        return Pass(PassKind.BW, job.chunk, job.microbatch)
-
     def source_of(self, part: Part) -> int:
         """The part of B that a part of its W needs.
 

@@ -83,13 +83,9 @@ def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list
             at_last_start = n_ended
             for running_job, (on, number) in list(running.items()):
                 if number <= n_ended[on]:
-                    settled += costs.change(costs.holder_of(running_job))
+                    settled += costs.change(running_job)
                     del running[running_job]
-            now = [
-                costs.peak(costs.holder_of(running_job))
-                for running_job in (*running, of)
-            ]
-            held = settled + sum(now)
+            held = settled + sum(map(costs.peak, (*running, of)))
             running[of] = (0, 2**62)
         else:
             held = during[-1]
