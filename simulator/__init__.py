@@ -4,6 +4,7 @@ engine          from orders and costs to a timeline, of one iteration or of seve
                 the time of a step among many, and of one that is rolled back
 arguments       a Plan for a Schedule; what is no timeline is refused
 metrics         figures of a timeline: spans, bubble rate, memory
+job_graph       the jobs and their waits as a graph of networkx
 critical_path   the chain of jobs that fixed the time; who sends to whom
 boxes           a timeline as a list of boxes: what all of these draw:
 svg             shapes, and the writer of SVG
@@ -33,6 +34,7 @@ from zbpp.simulator.engine import (
     with_rollback,
 )
 from zbpp.simulator.entries import PageEntry
+from zbpp.simulator.job_graph import job_graph
 from zbpp.simulator.metrics import (
     bubble_rate,
     idle,
@@ -58,6 +60,7 @@ __all__ = [
     "critical_path",
     "expected_step_time",
     "idle",
+    "job_graph",
     "join",
     "lower_bound",
     "lower_bounds",

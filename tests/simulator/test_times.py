@@ -6,10 +6,12 @@ from itertools import pairwise, product
 from pathlib import Path
 from textwrap import dedent
 
+import networkx
 import pytest
 from event_times import Events, period
 from hypothesis import given
 from hypothesis import strategies as st
+from moe import moe_costs
 
 from zbpp.core import (
     CollectiveKind,
@@ -29,6 +31,7 @@ from zbpp.simulator import (
     critical_path,
     expected_step_time,
     idle,
+    job_graph,
     join,
     makespan,
     rollback_time,
@@ -274,6 +277,58 @@ def test_the_jobs_of_the_critical_path_wait_for_one_another(case):
     if costs.validation == 0 and not timeline.collectives:
         bare = critical_path(schedule, costs, with_steps=False)
         assert bare.length == near(makespan(timeline))
+
+
+def check_graph(schedule, costs):
+    """Compare starts with the engine's, and the longest path with the critical one."""
+    graph, timeline = job_graph(schedule, costs), simulate(schedule, costs)
+    found = sorted(
+        (stage, str(about["job"]), about["start"])
+        for (stage, _), about in graph.nodes(data=True)
+        if not str(about["job"]).endswith(("WAIT", "RESHARD"))  # are not drawn
+    )
+    n = schedule.n_stages
+    expected = sorted(
+        (line % n, str(slot.job), slot.start)
+        for line, slots in enumerate(timeline.lines)
+        for slot in slots
+    )
+    assert [x[:2] for x in found] == [x[:2] for x in expected]
+    assert [x[2] for x in found] == near([x[2] for x in expected])
+    path = networkx.dag_longest_path(graph, weight="time")
+    assert graph.nodes[path[-1]]["start"] == near(max(x[2] for x in expected))
+    return graph
+
+
+@given(timed_schedules())
+def test_a_graph_of_jobs_starts_them_as_the_simulator_does(case):
+    graph = check_graph(*case)
+    for source, node, edge in graph.edges(data=True):
+        started, starts = graph.nodes[source]["start"], graph.nodes[node]["start"]
+        assert started + edge["time"] <= starts + 1e-9
+        assert edge["reason"] in ("lane", "value", "state", "part")
+
+
+@pytest.mark.parametrize("mode", ["ZBH1", "ZBV", "DualPipeV"])
+def test_a_graph_of_parts_starts_them_as_the_simulator_does(mode):
+    costs = moe_costs(0.4, 2)
+    plan_of_parts = plan(mode, n_stages=2, n_microbatches=6, costs=costs)
+    graph = check_graph(plan_of_parts, costs)
+    assert any(reason == "part" for *_, reason in graph.edges(data="reason"))
+
+
+def test_a_graph_of_jobs_names_its_waits():
+    schedule = plan("ZBH1", n_stages=2, n_microbatches=1)
+    graph = job_graph(schedule, Costs(f=1, b=2, w=3, comm=0.5))
+    jobs = {node: f"{job}@{node[0]}" for node, job in graph.nodes(data="job")}
+    edges = {
+        (jobs[a], jobs[b]): (edge["reason"], edge["time"])
+        for a, b, edge in graph.edges(data=True)
+    }
+    assert edges["0F0@0", "1F0@1"] == ("value", 1.5)
+    assert edges["0B0@0", "0W0@0"] == ("lane", 2.0)
+    assert edges["1W0@1", "O@0"] == ("state", 3.0)
+    assert len(edges) == 10
 
 
 def test_the_path_of_1f1b_goes_down_up_and_along_the_first_stage():
