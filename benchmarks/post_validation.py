@@ -13,11 +13,11 @@ from itertools import product
 from pathlib import Path
 
 import torch.distributed as dist
+from emulated import measure_steps
 from parts import end_worker, show, spread, take_turns
 
 import zbpp
 from zbpp.core import Costs
-from zbpp.emulation.run import emulate
 from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span, steady_step_time
 
@@ -43,10 +43,10 @@ def work(args: argparse.Namespace) -> None:
     schedule = zbpp.plan(mode, n_stages=args.stages, n_microbatches=2 * args.stages)
     each = args.job_ms * (schedule.placement.n_chunks // args.stages)
     costs = Costs(each, each, each, comm=args.job_ms / 20, optimizer=args.job_ms)
-    found = emulate(
+    found = measure_steps(
         schedule, costs, n_steps=args.steps, post_validation=how == "validated"
     )
-    end_worker(found.as_dict(), args.out)
+    end_worker(found, args.out)
 
 
 def emulated(args: argparse.Namespace) -> None:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from emulated import measure_steps
 from parts import end_worker, show, spread, take_turns
 from torch import Tensor, nn
 
 import zbpp
 from zbpp.core import Costs
-from zbpp.emulation.run import emulate
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf")
 WIDTH, SAMPLES, LAYERS = 512, 128, 8
@@ -56,12 +56,13 @@ def emulated(args: argparse.Namespace) -> dict[str, float]:
         args.worker, n_stages=args.stages, n_microbatches=args.microbatches
     )
     time_ms = args.job_ms * (schedule.placement.n_chunks // args.stages)
-    found = emulate(schedule, Costs(time_ms, time_ms, time_ms), n_steps=args.steps)
+    costs = Costs(time_ms, time_ms, time_ms)
+    found = measure_steps(schedule, costs, n_steps=args.steps)
     return {
-        "predicted": found.simulated_step_ms,
-        "measured": found.step_ms,
-        "bubble predicted": found.simulated_bubble_rate,
-        "bubble": found.bubble_rate,
+        "predicted": found["simulated_step_ms"],
+        "measured": found["step_ms"],
+        "bubble predicted": found["simulated_bubble_rate"],
+        "bubble": found["bubble_rate"],
     }
 
 

@@ -487,8 +487,8 @@ TABLE = (
      "if final.exists():  # a run that began anew saves the same step\n"
      "        _put_aside(final)", "if final.exists():\n        shutil.rmtree(final)"),
     # ---- emulation
-    ("emulation", "warm-up steps count", "zbpp/emulation/run.py",
-     "if step >= _WARM_UP", "if step >= 0"),
+    ("emulation", "a delay is added to each layer of a pass", "zbpp/emulation.py",
+     "        end = queue.began_s\n", "        end = time.perf_counter()\n"),
     # ---- training
     ("training", "the first step has no rate", "zbpp/training/loop.py",
      "(step + 1) / _WARM_UP_STEPS", "step / _WARM_UP_STEPS"),

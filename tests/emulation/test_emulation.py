@@ -1,4 +1,4 @@
-"""Emulated runs: a schedule takes no less than simulated, and no more by a clock."""
+"""Emulated runs: a step takes no less than simulated, and no more by a clock."""
 
 import time
 from typing import Any
@@ -8,46 +8,37 @@ from pool import Pool
 
 import zbpp
 from zbpp.core import Costs
-from zbpp.emulation import emulate
+from zbpp.emulation import emulated_batch, emulated_pipeline
+from zbpp.simulator import simulate, steady_step_time, step_time
 
 
 class Clock:
-    """Time goes by only in sleeps, with a factor for each of the first steps.
+    """Time goes by only in sleeps, but for what a look at the clock takes."""
 
-    Args:
-        factors: by step; the last one stays.
-        n_sleeps: in a step.
-    """
-
-    def __init__(self, factors: list[float], n_sleeps: int) -> None:
-        self.now, self.n, self.n_sleeps, self.factors = 1e3, 0, n_sleeps, factors
+    def __init__(self) -> None:
+        self.now = 1e3
 
     def read(self) -> float:
         self.now += 2.0**-20  # a loop that waits for a time comes to its end
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        step = min(self.n // self.n_sleeps, len(self.factors) - 1)
-        self.now += seconds * self.factors[step]
-        self.n += 1
+        self.now += seconds
 
 
-@pytest.mark.parametrize(
-    ("factors", "expected"), [([1.0], 1.0), ([5.0, 4.0, 1.0, 3.0, 2.0], 2.0)]
-)
-def test_a_run_of_one_stage_takes_what_is_simulated_but_for_its_first_steps(
-    factors: list[float], expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The median of three steps behind two that are not counted."""
-    clock = Clock(factors, n_sleeps=4)  # F, B, W and the optimizer
+def test_a_step_of_one_stage_takes_what_is_simulated(monkeypatch) -> None:
+    clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock.read)
     monkeypatch.setattr(time, "sleep", clock.sleep)
-    schedule = zbpp.plan("ZBH1", n_stages=1, n_microbatches=1)
+    schedule = zbpp.plan("ZBH1", n_stages=1, n_microbatches=2)
     costs = Costs(1000, 2000, 3000, optimizer=4000)
-    outcome = emulate(schedule, costs, n_steps=3)
-    assert outcome.simulated_step_ms == pytest.approx(10_000)
-    assert outcome.step_ms == pytest.approx(expected * 10_000, rel=1e-2)
-    assert outcome.as_dict()["post_validation"] is None
+    with emulated_pipeline(schedule, costs) as pipeline:
+        batch = emulated_batch(pipeline)
+        for _ in range(2):
+            start = clock.now
+            pipeline.step(batch, batch)
+            assert clock.now - start == pytest.approx(16, rel=1e-2)
+    assert step_time(simulate(schedule, costs)) == pytest.approx(16_000)
 
 
 CASES = [
@@ -59,12 +50,25 @@ CASES = [
 ]
 
 
-def measured(case: tuple[Any, ...]) -> dict[str, object]:
+def measured(case: tuple[Any, ...]) -> tuple[float, float]:
+    """Mean time of a step in ms, measured and simulated."""
     mode, m, more, post_validation, _ = case
     costs = Costs(*(20, 20, 20) if post_validation is None else (30, 30, 30), **more)
     schedule = zbpp.plan(mode, n_stages=2, n_microbatches=m, costs=costs)
-    outcome = emulate(schedule, costs, n_steps=4, post_validation=post_validation)
-    return outcome.as_dict()
+    with emulated_pipeline(schedule, costs, post_validation=post_validation) as run:
+        batch = emulated_batch(run)
+        times = []
+        for step in range(9):
+            if post_validation is None or step == 4:
+                run.gather(None)  # all ranks start together
+            times.append(time.perf_counter())
+            run.step(batch, batch)
+            times.append(max(run.gather(time.perf_counter())))
+        if post_validation is None:
+            took = min(b - a for a, b in zip(times[::2], times[1::2], strict=True))
+            return took * 1e3, step_time(simulate(run.schedule, costs))
+        took = (times[-1] - times[9]) / 4
+        return took * 1e3, steady_step_time(run.schedule, costs)
 
 
 @pytest.mark.slow
@@ -72,10 +76,7 @@ def measured(case: tuple[Any, ...]) -> dict[str, object]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_take_no_less_than_simulated(case: Any, pool: Pool) -> None:
     """However busy the machine is."""
-    first, second = pool.run(measured, 2, case)
-    *_, post_validation, least = case
-    for found in (first, second):
-        assert float(found["simulated_step_ms"]) >= least - 1e-6
-        assert float(found["step_ms"]) >= float(found["simulated_step_ms"]) - 1
-        assert found["post_validation"] is post_validation
-    assert first == second or post_validation is None  # the ends of all stages count
+    *_, least = case
+    for step_ms, simulated_ms in pool.run(measured, 2, case):
+        assert simulated_ms >= least - 1e-6
+        assert step_ms >= simulated_ms - 1

@@ -11,7 +11,7 @@ from zbpp.bench.names import split_name
 from zbpp.bench.request import costs_of
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
-from zbpp.emulation.run import emulated_batch, emulated_pipeline
+from zbpp.emulation import emulated_batch, emulated_pipeline
 from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan
