@@ -130,7 +130,7 @@ def _pipeline(setting: Setting, schedule: Schedule | str) -> Pipeline:
         "optimizer": make_optimizer,
         "numerics": Numerics(autocast=setting.autocast, exact_sums=request.exact_sums),
         "execution": Execution(
-            compile="blocks" if request.compiles else False,
+            compile="blocks" if request.compile else False,
             watch=False,
             timeout_s=request.timeout_s,
         ),

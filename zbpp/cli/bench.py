@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 
 from zbpp.bench.names import contenders_of
 from zbpp.bench.request import BenchOptions, BenchRequest, planned
@@ -32,7 +31,6 @@ class Bench(BenchOptions, ModelSize):
     of torchrun's.
     """
 
-    config: Path | None = flag("flags in a TOML file; typed ones overrule it", None)
     model: str | None = flag(**MODEL_FLAG)
     stages: int | None = flag("pipeline stages; else as torchrun has started", None)
     modes: str = flag(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from zbpp.cli.bench import Bench
 from zbpp.cli.doctor import report_lines
@@ -91,8 +91,8 @@ class Doctor:
         None,
         metavar="MODULE:FUNCTION",
     )
-    compile: Literal["off", "blocks"] = flag(
-        "examine the model compiled, block by block", "off"
+    compile: bool = flag(
+        "examine the model compiled, block by block", False, pair=False
     )
 
     def run(self) -> None:
@@ -100,7 +100,7 @@ class Doctor:
         if self.model is None:
             print("\n".join(report_lines()))
         else:
-            print_split(self.model, compile=self.compile == "blocks")
+            print_split(self.model, compile=self.compile)
 
 
 _COMMANDS: dict[str, type] = {

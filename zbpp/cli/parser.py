@@ -8,16 +8,12 @@ have commas or spaces. What is wrong is told in one line.
 """
 
 import inspect
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from importlib.metadata import version
-from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
-from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter, Token
-from cyclopts.config import Dict
+from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.exceptions import CoercionError, UnusedCliTokensError
 from cyclopts.help import (
     ColumnSpec,
@@ -58,7 +54,6 @@ def application(commands: Mapping[str, type]) -> App:
         console=Terminal(),
         version=lambda: f"zbpp {version('zbpp')}",
         default_parameter=Parameter(allow_repeating=True, negative_bool="no_"),
-        config=_from_file,
     )
     for place, (name, command) in enumerate(commands.items()):
         about = (command.__doc__ or "").partition("Raises:")[0].split("\n\n")
@@ -79,7 +74,7 @@ def parse(app: App, words: Sequence[str]) -> Any:
     """
     try:
         make, bound, _ = app.parse_args(
-            list(_spelled(words)), exit_on_error=False, print_error=False
+            list(map(_spelled, words)), exit_on_error=False, print_error=False
         )
     except UnusedCliTokensError as error:
         reason = f"{(error.unused_tokens or words)[0]!r} is one word too many."
@@ -91,47 +86,12 @@ def parse(app: App, words: Sequence[str]) -> Any:
     raise RequestError(f"{reason} (see zbpp {command}--help)")
 
 
-def _spelled(words: Sequence[str]) -> Iterator[str]:
-    """Write flags with underscores, and ``--compile`` with its value."""
-    for word, following in pairwise([*words, ""]):
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--"):
-            flag = f"--{flag[2:].replace('-', '_')}"
-        if flag == "--no_compile":
-            flag, equals, value = "--compile", "=", "off"
-        elif word == "--compile" and following not in ("off", "blocks"):
-            equals, value = "=", "blocks"
-        yield flag + equals + value
-
-
-def _from_file(
-    app: App, commands: tuple[str, ...], arguments: ArgumentCollection
-) -> None:
-    """Take the flags of ``--config run.toml`` that nobody has typed.
-
-    Tables are headings that group the flags.
-    """
-    config = arguments.get("--config", None)
-    if config is None or not config.tokens:
-        return
-    path = config.tokens[-1].value
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"--config {path}: cannot be read: {reason}") from None
-    flags = Dict(data=dict(_flat(data)), source=path, use_commands_as_keys=False)
-    flags(app, commands, arguments)
-
-
-def _flat(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, dict):
-            yield from _flat(value)
-        elif key == "compile" and isinstance(value, bool):
-            yield key, "blocks" if value else "off"
-        else:
-            yield key.replace("-", "_"), value
+def _spelled(word: str) -> str:
+    """Write a flag with underscores."""
+    flag, equals, value = word.partition("=")
+    if flag.startswith("--"):
+        flag = f"--{flag[2:].replace('-', '_')}"
+    return flag + equals + value
 
 
 def _maker(command: type) -> Callable[..., Any]:

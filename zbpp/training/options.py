@@ -170,15 +170,10 @@ class ModelSize:
 class Compute:
     """Computation."""
 
-    compile: Literal["off", "blocks"] = flag(
-        "torch.compile for each block; B and W stay apart", "off"
+    compile: bool = flag(
+        "torch.compile for each block; B and W stay apart", False, pair=False
     )
     exact_sums: bool = flag("gradients to the last bit alike in all modes", True)
-
-    @property
-    def compiles(self) -> bool:
-        """True if blocks are compiled."""
-        return self.compile == "blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
