@@ -121,7 +121,8 @@ def test_meshes_that_cannot_be() -> None:
     assert reasons == {
         "pp 1 x dp 16": "4 micro-batches cannot be dealt to 16 replicas",
         "pp 2 x dp 8": "4 micro-batches cannot be dealt to 8 replicas",
-        "pp 16 x dp 1": "8 layers are too few for 16 stages",
+        "pp 16 x dp 1": "8 layers cannot fill 16 chunks, one each at least; use fewer "
+        "stages, or a mode with fewer chunks a stage",
     }
 
 

@@ -13,7 +13,6 @@ are neighbours, then come the replicas of a stage: they share a node where one h
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from zbpp.core import (
     Costs,
@@ -21,6 +20,7 @@ from zbpp.core import (
     LimitError,
     PassKind,
     RequestError,
+    Schedule,
     format_memory,
 )
 from zbpp.planning.answer import Plan
@@ -45,31 +45,35 @@ __all__ = ["MeshPlan", "best_mesh", "plan_meshes"]
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """A mesh with its plan, or the reason why there is none.
+    """A mesh with its plan and figures, or the reason why there is none.
 
     Args:
         n_stages: stages of a replica (pp).
         data_parallel: replicas of every stage (dp).
+        tensor_parallel: devices that share each layer (tp).
         n_microbatches: of each replica, in a step.
         shard: state that replicas hold in parts.
         plan: of one replica, its schedule with its collectives; None: see ``reason``.
-        alone: costs of the chunks without collectives; None: see ``reason``.
-        whole: memory besides the plan's, of what is whole for a while.
+        step: time of a step among many; post-validated where the backward is split.
+        exposed: part of the step that is there for the replicas' collectives alone.
+        bubble: idle share of the slowest stage, 0 to 1.
+        peak: most memory that a device holds, in the unit of the layers.
         reason: why there is no plan.
         needs: memory of a device with which there would be one, where that is known.
-        tensor_parallel: devices that share each layer (tp).
     """
 
     n_stages: int
     data_parallel: int
+    tensor_parallel: int
     n_microbatches: int
     shard: Shard
     plan: Plan | None = None
-    alone: Costs | None = None
-    whole: float = 0.0
+    step: float = math.inf
+    exposed: float = 0.0
+    bubble: float = 0.0
+    peak: float = math.inf
     reason: str = ""
     needs: float = math.inf
-    tensor_parallel: int = 1
 
     @property
     def name(self) -> str:
@@ -77,42 +81,6 @@ class MeshPlan:
         name = f"pp {self.n_stages} x dp {self.data_parallel}"
         n = self.tensor_parallel
         return name if n == 1 else f"{name} x tp {n}"
-
-    @cached_property
-    def step(self) -> float:
-        """Time of a step among many; post-validated where the backward is split."""
-        return self._step(with_replicas=True)
-
-    @cached_property
-    def exposed(self) -> float:
-        """Part of the step that is there for the replicas' collectives alone."""
-        return max(0.0, self.step - self._step(with_replicas=False))
-
-    @cached_property
-    def bubble(self) -> float:
-        """Idle share of the slowest stage, 0 to 1."""
-        schedule = without_collectives(self._plan.schedule)
-        return bubble_rate(simulate(schedule, self.alone or Costs()))
-
-    @cached_property
-    def peak(self) -> float:
-        """Most memory that a device holds, in the unit of the layers."""
-        plan = self._plan
-        held = peak_memory(simulate(plan.schedule, plan.costs), plan.costs)
-        return max(held) + self.whole
-
-    @property
-    def _plan(self) -> Plan:
-        assert self.plan is not None, self.reason
-        return self.plan
-
-    def _step(self, *, with_replicas: bool) -> float:
-        schedule, costs = self._plan.schedule, self._plan.costs
-        if not with_replicas and self.alone is not None:
-            schedule, costs = without_collectives(schedule), self.alone
-        if schedule.runs(PassKind.W) and schedule.n_stages > 1:
-            schedule = post_validated(schedule)
-        return steady_step_time(schedule, costs)
 
 
 def plan_meshes(
@@ -160,24 +128,25 @@ def plan_meshes(
         shared = on_shared_layers(layers, n, network)
         links = replicas_network(network, n)
         for n_stages in range(1, n_devices // n + 1):
-            if n_devices // n % n_stages:
+            replicas, left = divmod(n_devices // n, n_stages)
+            if left:
                 continue
-            replicas = n_devices // n // n_stages
             mesh = MeshPlan(
-                n_stages=n_stages,
-                data_parallel=replicas,
-                n_microbatches=n_microbatches // replicas,
-                shard=shard if replicas > 1 else "none",
-                tensor_parallel=n,
+                n_stages,
+                replicas,
+                n,
+                n_microbatches // replicas,
+                shard if replicas > 1 else "none",
             )
-            if n_microbatches % replicas:
-                dealt = f"cannot be dealt to {replicas} replicas"
-                mesh = replace(mesh, reason=f"{n_microbatches} micro-batches {dealt}")
-            elif n_stages > shared.n_layers:
-                few = f"{shared.n_layers} layers are too few for {n_stages} stages"
-                mesh = replace(mesh, reason=few)
-            else:
+            try:
+                if n_microbatches % replicas:
+                    dealt = f"cannot be dealt to {replicas} replicas"
+                    raise RequestError(f"{n_microbatches} micro-batches {dealt}")
                 mesh = _planned(mesh, shared, links, mode, effort)
+            except RequestError as error:
+                needs = error.smallest if isinstance(error, LimitError) else math.inf
+                reason = str(error).partition("\n")[0]
+                mesh = replace(mesh, reason=reason, needs=needs)
             meshes.append(mesh)
     return meshes
 
@@ -203,46 +172,46 @@ def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
 def _planned(
     mesh: MeshPlan, layers: LayerCosts, network: Network, mode: str, effort: str
 ) -> MeshPlan:
+    """Plan a mesh; what is whole for a while must fit the memory too."""
     n, shard = mesh.data_parallel, mesh.shard
-    try:
-        plan = make_plan(
-            PlanRequest(
-                schedule=mode,
-                n_stages=mesh.n_stages,
-                n_microbatches=mesh.n_microbatches,
-                costs=_any_stages(on_replicas(layers, n, network, shard)),
-                effort=effort,
-            )
+    plan = make_plan(
+        PlanRequest(
+            schedule=mode,
+            n_stages=mesh.n_stages,
+            n_microbatches=mesh.n_microbatches,
+            costs=_any_stages(on_replicas(layers, n, network, shard)),
+            effort=effort,
         )
-    except RequestError as error:
-        needs = error.smallest if isinstance(error, LimitError) else math.inf
-        reason = str(error).partition("\n")[0]
-        return replace(mesh, reason=reason, needs=needs)
-    schedule = replicated(plan.schedule, data_parallel=n, shard=shard)
-    assert plan.split is not None
-    alone = _any_stages(layers).on(
-        schedule.placement, plan.split, recompute=plan.recompute
     )
-    mesh = replace(
+    bare, split = plan.schedule, plan.split
+    assert split is not None
+    schedule = replicated(bare, data_parallel=n, shard=shard)
+    peak = max(peak_memory(simulate(schedule, plan.costs), plan.costs))
+    peak += whole_for_a_while(layers, split, n, shard)
+    limit = None if layers.memory_limit is None else _least(layers.memory_limit)
+    if limit is not None and peak > limit * (1 + 1e-9):
+        raise LimitError(
+            f"a device needs memory {format_memory(peak)} with what is whole for "
+            f"a while, over the limit {format_memory(limit)}",
+            smallest=peak,
+        )
+    alone = _any_stages(layers).on(bare.placement, split, recompute=plan.recompute)
+    alone = replace(alone, optimizer=plan.costs.optimizer)
+    step = _step(schedule, plan.costs)
+    return replace(
         mesh,
         plan=replace(plan, schedule=schedule),
-        alone=replace(alone, optimizer=plan.costs.optimizer),
+        step=step,
+        exposed=max(0.0, step - _step(without_collectives(bare), alone)),
+        bubble=bubble_rate(simulate(without_collectives(bare), alone)),
+        peak=peak,
     )
-    return _with_whole(mesh, whole_for_a_while(layers, plan.split, n, shard), layers)
 
 
-def _with_whole(mesh: MeshPlan, whole: float, layers: LayerCosts) -> MeshPlan:
-    """Count what is whole for a while; refuse a mesh that then has no room."""
-    counted_mesh = replace(mesh, whole=whole)
-    limit = layers.memory_limit
-    if limit is not None and counted_mesh.peak > _least(limit) * (1 + 1e-9):
-        peak = counted_mesh.peak
-        reason = (
-            f"a device needs memory {format_memory(peak)} with what is whole for "
-            f"a while, over the limit {format_memory(_least(limit))}"
-        )
-        return replace(counted_mesh, plan=None, reason=reason, needs=peak)
-    return counted_mesh
+def _step(schedule: Schedule, costs: Costs) -> float:
+    if schedule.runs(PassKind.W) and schedule.n_stages > 1:
+        schedule = post_validated(schedule)
+    return steady_step_time(schedule, costs)
 
 
 def _any_stages(layers: LayerCosts) -> LayerCosts:
