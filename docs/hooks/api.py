@@ -15,7 +15,7 @@ ABOUT = {
     "planning": "Modes, requests and plans.",
     "profiling": "What `pipeline.profile` returns.",
     "tuning": "When a running pipeline is planned again.",
-    "core": "Jobs, costs, schedules, timelines and files: standard library only.",
+    "core": "Jobs, costs, schedules, timelines and files; numpy at most.",
 }
 """Module below zbpp, and a line about it."""
 
