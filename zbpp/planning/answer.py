@@ -137,11 +137,7 @@ class _File:
 
 
 def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int]:
-    """Layers of the whole model that a schedule recomputes, split into its chunks.
-
-    Raises:
-        RequestError: a chunk has no such layer.
-    """
+    """Layers of the whole model that a schedule recomputes, split into its chunks."""
     layer_numbers: set[int] = set()
     firsts = accumulate(split, initial=0)
     for chunk, (first, n_layers) in enumerate(zip(firsts, split, strict=False)):
@@ -188,11 +184,7 @@ def is_plan_file(path: str) -> bool:
 
 
 def parse_plan(text: str, *, source: str = "plan") -> Plan:
-    """Read a plan from JSON text; figures follow from what it was made for.
-
-    Raises:
-        RequestError: the text holds no valid plan; ``source`` names it.
-    """
+    """Read a plan from JSON text; figures follow from what it was made for."""
     data = object_of(text, source)
     file: _File = decode(_File, data, source)
     costs = costs_of(file.costs, source=f"{source}: costs")

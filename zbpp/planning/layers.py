@@ -43,13 +43,7 @@ _LITTLE = 0.02  # of a step: less than this is no help
 
 
 def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
-    """Plan a mode with a split, or with parts that are recomputed.
-
-    Raises:
-        LimitError: nothing fits the limit; it names the smallest that works.
-        RequestError: the layers cannot be split so, there is no such part to be
-            recomputed, or what auto needs for that is missing.
-    """
+    """Plan a mode with a split, or with parts that are recomputed."""
     if isinstance(request.costs, LayerCosts):
         if mode.place is None and request.by_mode:
             return _best_of_modes(request, request.costs)

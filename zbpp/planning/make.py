@@ -115,11 +115,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def given_orders(request: PlanRequest) -> Schedule | Plan | None:
-    """Read the file, or take the schedule or plan, of a request; None: it has a mode.
-
-    Raises:
-        RequestError: the file is not valid, or its sizes are not those asked for.
-    """
+    """The schedule or plan of a request, or in its file; None: it has a mode."""
     source = request.schedule
     if isinstance(source, str | Path):
         path = str(source)

@@ -51,11 +51,7 @@ LayersOf = LayerCosts | Mapping[str, Any] | str | Path
 def costs_or_layers(
     costs: CostsLike | None, layers: LayersOf | None
 ) -> Costs | LayerCosts | None:
-    """Take the costs of chunks, or those of layers, which may be in a file.
-
-    Raises:
-        RequestError: both are given, or the file is not valid.
-    """
+    """Take the costs of chunks, or those of layers, which may be in a file."""
     if layers is None:
         return costs_like(costs)
     if costs is not None:
@@ -77,9 +73,6 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
             if it has none, balanced with costs of layers, and even without.
         n_layers: layers of the model.
         n_ranks: processes of the pipeline; one alone may hold any number of stages.
-
-    Raises:
-        RequestError: these do not fit together.
     """
     split, costs = request.split, request.costs
     assert not callable(split), "a rule is made here"
@@ -132,11 +125,7 @@ def _count_stages(n_stages: int | None, n_ranks: int) -> int | None:
 
 
 def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]:
-    """Layers of each chunk of a schedule, where there are no costs per layer.
-
-    Raises:
-        RequestError: they do not fit the model, or cannot be balanced.
-    """
+    """Layers of each chunk of a schedule, where there are no costs per layer."""
     if split is not None or schedule.split is None:
         return split_on(split, n_layers, schedule.placement)
     if sum(schedule.split) != n_layers:
@@ -148,11 +137,7 @@ def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]
 
 
 def split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ...]:
-    """Layers of each chunk of a placement, as asked for, or even.
-
-    Raises:
-        RequestError: they cannot be balanced, as there are no costs per layer.
-    """
+    """Layers of each chunk of a placement, as asked for, or even."""
     if split == "balanced":
         raise RequestError(
             "split is balanced, but there are no costs per layer; give layer_costs=, "
@@ -173,9 +158,6 @@ def choose_validation(
         wanted: None: yes for schedules that split the backward or have V's already,
             if there are stages to wait for. Others have bubbles enough for a barrier.
         steps: there is an optimizer.
-
-    Raises:
-        RequestError: steps shall be validated, but the caller takes them.
     """
     if wanted and not steps:
         raise RequestError(

@@ -70,11 +70,7 @@ _PEAKS = ("peak_f", "peak_b", "peak_w", "peak_o", "peak_r")
 
 
 def check_replicas(data_parallel: int, shard: str) -> None:
-    """Refuse what is no number of replicas, or nothing that they can shard.
-
-    Raises:
-        RequestError: it is none.
-    """
+    """Refuse what is no number of replicas, or nothing that they can shard."""
     if data_parallel < 1:
         raise RequestError(f"--data_parallel is {data_parallel}; it must be at least 1")
     if shard not in SHARDS:
@@ -87,16 +83,7 @@ def check_replicas(data_parallel: int, shard: str) -> None:
 
 
 def replicated(schedule: Schedule, *, data_parallel: int, shard: str) -> Schedule:
-    """Add the collectives of replicas; one alone leaves a schedule as it is.
-
-    Args:
-        schedule: of one replica; collectives that it has are replaced.
-        data_parallel: replicas of every stage.
-        shard: one of `SHARDS`.
-
-    Raises:
-        RequestError: as `check_replicas`.
-    """
+    """Add the collectives of replicas; one alone leaves a schedule as it is."""
     check_replicas(data_parallel, shard)
     if data_parallel == 1:
         return schedule
@@ -242,11 +229,7 @@ def _divided_by(value: PerRow, n: int) -> PerRow:
 
 
 def check_parameters(layers: LayerCosts) -> None:
-    """Refuse layers that do not tell their parameters.
-
-    Raises:
-        RequestError: it says where they come from.
-    """
+    """Refuse layers that do not tell their parameters."""
     if not any(layers.of("parameters")):
         raise RequestError(
             "the costs of the layers do not say how large their parameters are, which "
@@ -257,17 +240,7 @@ def check_parameters(layers: LayerCosts) -> None:
 
 
 def on_shared_layers(layers: LayerCosts, n: int, network: Network) -> LayerCosts:
-    """Costs of layers that are shared by n devices each.
-
-    Args:
-        layers: times and memories of whole ones. ``message`` tells how large the
-            activations of a layer are, which its devices exchange.
-        n: devices.
-        network: among them; they are neighbours.
-
-    Raises:
-        RequestError: the layers do not tell their messages, or they have parts.
-    """
+    """Costs of layers that are shared by n devices each."""
     if n == 1:
         return layers
     _check_whole(layers, "devices that share one exchange in its passes")

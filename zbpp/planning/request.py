@@ -130,11 +130,7 @@ class PlanRequest:
         return Costs().with_limit(self.memory_limit)
 
     def sizes(self, name: str) -> tuple[int, int]:
-        """Stages and micro-batches, which a mode needs.
-
-        Raises:
-            RequestError: one of them is missing or below 1.
-        """
+        """Stages and micro-batches, which a mode needs."""
         return (
             at_least_one(name, "n_stages", self.n_stages),
             at_least_one(name, "n_microbatches", self.n_microbatches),
@@ -142,11 +138,7 @@ class PlanRequest:
 
 
 def costs_like(value: CostsLike | None) -> Costs | LayerCosts | None:
-    """Return costs, or read those of a file or of its object.
-
-    Raises:
-        RequestError: they are none.
-    """
+    """Return costs, or read those of a file or of its object."""
     match value:
         case None | Costs() | LayerCosts():
             return value
@@ -174,11 +166,7 @@ def _recompute_like(value: Any) -> Any:
 
 
 def at_least_one(mode: str, name: str, number: int | None) -> int:
-    """Return a size that a mode needs.
-
-    Raises:
-        RequestError: it is missing or below 1.
-    """
+    """Return a size that a mode needs."""
     if number is None or number < 1:
         raise RequestError(f"{name} is {number}; {mode} needs at least 1")
     return number
@@ -188,9 +176,6 @@ def count_chunks(mode: Mode, request: PlanRequest) -> int | None:
     """Chunks of a stage: the mode's, those asked for, or those of the lists.
 
     None: nothing says a number.
-
-    Raises:
-        RequestError: a number is asked for that the mode cannot have.
     """
     asked = request.chunks_per_stage
     if asked is not None and mode.chunks is not None:
@@ -232,9 +217,6 @@ def parse_split(text: str) -> Split:
 
     >>> parse_split("3,4,5")
     (3, 4, 5)
-
-    Raises:
-        RequestError: it is none of these.
     """
     if text in _SPLITS:
         return _SPLITS[text]
@@ -247,9 +229,6 @@ def parse_recompute(text: str) -> Recomputing:
 
     >>> parse_recompute("0,2,5")
     (0, 2, 5)
-
-    Raises:
-        RequestError: it is none of these.
     """
     if text in _RECOMPUTE:
         return _RECOMPUTE[text]

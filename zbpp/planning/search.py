@@ -73,10 +73,6 @@ def best_of(candidates: Iterable[Candidate], *, trust: float = 0.0) -> Plan:
             one wins.
         trust: share of the time to which predictions are trusted: of plans that are
             as near to the shortest one, those with the fewest messages win.
-
-    Raises:
-        LimitError: there is no plan; of several limits it names the smallest.
-        RequestError: there is no plan; the error is that of the first candidate.
     """
     best: Plan | None = None
     entries: list[tuple[str, Plan | str]] = []
@@ -160,13 +156,7 @@ class Problem:
     effort: str
 
     def plan(self, mode: Mode | None, placement: Placement) -> Schedule:
-        """Plan a mode on one of its placements; None: any under all its memory.
-
-        Raises:
-            LimitError: nothing fits; it names the smallest limit that works.
-            RequestError: the costs do not fit the placement, or there are too many
-                jobs.
-        """
+        """Plan a mode on one of its placements; None: any under all its memory."""
         if mode is not None and mode.order is not None:
             schedule = mode.order_on(placement, self.n_microbatches)
             if mode.pairs and self.costs.parts is not None:
@@ -232,12 +222,7 @@ class Problem:
 
 
 def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
-    """Placements that a mode is planned on; auto has several, of few chunks first.
-
-    Raises:
-        RequestError: a size is missing, below 1 or too large, or the mode cannot have
-            the number of chunks.
-    """
+    """Placements that a mode is planned on; auto has several, of few chunks first."""
     n_stages, n_microbatches = request.sizes(mode.name)
     chunks = count_chunks(mode, request)
     if mode.place is not None:
@@ -292,13 +277,7 @@ def _has(mode: Mode, placement: Placement) -> bool:
 
 
 def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
-    """Return a schedule that keeps the memory limit.
-
-    Raises:
-        LimitError: it needs more memory.
-        RequestError: the costs do not fit the placement, or a backward is split that
-            cannot be.
-    """
+    """Return a schedule that keeps the memory limit."""
     on_chunks = costs.on(schedule.placement)
     for stage, order in enumerate(schedule.orders):
         for job in () if on_chunks.splits[stage] else order:

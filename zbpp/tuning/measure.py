@@ -47,10 +47,6 @@ def measure_layers(
 
     Returns:
         Costs in ms and bytes, the same on every rank.
-
-    Raises:
-        RequestError: the batch does not fit.
-        PeerError: another stage died or did not answer.
     """
     if not (isinstance(example, tuple) and len(example) == 2):
         raise RequestError(

@@ -13,7 +13,7 @@ same placement and split: the bits of a run stay what they were.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from zbpp.core import (
     Costs,
@@ -25,13 +25,11 @@ from zbpp.core import (
 )
 from zbpp.diagnostics import measured_costs
 from zbpp.planning import Plan, PlanRequest, make_plan
-from zbpp.runtime.driver.stages import LocalStages
 from zbpp.schedules import without_checks, without_collectives
 
 __all__ = [
     "Replanned",
     "Watch",
-    "Watched",
     "Watcher",
     "drift",
     "make_watcher",
@@ -145,33 +143,13 @@ def replan(schedule: Schedule, costs: Costs, *, effort: str) -> Replanned:
 
 
 def make_watcher(wanted: Watch | bool | None, plan: Plan) -> "Watcher | None":
-    """Make the watcher of a pipeline, if it is to have one.
-
-    Args:
-        wanted: by the caller; None: where ``auto`` has chosen the plan among others.
-        plan: that is run first.
-    """
+    """The watcher of a pipeline that runs a plan; by default only of `auto`."""
     if wanted is None:
         wanted = bool(plan.rejected)
     if wanted is False or plan.schedule.n_stages == 1:
         return None
     watch = Watch() if wanted is True else wanted
     return Watcher(watch, plan.costs, has_costs=plan.has_costs)
-
-
-class Watched(Protocol):
-    """The part of `zbpp.Pipeline` that is watched."""
-
-    schedule: Schedule
-    rank: int
-    device: Any
-    stages: LocalStages
-
-    def gather(self, thing: Any) -> list[Any]:
-        """Give every process the things of all."""
-
-    def switch(self, schedule: Schedule) -> None:
-        """Go on under another schedule."""
 
 
 class Watcher:
@@ -198,7 +176,7 @@ class Watcher:
         self._has_costs = has_costs
         self._n_steps = 0
 
-    def after_step(self, pipeline: Watched) -> None:
+    def after_step(self, pipeline: Any) -> None:
         """Look at the last window if one ends here; switch if that pays."""
         self._n_steps += 1
         if not self._watch.looks_after(self._n_steps):

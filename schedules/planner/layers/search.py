@@ -233,11 +233,7 @@ class _Search:
         return sorted(trials, key=lambda trial: (trial.step, trial.barrier_step))
 
     def best(self, choices: Iterable[Choice], effort: str) -> Trial:
-        """Plan all, and return the best.
-
-        Raises:
-            LimitError: none fits.
-        """
+        """Plan all, and return the best."""
         trials = [t for c in dict.fromkeys(choices) if (t := self.plan(c, effort))]
         if not trials:
             assert self._error is not None
@@ -245,12 +241,7 @@ class _Search:
         return reduce(_better, trials)
 
     def choices(self, sets: list[frozenset[int]], split: Split) -> list[Choice]:
-        """The choices that deserve the effort that is wanted, the best one first.
-
-        Args:
-            sets: layers that are recomputed; of several the climb may take any.
-            split: see `Split`.
-        """
+        """The choices that deserve the effort that is wanted, the best one first."""
         is_free, is_auto = split in (None, "balanced"), len(sets) > 1
         fixed = self._even if split is None or isinstance(split, str) else tuple(split)
         if not is_free and not is_auto:
