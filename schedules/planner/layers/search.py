@@ -56,7 +56,6 @@ It raises LimitError if that does not fit the memory limit.
 _PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
 _LEAST_PLANS = {"fast": 2, "default": 8, "best": 0}
 _MOST_PLANS = 200
-_IN_FLIGHT = (1.0, 0.5, 0.25, 0.75)  # of what the mode holds without a limit
 _SEARCH_SHARE = 0.4  # of the seconds of best; the others are for the plan at the end
 _BOUND = 1 / 60  # of a plan's price: a lower bound
 _AT_FIRST = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
@@ -293,20 +292,18 @@ class _Search:
         return balance(*sizes, recompute=recompute).bound
 
     def _starts(self, recompute: frozenset[int]) -> list[Choice]:
-        """Balanced splits, and the even one.
+        """The balanced split, and the even one.
 
-        Under a memory limit also those with room for more micro-batches in flight.
+        Under a memory limit also one with room for what the mode holds without a limit.
         """
         layers, even = self._layers, self._even
         sizes = layers, self._placement, self._m
         splits = [balance(*sizes, recompute=recompute).split]
         if layers.memory_limit is not None and layers.n_layers > len(even):
-            most = self._in_flight(Choice(even, recompute))
-            for share in _IN_FLIGHT:
-                room = [1 + share * (n - 1) for n in most]
-                with suppress(LimitError):
-                    roomy = balance(*sizes, recompute=recompute, in_flight=room)
-                    splits.append(roomy.split)
+            room = self._in_flight(Choice(even, recompute))
+            with suppress(LimitError):
+                roomy = balance(*sizes, recompute=recompute, in_flight=room)
+                splits.append(roomy.split)
         return [Choice(split, recompute) for split in dict.fromkeys([*splits, even])]
 
     def _in_flight(self, choice: Choice) -> list[int]:
