@@ -2,9 +2,9 @@
 
     embed | block 0 | block 1 | .. | block n-1 | norm, head
 
-Values that later parts read (masks, a learned bias, a
-skip from the embedding to the head) travel with the hidden state, and their gradients
-come back. The shapes of a micro-batch are fixed: those of the example.
+Values that later parts read (masks, a learned bias, a skip from the embedding to the
+head) travel with the hidden state, and their gradients come back. The shapes of a
+micro-batch are fixed: those of the example.
 """
 
 import operator
@@ -245,10 +245,12 @@ def _use_tensors_of(model: nn.Module, graph: nn.Module) -> None:
     for name, part in graph.named_modules():
         original = modules.get(_SECOND_CALL.sub("", name))
         for key in [*part._buffers]:
-            buffers = {} if original is None else original._buffers
-            part._buffers[key] = buffers.get(key, part._buffers[key])
-            is_hidden = original is None or key in original._non_persistent_buffers_set
-            if is_hidden or key not in buffers:
+            if original is None or key not in original._buffers:
+                # a constant of the forward, another one in each mode
+                part.__dict__[key] = part._buffers.pop(key)
+                continue
+            part._buffers[key] = original._buffers[key]
+            if key in original._non_persistent_buffers_set:
                 part._non_persistent_buffers_set.add(key)
         for key in [*part._parameters]:
             assert original is not None
@@ -286,6 +288,11 @@ class _Part(nn.Module):
         self._devices: list[torch.device | None] = [None, None]
         """Where the graphs make tensors."""
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for part, key, constant in self._constants():
+            part.__dict__[key] = fn(constant)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
     def forward(self, value: Any) -> Any:
         """From a micro-batch, or values, to values, or to the model's output."""
         mode = int(not self.training)
@@ -307,6 +314,16 @@ class _Part(nn.Module):
             return exported.wrap(values)
         return {name: values[name] for name in later}
 
+    def _constants(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Tensors that the forward makes, in both graphs."""
+        return [
+            (part, key, x)
+            for graph in self._graphs
+            for part in graph.modules()
+            for key, x in vars(part).items()
+            if isinstance(x, Tensor)
+        ]
+
     def with_weights(self, weights: Weights, units: Sequence[str]) -> "_Part":
         """Return the same part with weights in place of tensors on meta.
 
@@ -322,8 +339,7 @@ class _Part(nn.Module):
         modules: dict[str, nn.Module] = {}
         for name, part in graphs[0].named_modules():
             if part._parameters or part._buffers:
-                path = _own_name(0, f"graph.{name}.")
-                path = path.rstrip(".")
+                path = _own_name(0, f"graph.{name}.").rstrip(".")
                 unit = next((unit for unit in units if is_under(path, unit)), None)
                 if unit is None:
                     source = weights.make_alone(path)
@@ -335,12 +351,15 @@ class _Part(nn.Module):
                     tensors, new = getattr(part, kind), getattr(source, kind)
                     for key in tensors.keys() & new.keys():
                         tensors[key] = made.setdefault(tensors[key], new[key])
-        if any(x.is_meta for x in (*graphs[0].parameters(), *graphs[0].buffers())):
+        made_part = _Part(graphs, self._exported, self._index, self._example)
+        tensors = [*made_part.parameters(), *made_part.buffers()]
+        tensors += [constant for *_, constant in made_part._constants()]
+        if any(x.is_meta for x in tensors):
             raise RequestError(
                 "the forward makes constants, which have no values in an export on the "
                 "meta device; make the model on a real one, or pass a list of layers"
             )
-        return _Part(graphs, self._exported, self._index, self._example)
+        return made_part
 
 
 def _copy_modules(module: nn.Module) -> nn.Module:
