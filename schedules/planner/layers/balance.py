@@ -339,9 +339,11 @@ def _descend(loads: Loads, split: tuple[int, ...]) -> tuple[int, ...]:
 def _figures(loads: Loads, split: Sequence[int]) -> tuple[float, ...]:
     """Memory over the limits, largest load, squares of loads of stages, of chunks."""
     load, memory = loads.by_stage(split)
-    over = np.maximum(0.0, memory - loads.limit * (1 + ROUNDING)).sum()
+    over = np.maximum(0.0, memory - loads.limit * (1 + ROUNDING))
     chunks = loads.by_chunk(split)[0]
-    return over, load.max(), load @ load, chunks @ chunks
+    # fsum: sums of numpy and BLAS differ between machines, and plans must not
+    squares, of_chunks = math.fsum(load * load), math.fsum(chunks * chunks)
+    return math.fsum(over), float(load.max()), squares, of_chunks
 
 
 def _does_not_fit(loads: Loads) -> LimitError:
