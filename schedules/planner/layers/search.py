@@ -9,7 +9,7 @@ last, when the others have given back what they held.
    even chunks; and of these splits recomputed layers that fall along the chunks.
 2. A climb: a layer moves to another chunk, or one more or less is recomputed, while
    plans with effort fast get shorter. A choice is planned only if its lower bound is
-   below the best step.
+   not above the best step.
 3. The best choice is planned with the effort that is wanted, and so are even chunks,
    and the best ones that recompute none and all: no plan is longer than theirs.
 """
@@ -54,8 +54,7 @@ It raises LimitError if that does not fit the memory limit.
 """
 
 _PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
-_LEAST_PLANS = {"fast": 2, "default": 8, "best": 0}
-_MOST_PLANS = 200
+_PLANS = {"fast": (2, 30), "default": (8, 200), "best": (0, math.inf)}
 _SEARCH_SHARE = 0.4  # of the seconds of best; the others are for the plan at the end
 _BOUND = 1 / 60  # of a plan's price: a lower bound
 _AT_FIRST = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
@@ -127,13 +126,9 @@ def plan_split(
     words = {"auto": ((), every), "all": (every,), "none": ((),)}
     sets = words[recompute] if isinstance(recompute, str) else (recompute,)
     kind, seconds = parse_effort(effort)
-    budget = Budget(math.inf, seconds * _SEARCH_SHARE)
-    search = _Search(planner, layers, placement, n_microbatches, budget)
-    if kind != "best":
-        price = search.price
-        passes = len(sets) * max(_PASSES[kind], _LEAST_PLANS[kind] * price)
-        budget.passes = min(passes, _MOST_PLANS * price)
-    choices = search.choices(list(map(frozenset, sets)), split)
+    search = _Search(planner, layers, placement, n_microbatches, kind)
+    share = _SEARCH_SHARE * seconds / (2 * len(sets) - 1)
+    choices = search.choices(list(map(frozenset, sets)), split, share)
     if kind != "best":
         return search.finished(search.best(choices, effort), effort)
     best = search.best(choices, "default")
@@ -168,25 +163,24 @@ class _Search:
         layers: LayerCosts,
         placement: Placement,
         n_microbatches: int,
-        budget: Budget,
+        kind: str,
     ) -> None:
         self._planner = planner
         self._layers = layers
         self._placement = placement
         self._m = n_microbatches
-        self._budget = budget
+        n_chunks = placement.n_chunks
+        runs = 1.0 if n_chunks == placement.n_stages else 6.0
+        self._price = 3.0 * runs * n_chunks * n_microbatches
+        """Passes that a plan with effort fast places, roughly."""
+        least, most = (n * self._price for n in _PLANS[kind])
+        self._passes = min(max(_PASSES[kind], least), most)
+        self._budget = Budget(self._passes)
         self._even = even_split(layers.n_layers, placement.n_chunks)
         self._quick: dict[Choice, Trial | None] = {}
         self._error: LimitError | None = None
         self.plan = cache(self._plan)
         self.loads = cache(self._loads)
-
-    @property
-    def price(self) -> float:
-        """Passes that a plan with effort fast places, roughly."""
-        n_chunks = self._placement.n_chunks
-        runs = 1.0 if n_chunks == self._placement.n_stages else 6.0
-        return 3.0 * runs * n_chunks * self._m
 
     def _loads(self, recompute: frozenset[int]) -> Loads:
         return Loads.of(self._layers, self._placement, self._m, recompute=recompute)
@@ -210,7 +204,7 @@ class _Search:
 
     def _can_be_shorter(self, choice: Choice, step: float) -> bool:
         """True if a micro-batch fits, and the lower bound is not above a step."""
-        self._budget.spend(_BOUND * self.price)
+        self._budget.spend(_BOUND * self._price)
         costs = self._on_chunks(choice)
         on_stages = costs.on(self._placement)
         try:
@@ -222,13 +216,17 @@ class _Search:
     def quick(self, choice: Choice) -> Trial | None:
         """Plan with effort fast, and take the price off the budget if it is new."""
         if choice not in self._quick:
-            self._budget.spend(self.price)
+            self._budget.spend(self._price)
             self._quick[choice] = self.plan(choice, "fast")
         return self._quick[choice]
 
-    def _ranked(self) -> list[Trial]:
-        """Plans with effort fast, best first."""
-        trials = filter(None, self._quick.values())
+    def _ranked(self, sets: Collection[frozenset[int]] = ()) -> list[Trial]:
+        """Plans with effort fast, best first; of these sets only, if there are any."""
+        trials = [
+            trial
+            for choice, trial in self._quick.items()
+            if trial is not None and (not sets or choice.recompute in sets)
+        ]
         return sorted(trials, key=lambda trial: (trial.step, trial.barrier_step))
 
     def best(self, choices: Iterable[Choice], effort: str) -> Trial:
@@ -239,15 +237,20 @@ class _Search:
             raise self._error
         return reduce(_better, trials)
 
-    def choices(self, sets: list[frozenset[int]], split: Split) -> list[Choice]:
-        """The choices that deserve the effort that is wanted, the best one first."""
-        is_free, is_auto = split in (None, "balanced"), len(sets) > 1
+    def choices(
+        self, sets: list[frozenset[int]], split: Split, seconds: float
+    ) -> list[Choice]:
+        """The choices that deserve the effort that is wanted.
+
+        The climb on splits is the same for each set as if it were the only one: so no
+        plan is longer than that of a set. Of several, layers are then mixed.
+        """
+        is_free = split in (None, "balanced")
         fixed = self._even if split is None or isinstance(split, str) else tuple(split)
-        if not is_free and not is_auto:
-            return [Choice(fixed, recompute) for recompute in sets]
         ends: list[Choice] = []
         errors = []
         for recompute in sets:
+            self._budget = Budget(self._passes, seconds)
             starts = [Choice(fixed, recompute)]
             try:
                 starts = self._starts(recompute) if is_free else starts
@@ -255,22 +258,41 @@ class _Search:
                 errors.append(error)
                 continue
             ends += [starts[0], starts[-1]]
-            for choice in starts:
-                if self._budget.is_left or not self._ranked():
-                    self.quick(choice)
+            if is_free:
+                for choice in starts:
+                    if self._budget.is_left or not self._ranked([recompute]):
+                        self.quick(choice)
+                ends += self._climb(self._ranked([recompute]), is_free, False, sets[0])
         if not ends:
             raise min(errors, key=lambda error: error.smallest)
-        if is_auto:
-            best = next(iter(self._ranked()), None)
+        if len(sets) > 1:
+            self._budget = Budget(self._passes, seconds)
+            best = next(iter(self._ranked()), None) or self.quick(ends[0])
             profiles = self._profiles(best.choice.split if best else ends[0].split)
             while (better := self._next(profiles, best)) is not None:
                 best = better
-        target = self._target(sets[0]) * (1 + ROUNDING)
-        for start in self._ranked():
+            ends += self._climb(self._ranked(), is_free, True, sets[0])
+        return ends
+
+    def _climb(
+        self,
+        starts: list[Trial],
+        is_free: bool,
+        is_auto: bool,
+        least: frozenset[int],
+    ) -> list[Choice]:
+        """Climb from plans in turn; the best choice, if any fits."""
+        target = self._target(least) * (1 + ROUNDING)
+        ends = []
+        for start in starts:
             trial: Trial | None = start
-            while trial is not None and trial.step > target:
+            while trial is not None:
+                end = trial
+                if trial.step <= target:
+                    break
                 trial = self._next(self._moves(trial, is_free, is_auto), trial)
-        return [*(trial.choice for trial in self._ranked()[:1]), *ends]
+            ends.append(end)
+        return [reduce(_better, ends).choice] if ends else []
 
     def _next(self, choices: Iterable[Choice], best: Trial | None) -> Trial | None:
         """The first choice that is better, from the least load on; None: no one is."""
