@@ -32,8 +32,8 @@ FIRST = {
 """Of a module with headings: its names below each of them."""
 
 HIDDEN = {
-    "memory": ["api.estimate"],
-    "simulator": ["critical_path.critical_path", "plot.plot"],
+    "memory": ["estimate.estimate"],
+    "simulator": ["critical_path.critical_path", "job_graph.job_graph", "plot.plot"],
 }
 """Functions with the name of a submodule, by which mkdocstrings would take that."""
 
