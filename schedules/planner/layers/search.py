@@ -54,7 +54,7 @@ It raises LimitError if that does not fit the memory limit.
 """
 
 _PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
-_PLANS = {"fast": (2, 30), "default": (8, 200), "best": (0, math.inf)}
+_PLANS = {"fast": (2, 30), "default": (8, 60), "best": (0, math.inf)}
 _SEARCH_SHARE = 0.4  # of the seconds of best; the others are for the plan at the end
 _BOUND = 1 / 60  # of a plan's price: a lower bound
 _AT_FIRST = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
