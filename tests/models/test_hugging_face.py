@@ -260,20 +260,25 @@ def test_a_dropout_before_the_blocks_is_drawn_once() -> None:
     assert torch.equal(after, torch.get_rng_state())
 
 
-class LearnedMask(torch.nn.Module):
-    """Changes the rotary table by a weight that other layers do not have."""
+class Scaled(torch.nn.Module):
+    """A rotary table that depends on more than the batch."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, kind: str) -> None:
         super().__init__()
-        self.table, self.scale = table, torch.nn.Parameter(torch.ones(()))
+        self.table, self.kind = table, kind
+        if kind != "hidden state":
+            self.scale = torch.nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return tuple(self.scale * x for x in self.table(*args, **kwargs))
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        by = hidden.detach().abs().sum() if self.kind == "hidden state" else self.scale
+        by = by if self.kind == "weight" else by.detach()
+        return tuple(by * x for x in self.table(hidden, *args, **kwargs))
 
 
-def test_blocks_that_read_more_than_the_batch_are_refused() -> None:
+@pytest.mark.parametrize("kind", ["weight", "detached weight", "hidden state"])
+def test_blocks_that_read_more_than_the_batch_are_refused(kind: str) -> None:
     model = tiny("llama")
-    model.model.rotary_emb = LearnedMask(model.model.rotary_emb)
+    model.model.rotary_emb = Scaled(model.model.rotary_emb, kind)
     with pytest.raises(RequestError, match="compute from their weights"):
         layered_of(model)
 
