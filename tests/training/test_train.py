@@ -269,6 +269,34 @@ def test_a_loss_scale_goes_on(train: Train, book: Path, tmp_path: Path) -> None:
     assert metrics.read_text().splitlines()[:-1] == before
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(
+    train: Train,
+    book: Path,
+    tmp_path: Path,
+    is_damaged: bool,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = tmp_path / "metrics"
+    more = {"data": book, "metrics": metrics, "save_dir": tmp_path / "run"}
+    for steps in (1, 2):
+        assert run_train(*words_of(steps=steps, **more)) == 0
+    if is_damaged:
+        file = min((tmp_path / "run" / "step-00000002").glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1])
+    capsys.readouterr()
+    assert run_train(*words_of(**more)) == 0
+    said = capsys.readouterr()
+    assert f"resumed after step {1 if is_damaged else 2} " in said.out
+    assert ("checkpoint is passed over" in caplog.text + said.err) == is_damaged
+    assert same(rows_of(metrics)) == same(train())
+    for path in (tmp_path / "run").glob("step-*/*.safetensors"):
+        path.write_bytes(b"")
+    assert run_train(*words_of(steps=5, **more)) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("torn", [b"[1]\n", b"\xff\xfe\n", b'{"step": 9'])
 def test_torn_metrics_go_on_behind_the_last_whole_step(
     torn: bytes, book: Path, tmp_path: Path

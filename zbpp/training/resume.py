@@ -1,4 +1,4 @@
-"""Save a training now and then, and go on where one has stopped.
+"""Save a training at intervals, and resume one that has stopped.
 
 The place in the data is the number of samples so far, whatever the number of stages;
 what a step draws depends on the seed and the step alone.
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint import CheckpointError, locked, newest
+from zbpp.checkpoint import CheckpointError, locked
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.training.log import Recorder
@@ -32,10 +32,10 @@ def check_saving(options: TrainOptions) -> None:
 
 @contextmanager
 def folder_of_one_run(pipeline: Pipeline, folder: Path | None) -> Iterator[None]:
-    """Hold the folder that a run saves in (every rank must call).
+    """Lock the folder that a run saves in (every rank must call).
 
     Raises:
-        RequestError: another run holds it.
+        RequestError: another run has locked it.
     """
     with ExitStack() as stack:
         words = None
@@ -74,21 +74,27 @@ class RunSaver:
         self._same: dict[str, Any] = {"seed": options.seed, **same}
 
     def resume(self) -> str | None:
-        """Load the newest checkpoint of the folder, if any; gives a line about it.
+        """Load the newest whole checkpoint of the folder, if any; return a line for it.
 
         Raises:
+            CheckpointError: all checkpoints are damaged.
             RequestError: it is one of another training.
         """
-        path = self._newest()
-        if path is None:
+        folder = self._options.save_dir
+        if folder is None:
             return None
         try:
-            extra = self._pipeline.load(path)
+            extra = self._pipeline.load(folder, missing_ok=True)
+        except CheckpointError:
+            raise
         except RequestError as error:
             raise RequestError(
-                f"{path} is of another model: {error}; give the same options, or "
-                "another --save_dir"
+                f"the newest checkpoint in {folder} is of another model: {error}; give "
+                "the same options, or another --save_dir"
             ) from error
+        if not extra:
+            return None
+        step = self._saved = self._pipeline.n_steps
         differences = [
             f"{name} {extra.get(name)}, now {value}"
             for name, value in self._same.items()
@@ -96,27 +102,19 @@ class RunSaver:
         ]
         if differences:
             raise RequestError(
-                f"{path} is of another training: {'; '.join(differences)}; give the "
-                "same options and text, or another --save_dir"
+                f"the checkpoint of step {step} in {folder} is of another training: "
+                f"{'; '.join(differences)}; give the same options and text, or another "
+                "--save_dir"
             )
         self._samples = int(extra["samples"])
-        step = self._saved = self._pipeline.n_steps
-        return f"resumed after step {step} ({self._samples:,} samples) from {path}"
-
-    def _newest(self) -> Path | None:
-        folder = self._options.save_dir
-        if folder is None:
-            return None
-        latest = newest(folder) if self._pipeline.rank == 0 else None
-        path: Path | None = self._pipeline.gather(latest)[0]
-        return path
+        return f"resumed after step {step} ({self._samples:,} samples) from {folder}"
 
     def after_step(self, recorder: Recorder) -> None:
         """Save if it is time to, and what the recorder has to write before it."""
         self._samples += self._per_step
         saves = self._options.save_dir is not None
         if saves and self._pipeline.n_steps % _EVERY == 0:
-            recorder.finish_steps()  # a run that goes on from here will not do it
+            recorder.finish_steps()  # a run that resumes here will not do it
             self._save(recorder)
 
     def finish(self, recorder: Recorder) -> None:
