@@ -265,8 +265,8 @@ TABLE = (
      "float((losses * weights).sum() / (1 if adds else weights.sum()))",
      "float(losses.mean())"),
     ("driver", "outputs in the order of their ends", "zbpp/runtime/driver/stages.py",
-     "sorted(by_number)[: last.n_filled]",
-     "sorted(by_number, reverse=True)[: last.n_filled]"),
+     "for i in sorted(by_number)",
+     "for i in sorted(by_number, reverse=True)"),
     ("driver", "parts of a step weigh as a whole", "zbpp/runtime/driver/batches.py",
      "return weight * self.n_calls", "return weight"),
     # ---- backward

@@ -203,8 +203,8 @@ LOSSES = [
 BATCHES = [
     (X, None, "needs the targets of the batch"),
     (None, Y, "needs the inputs of the batch"),
-    (X[:0], Y[:0], "no samples, and each.*drop_last=True"),
-    ([*X[:4, None]], Y[:3], "samples for 4 micro-batches and targets for 3"),
+    (X[:3], Y[:3], "inputs has 3 samples for 4 micro-batches.*drop_last=True"),
+    ([*X[:4, None]], Y[:3], "targets has 3 samples for 4 micro-batches"),
     ([*X], [*Y], "a list of 8; give one entry"),
     (1.0, Y, "inputs is a float without tensors"),
     ({"a": X, "b": X[:2]}, Y, "inputs is a dict of tensors of"),

@@ -91,7 +91,6 @@ from zbpp.core.program import (
     at_check,
     begun_by,
     ended_by,
-    of_first_microbatches,
 )
 from zbpp.core.schedule import Order, Schedule, recomputed
 from zbpp.core.text import draw, format_job, grid, parse_job
@@ -166,7 +165,6 @@ __all__ = [
     "lower_bound_on",
     "lower_bounds",
     "members_of",
-    "of_first_microbatches",
     "off_lane",
     "output_of",
     "parse_costs",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zbpp.core.jobs import Check, Job, Pair, Part, Pass, Value
+from zbpp.core.jobs import Check, Job, Part, Pass, Value
 
 __all__ = [
     "AddTied",
@@ -17,7 +17,6 @@ __all__ = [
     "at_check",
     "begun_by",
     "ended_by",
-    "of_first_microbatches",
 ]
 
 
@@ -110,30 +109,6 @@ def at_check(program: Program) -> tuple[Program, Program]:
         if isinstance(instruction, Check):
             return program[:column], program[column:]
     return (), program
-
-
-def of_first_microbatches(program: Program, n: int) -> Program:
-    """The program of a batch that fills no more than its first n micro-batches.
-
-    Both ends of a channel leave out the same messages, and no pass waits for one that
-    is left out, so it runs wherever the whole program does.
-    """
-    rest: list[Instruction] = []
-    for x in program:
-        match x:
-            case Pair(forward, backward):
-                both = [job for job in (forward, backward) if job.microbatch < n]
-                rest += [x] if len(both) == 2 else both
-            case (
-                Pass(microbatch=i)
-                | Segment(part=Part(of=Pass(microbatch=i)))
-                | Send(value=Value(microbatch=i))
-                | Receive(value=Value(microbatch=i))
-            ) if i >= n:
-                pass
-            case _:
-                rest.append(x)
-    return tuple(rest)
 
 
 def begun_by(instruction: Instruction) -> Pass | None:

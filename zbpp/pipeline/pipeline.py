@@ -247,8 +247,7 @@ class Pipeline:
         Args:
             inputs: for the first chunk; read only where `needs_inputs`. Tensors of
                 shape (samples, ...), alone or in tuples and dicts, or a list with one
-                entry per micro-batch. Fewer samples than micro-batches leave the last
-                ones empty. A model that knows how to cut its batch (one of
+                entry per micro-batch. A model that knows how to cut its batch (one of
                 Hugging Face's does) takes it whole here, without targets, on the ranks
                 that need either.
             targets: for the loss; read only where `needs_targets`.

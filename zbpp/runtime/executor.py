@@ -45,7 +45,6 @@ from zbpp.core import (
     Value,
     at_check,
     input_of,
-    of_first_microbatches,
     output_of,
     passes_in,
 )
@@ -117,8 +116,6 @@ class Executor:
         self.replay = Replay(stage)
         self.batch: MicroBatches | None = stage.batch
         """Of the next call; None: it has none, as the end of a step in parts."""
-        self.n_filled: int | None = None
-        """Micro-batches that have samples in the batch that was last; None: all."""
         self._compute: dict[PassKind, Callable[..., Tensors | None]] = {}
         """What computes a pass of each kind in the program that runs."""
         self._values: dict[Value, Tensors] = {}
@@ -157,13 +154,7 @@ class Executor:
             PeerError, ShapeError: from the transport.
             Exception: whatever the model raises, with a note that names the job.
         """
-        n = self.n_filled if self.transport.peers.n_peers == 1 else None
-        is_whole = n is None or n == self.stage.batch.n_microbatches
-        if n is not None and not is_whole:
-            program = of_first_microbatches(program, n)
-        self.times.begin(
-            training=training and is_whole and not self.stage.batch.is_part
-        )
+        self.times.begin(training=training and not self.stage.batch.is_part)
         in_order = self._in_order if training else self._forwards_of
         waits = WAITS if self.transport.is_local else {}
         try:
@@ -486,7 +477,7 @@ def drive(
     with random.restored() if may_draw else nullcontext():
         runs = []
         for stage, executor in executors.items():
-            executor.n_filled = executor.transport.begin(executor.batch)
+            executor.transport.begin(executor.batch)
             runs.append(executor.run(programs[stage], training=training))
         while runs:
             for run in list(runs):

@@ -18,13 +18,11 @@ __all__ = [
     "MicroBatches",
     "Weigh",
     "WeighName",
-    "check_filled",
     "check_samples",
     "count_samples",
     "find_weigh",
     "mean_by_weight",
     "merge",
-    "repeat_first",
     "samples_to_cut",
     "shares",
     "split_inputs",
@@ -48,9 +46,6 @@ WeighName = Literal["samples", "tokens", "sum"]
 IGNORED = -100
 """Target that torch's losses leave out unless they are told otherwise."""
 
-Move = Callable[[Any, Callable[[Tensor], Tensor]], Any]
-"""From a micro-batch and a function of its tensors to the same with other tensors."""
-
 
 @dataclass(frozen=True)
 class MicroBatches:
@@ -71,7 +66,6 @@ class MicroBatches:
         loss_fn: of this call; None: the usual one.
         n_inputs: samples of the inputs, where they were cut.
         n_targets: samples of the targets, where they were cut.
-        n_filled: micro-batches that have samples, where the batch is read.
     """
 
     n_microbatches: int
@@ -87,14 +81,12 @@ class MicroBatches:
     loss_fn: Callable[..., Any] | None = None
     n_inputs: int | None = None
     n_targets: int | None = None
-    n_filled: int | None = None
 
 
 def split_inputs(batch: Batch, n: int) -> list[Tensors]:
     """Cut inputs into micro-batches of one or several tensors.
 
-    The first ones get one sample more than the last if they cannot share evenly. Fewer
-    samples than n make as many micro-batches of one sample.
+    The first ones get one sample more than the last if they cannot share evenly.
 
     Args:
         batch: tensors of shape (samples, ...), in containers too, or a list of ``n``
@@ -171,12 +163,18 @@ def _split(name: str, batch: Batch, n: int) -> list[Any]:
             f"{name} is a {kind} of tensors of {sizes} samples; they must have the "
             "same number, or be given as a list of micro-batches"
         )
-    pieces = {id(x): _cut(name, x, n) for x in tensors}
+    if sizes[0] < n:
+        raise RequestError(
+            f"{name} has {sizes[0]} samples for {n} micro-batches, one each at least; "
+            "give the data loader drop_last=True, or evaluate and predict a smaller "
+            "n_microbatches"
+        )
+    pieces = {id(x): _cut(x, n) for x in tensors}
 
     def cut(i: int) -> Any:
         return map_tensors(batch, lambda x: pieces[id(x)][i] if x.dim() else x)
 
-    return [cut(i) for i in range(min(n, sizes[0]))]
+    return [cut(i) for i in range(n)]
 
 
 def _plain(piece: Any) -> Any:
@@ -185,37 +183,13 @@ def _plain(piece: Any) -> Any:
     return dict(piece) if is_unknown else piece
 
 
-def _cut(name: str, tensor: Tensor, n: int) -> Sequence[Tensor]:
-    samples = len(tensor)
-    if not samples:
-        raise RequestError(
-            f"{name} has no samples, and each process that reads the batch needs one; "
-            "give its data loader drop_last=True, or all replicas as many samples"
-        )
-    pieces = tensor.tensor_split(min(n, samples))
+def _cut(tensor: Tensor, n: int) -> Sequence[Tensor]:
+    pieces = tensor.tensor_split(n)
     if tensor.requires_grad:
         return pieces
     # A version counter for each: a layer may change its micro-batch in place although
     # the graphs of others, cut from the same tensor, are alive.
     return [piece.data for piece in pieces]
-
-
-def check_filled(n_inputs: int | None, n_targets: int | None) -> None:
-    """Compare how many micro-batches have inputs and targets, where both are known.
-
-    Raises:
-        RequestError: they differ.
-    """
-    if None not in (n_inputs, n_targets) and n_inputs != n_targets:
-        raise RequestError(
-            f"inputs has samples for {n_inputs} micro-batches and targets for "
-            f"{n_targets}; both must have the same number of samples"
-        )
-
-
-def repeat_first(pieces: Sequence[Any], n: int, move: Move) -> list[Any]:
-    """Fill up to n micro-batches with copies of the first one."""
-    return [*pieces, *(move(pieces[0], torch.clone) for _ in range(n - len(pieces)))]
 
 
 def find_weigh(weigh: WeighName | Weigh) -> Weigh:

@@ -27,7 +27,7 @@ from zbpp.runtime.comm.links import Link, PendingSum
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.shapes import Shapes, Spec
 from zbpp.runtime.comm.transport import Expected, Transport
-from zbpp.runtime.microbatches import MicroBatches, check_filled, check_samples
+from zbpp.runtime.microbatches import MicroBatches, check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, SumsError
 from zbpp.runtime.values import Tensors, nested
 
@@ -114,32 +114,29 @@ class Mailbox(Transport):
 
     # Steps.
 
-    def begin(self, batch: MicroBatches | None = None) -> int | None:
+    def begin(self, batch: MicroBatches | None = None) -> None:
         """Start a step or an evaluation; without a batch, its shapes are known."""
         self._failures.withdraw()
         self._is_step = batch is None or batch.training
         self._link.begin(training=self._is_step)
         if batch is None:
-            return None
+            return
         self._shapes = self._of_steps if self._is_step else self._of_evaluations
-        n_inputs, n_filled, forgets, kinds = self._share(batch)
+        n_inputs, forgets, kinds = self._share(batch)
         self._shapes.take(forgets, kinds)
         if self._is_step:
             check_samples(n_inputs, batch.n_targets)
-        check_filled(n_filled, batch.n_filled)
-        return n_filled
 
-    def _share(self, batch: MicroBatches) -> tuple[int | None, int, bool, list[int]]:
+    def _share(self, batch: MicroBatches) -> tuple[int | None, bool, list[int]]:
         """Give all stages what the reader of the inputs knows of them."""
-        known: tuple[int | None, int, bool, list[int]]
+        known: tuple[int | None, bool, list[int]]
         if self.stage != self._reader:
             context = ("the start", "for the size of the batch from")
             known = pickle.loads(self._link.read_bytes(context, self._reader))
             return known
         if batch.inputs is None:
             raise RuntimeError("the stage that reads the inputs has none")
-        n_filled = batch.n_filled or batch.n_microbatches
-        known = batch.n_inputs, n_filled, *self._shapes.number(batch.inputs)
+        known = batch.n_inputs, *self._shapes.number(batch.inputs)
         for peer in range(self.peers.n_stages):
             if peer != self.stage:
                 self._link.send_bytes(_FIRST, pickle.dumps(known), peer)

@@ -70,13 +70,8 @@ class Transport:
     on_device: bool = False
     """A receive occupies the device until its value comes."""
 
-    def begin(self, batch: MicroBatches | None = None) -> int | None:
-        """Start a step or an evaluation; without a batch, its shapes are known.
-
-        Returns:
-            Micro-batches that have samples; None: all of them.
-        """
-        return None if batch is None else batch.n_filled
+    def begin(self, batch: MicroBatches | None = None) -> None:
+        """Start a step or an evaluation; without a batch, its shapes are known."""
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Start to send a value, and return at once."""

@@ -27,18 +27,14 @@ from zbpp.runtime.microbatches import (
     MicroBatches,
     Weigh,
     WeighName,
-    check_filled,
     check_samples,
     find_weigh,
-    repeat_first,
     samples_to_cut,
     split_inputs,
     split_targets,
     weights_of,
 )
 from zbpp.runtime.optim.same_samples import SameSamples
-from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.values import mapped
 
 __all__ = ["Batches", "StepPart", "parts_of_step"]
 
@@ -138,19 +134,12 @@ class Batches:
         except RequestError as error:
             transport.report(error, ends=False)
             raise
-        peers, m = transport.peers, call.n_microbatches
+        peers = transport.peers
         if call.training and peers.sum_dims() and not self._adds:
             counts = batch.weights is not None and peers.counts_losses
             weight = sum(batch.weights or []) if counts else 0.0
             numbers = torch.tensor([weight], dtype=torch.float64)
             total = partial(_number, transport.sum_numbers(numbers))
-        if peers.n_peers > 1:
-            # Replicas run the same passes: layers may communicate within them.
-            batch = replace(
-                batch,
-                inputs=batch.inputs and repeat_first(batch.inputs, m, mapped),
-                targets=batch.targets and repeat_first(batch.targets, m, map_tensors),
-            )
         for executor in self._stages.executors.values():
             executor.begin(replace(batch, total=total))
 
@@ -159,23 +148,19 @@ class Batches:
     ) -> MicroBatches:
         """Cut the parts of a batch that this process reads."""
         m = call.n_microbatches
-        n_inputs = n_filled = None
+        n_inputs = None
         if self._stages.has_first:
-            pieces = split_inputs(inputs, m)
-            n_inputs, n_filled = samples_to_cut(inputs), len(pieces)
-            call = replace(call, inputs=pieces, n_inputs=n_inputs, n_filled=n_filled)
+            n_inputs = samples_to_cut(inputs)
+            call = replace(call, inputs=split_inputs(inputs, m), n_inputs=n_inputs)
         if self._stages.has_last and reads_targets:
             cut_targets = split_targets(targets, m)
-            weights = weights_of(self._weigh, cut_targets)
             n_targets = samples_to_cut(targets)
             check_samples(n_inputs, n_targets)
-            check_filled(n_filled, len(cut_targets))
             call = replace(
                 call,
                 targets=cut_targets,
-                weights=[*weights, *[0.0] * (m - len(weights))],
+                weights=weights_of(self._weigh, cut_targets),
                 n_targets=n_targets,
-                n_filled=len(cut_targets),
             )
         return call
 

@@ -218,7 +218,7 @@ class LocalStages:
     def losses(self) -> torch.Tensor:
         """Losses of the micro-batches that have run; the last stage is here."""
         assert self._last is not None
-        losses: torch.Tensor = self._last.stage.loss.table()[0, : self._last.n_filled]
+        losses: torch.Tensor = self._last.stage.loss.table()[0]
         return losses
 
     def mean_metrics(self) -> Callable[[], dict[str, float]] | None:
@@ -233,8 +233,7 @@ class LocalStages:
         if (last := self._last) is not None:
             by_number, last.stage.outputs = last.stage.outputs, None
             if by_number is not None:
-                numbers = sorted(by_number)[: last.n_filled]
-                outputs = merge([by_number[i] for i in numbers])
+                outputs = merge([by_number[i] for i in sorted(by_number)])
         if not everywhere:
             return outputs
         on_host = map_tensors(outputs, lambda x: x.cpu())
