@@ -484,8 +484,9 @@ TABLE = (
      "if self.rank == 0 and failure is None", "if self.rank == 0"),
     ("checkpoint", "a replaced checkpoint is removed first",
      "zbpp/checkpoint/folder.py",
-     "if final.exists():  # a run that began anew saves the same step\n"
-     "        _put_aside(final)", "if final.exists():\n        shutil.rmtree(final)"),
+     "    partial.rename(final)\n",
+     "    for path in replaced:\n        shutil.rmtree(path)\n"
+     "    partial.rename(final)\n"),
     # ---- emulation
     ("emulation", "a delay is added to each layer of a pass", "zbpp/emulation.py",
      "        end = queue.began_s\n", "        end = time.perf_counter()\n"),

@@ -120,7 +120,6 @@ SETTINGS = [
         ({"mesh": mesh}, r"mesh is .*; give zbpp.mesh\(stages=")
         for mesh in (2, "pp", zbpp.DataParallel(mesh="pp"))
     ),
-    ({"step": 2}, "step is an int; give a zbpp.StepPol"),
     ({"timeout_s": 0}, "timeout_s is 0; give seconds, above 0"),
     ({"timeout_s": math.nan}, "timeout_s is nan; give seconds"),
     ({"first_timeout_s": 0}, "first_timeout_s is 0; give seconds"),

@@ -3,10 +3,8 @@
     run/
         step-00000010/                a checkpoint: it has a manifest
         step-00000020/
-        .partial-step-00000030-3f.../ being written, or left by a process that died
-        .gone-step-00000005-a0.../    being removed, or replaced
-
-A checkpoint that replaces one of the same step counts as soon as that one is gone.
+        step-00000020.1/              a later one of the same step, which replaces it
+        .partial-step-00000030-3f.../ being written or removed, also by a dead process
 
 There is no file that names the latest one: it could be torn, or name what is gone.
 """
@@ -42,7 +40,7 @@ __all__ = [
 Gather = Callable[[Any], list[Any]]
 """Gives every process of a pipeline the values of all, by rank."""
 
-_PARTIAL, _GONE = ".partial-", ".gone-"
+_PARTIAL = ".partial-"
 
 
 def alone(value: Any) -> list[Any]:
@@ -103,62 +101,48 @@ def candidates(path: Path) -> list[Path]:
     is_checkpoint = (path / MANIFEST).exists() or path.name.startswith("step-")
     if path.is_dir() and is_checkpoint:
         return [path]
-    steps = [
-        (int(_final(child).name.removeprefix("step-")), child)
-        for child in (path.iterdir() if path.is_dir() else ())
-        if re.fullmatch(r"step-\d+", child.name) or _lacks_name(child)
-    ]
-    return [child for _, child in sorted(steps, reverse=True)]
+    children = path.iterdir() if path.is_dir() else ()
+    named = {child: number for child in children if (number := _number(child))}
+    return sorted(named, key=named.__getitem__, reverse=True)
 
 
-def _lacks_name(path: Path) -> bool:
-    """True for a finished checkpoint that replaces one, and has no name yet."""
-    is_finished = path.name.startswith(_PARTIAL) and (path / MANIFEST).exists()
-    final = _final(path)
-    has_replaced = any(path.parent.glob(f"{_GONE}{final.name}-*"))
-    return is_finished and has_replaced and not final.exists()
-
-
-def _final(path: Path) -> Path:
-    """Where a checkpoint is to be that may not be finished."""
-    match = re.fullmatch(rf"\{_PARTIAL}(step-\d+)-\w+", path.name)
-    return path if match is None else path.with_name(match[1])
+def _number(path: Path) -> tuple[int, int] | None:
+    """The step of a checkpoint, and how many of this step came before it."""
+    match = re.fullmatch(r"step-(\d+)(?:\.(\d+))?", path.name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def make_partial(folder: Path, step: int) -> Path:
     """Make an empty folder to write a checkpoint into; clear what dead ones left."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in [*filter(_lacks_name, folder.iterdir())]:
-        path.rename(_final(path))
-    for path in list(folder.iterdir()):
-        if path.name.startswith((_PARTIAL, _GONE)):
-            shutil.rmtree(path, ignore_errors=True)
+    _clear(folder)
     partial = folder / f"{_PARTIAL}step-{step:08}-{secrets.token_hex(4)}"
     partial.mkdir()
     return partial
 
 
-def publish(partial: Path, *, keep: int | None) -> None:
+def publish(partial: Path, step: int, *, keep: int | None) -> None:
     """Give a finished checkpoint its name, at once and for good; remove old ones.
 
     ``partial`` is complete and on the disk. ``keep`` checkpoints stay: this one and the
-    newest others; None: all.
+    newest others; None: all but those of the same step, of a run that began anew.
     """
-    folder, final = partial.parent, _final(partial)
-    if final.exists():  # a run that began anew saves the same step
-        _put_aside(final)
+    folder, final = partial.parent, partial.with_name(f"step-{step:08}")
+    others = {path: _number(path) or (0, 0) for path in candidates(folder)}
+    replaced = [path for path, (its_step, _) in others.items() if its_step == step]
+    if replaced:
+        final = final.with_suffix(f".{others[replaced[0]][1] + 1}")
     partial.rename(final)
     sync_folder(folder)
-    if keep is not None:
-        others = [path for path in candidates(folder) if path != final]
-        for path in [x for x in others if (x / MANIFEST).exists()][keep - 1 :]:
-            _put_aside(path)
-    for path in folder.glob(f"{_GONE}*"):
+    whole = [x for x in others if x not in replaced and (x / MANIFEST).exists()]
+    for path in [*replaced, *(whole[keep - 1 :] if keep is not None else ())]:
+        path.rename(path.with_name(f"{_PARTIAL}{path.name}-{secrets.token_hex(4)}"))
+    _clear(folder)
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _put_aside(path: Path) -> None:
-    path.rename(path.with_name(f"{_GONE}{path.name}-{secrets.token_hex(4)}"))
 
 
 @contextmanager

@@ -196,4 +196,4 @@ class _Writer:
         write_durably(self.partial / MANIFEST, manifest.text())
         for path in paths:
             path.unlink()
-        publish(self.partial, keep=self.keep)
+        publish(self.partial, self.part.step, keep=self.keep)

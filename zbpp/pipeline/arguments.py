@@ -2,13 +2,12 @@
 
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.core import RequestError, Schedule, a_kind
+from zbpp.core import RequestError, Schedule
 from zbpp.models import Layered
 from zbpp.planning import Plan
 from zbpp.runtime.comm.place import Place
@@ -41,21 +40,16 @@ Processes = DeviceMesh | DataParallel
 """The processes of a pipeline: a mesh, one with replicas that share, or a group of
 stages alone."""
 
-_SCHEDULES = (
-    "the name of a mode such as 'ZBH1', a schedule file, a zbpp.Schedule or a zbpp.Plan"
-)
-
 
 def check_arguments(
     *,
     loss_fn: Any,
-    schedule: Any,
     n_stages: Any,
     n_microbatches: Any,
     clip_grad_norm: Any,
-    numerics: Any,
-    step: Any,
-    execution: Any,
+    numerics: Numerics,
+    step: StepPolicy,
+    execution: Execution,
 ) -> None:
     """Refuse values that would end in an error from inside, or in a wrong training."""
     _check_loss(loss_fn)
@@ -67,14 +61,6 @@ def check_arguments(
             f"clip_grad_norm is {clip_grad_norm!r}; give the largest norm, a number "
             "above 0, or None to clip nothing"
         )
-    for name, value, kind, text in (
-        ("schedule", schedule, str | Path | Schedule | Plan, _SCHEDULES),
-        ("numerics", numerics, Numerics, "a zbpp.Numerics"),
-        ("step", step, StepPolicy, "a zbpp.StepPolicy"),
-        ("execution", execution, Execution, "a zbpp.Execution"),
-    ):
-        if not isinstance(value, kind):
-            raise RequestError(f"{name} is {a_kind(value)}; give {text}")
     if execution.compile not in ("blocks", True, False):
         raise RequestError(
             f'compile is {execution.compile!r}; it must be "blocks" or False'

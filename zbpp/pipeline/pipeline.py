@@ -130,19 +130,17 @@ class Pipeline:
         execution: Execution = Execution(),
     ) -> None:
         self.device = device_of(device)
-        waits = execution if isinstance(execution, Execution) else Execution()
         self.place, replicas = join(
             mesh,
             device=self.device,
             n_stages=n_stages,
-            timeout_s=waits.start_timeout_s,
+            timeout_s=execution.start_timeout_s,
         )
         self.rank, self.n_ranks = self.place.rank, self.place.n_ranks
         with agreement(self.place.gather) as facts:
             check_optimizer(optimizer)
             check_arguments(
                 loss_fn=loss_fn,
-                schedule=schedule,
                 n_stages=n_stages,
                 n_microbatches=n_microbatches,
                 clip_grad_norm=clip_grad_norm,

@@ -9,10 +9,11 @@ What all processes sum has a row for each of them, so that every entry has one s
 that is not zero: the sum is exact, and rows are added in their order afterwards.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +31,6 @@ __all__ = [
     "STAGE_DIM",
     "TENSOR_DIM",
     "Place",
-    "row_of",
     "single_dims",
 ]
 
@@ -91,9 +91,7 @@ class Place:
     def replica(self) -> int:
         """Number of the share of the samples that this process reads."""
         dims = [dim for dim in _SAMPLE_DIMS if dim in self.sizes]
-        return row_of(
-            [self.coordinates[dim] for dim in dims], [self.sizes[dim] for dim in dims]
-        )
+        return self._number(dims)
 
     @property
     def n_replicas(self) -> int:
@@ -178,12 +176,18 @@ class Place:
     @property
     def row(self) -> int:
         """Number of this process among them."""
-        return row_of([*self.coordinates.values()], [*self.sizes.values()])
+        return self._number(self.sizes)
 
     @property
     def counts_losses(self) -> bool:
         """True for one process of each replica."""
         return self.owns(DATA_DIMS)
+
+    def _number(self, dims: Collection[str]) -> int:
+        """Number of this process along some dimensions, the last one the fastest."""
+        coordinates = tuple(self.coordinates[dim] for dim in dims)
+        sizes = tuple(self.sizes[dim] for dim in dims)
+        return int(np.ravel_multi_index(coordinates, sizes))
 
     def scatter_into_table(self, vector: Tensor) -> Tensor:
         """This process's row in a table of all, flat."""
@@ -214,15 +218,3 @@ def single_dims(dims: Collection[str]) -> list[str]:
     ['dp', 'cp', 'ep']
     """
     return [part for dim in dims for part in dim.split(FLATTENED)]
-
-
-def row_of(place: Sequence[int], sizes: Sequence[int]) -> int:
-    """Number of a place in row-major order.
-
-    >>> row_of((1, 0), (2, 2))
-    2
-    """
-    row = 0
-    for at, size in zip(place, sizes, strict=True):
-        row = row * size + at
-    return row

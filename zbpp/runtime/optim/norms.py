@@ -7,6 +7,7 @@ norm is always that of all numbers, the same on every process of the mesh.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -75,25 +76,19 @@ def _squares(every: Sequence[Tensor]) -> Sequence[Tensor]:
         return ()
     if any(x.device.type != "cpu" for x in every):
         norms = [_norm(x) for x in every]
-    elif all(x.numel() <= _PIECE for x in every):
-        norms = list(torch._foreach_norm(list(every), 2, dtype=torch.float64))
-    else:  # the kernel would copy all of a large tensor to float64
-        buffer = torch.empty(_PIECE, dtype=torch.float64)
-        norms = [_norm_in_pieces(x, buffer) for x in every]
+    else:  # in pieces, as the kernel copies a whole tensor to float64
+        pieces = [torch.split(x.reshape(-1), _PIECE) for x in every]
+        of_pieces = iter(
+            torch._foreach_norm(list(chain(*pieces)), 2, dtype=torch.float64)
+        )
+        parts = [list(islice(of_pieces, len(part))) for part in pieces]
+        norms = [x[0] if len(x) == 1 else _norm(torch.stack(x)) for x in parts]
     return torch.stack(norms).square().unbind()
 
 
 def _norm(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
     return norm
-
-
-def _norm_in_pieces(x: Tensor, buffer: Tensor) -> Tensor:
-    if x.numel() <= len(buffer):
-        return _norm(x)
-    pieces = torch.split(x.reshape(-1), len(buffer))
-    norms = [_norm(buffer[: len(piece)].copy_(piece)) for piece in pieces]
-    return _norm(torch.stack(norms))
 
 
 def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
