@@ -76,7 +76,7 @@ ZBH1: 2 stages, 3 micro-batches
         "makespan       10, first start to last end of a pass\n",
         "critical path  11 jobs, 10: F 3, B 4, W 3\n",
         "costs          none are given: F, B and W take 1, messages nothing\n",
-        "lower bound    10 for the span (proof: front and tail), within memory 2 a "
+        "lower bound    10 for the span (proof: ramp), within memory 2 a "
         "stage; gap 0.00%\n",
     ],
     "show ZBH2 -p 2 -m 3 --iterations 2": [

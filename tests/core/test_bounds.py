@@ -63,36 +63,28 @@ def test_some_hand_made_schedules_are_proved_optimal(mode, p, m, costs):
         # m (F + B + W) of the slower stage.
         ("work", (0, 1), 5, Costs(w=(1, 2)), 5 * 4),
         # Down to stage 1 (1 + 1), there 5 (3 + 3), back up (1 + 1), then a W.
-        ("bottleneck", (0, 1), 5, Costs((1, 3), (1, 3), 1, 1), 35),
+        ("rounds", (0, 1), 5, Costs((1, 3), (1, 3), 1, 1), 35),
         # From F's start to B's start 1 + c + 2 + c; one F fills it: idle 4.
-        ("front and tail", (0, 1), 1, Costs(comm=1), 3 + 4),
+        ("ramp", (0, 1), 1, Costs(comm=1), 3 + 4),
         # Two F's fit: front idle 5 - 2. Tail: 4 until the last B, filled by one B
         # and W, or by two W's: idle 4 - 2.
-        ("front and tail", (0, 1), 4, Costs(comm=1, memory_limit=2), 12 + 3 + 2),
+        ("ramp", (0, 1), 4, Costs(comm=1, memory_limit=2), 12 + 3 + 2),
         # Two W's of 2 each fill all of the 4, so the tail is not idle.
-        ("front and tail", (0, 1), 4, Costs(w=2, comm=1, memory_limit=2), 16 + 3),
+        ("ramp", (0, 1), 4, Costs(w=2, comm=1, memory_limit=2), 16 + 3),
         # Two at a time, loop 6: F0 0, F2 6; 2 and 3 through stage 1 (2 + 4 + 2), a W.
-        ("cycle", (0, 1), 4, Costs(comm=1, memory_limit=2.5), 6 + 8 + 1),
+        ("rounds", (0, 1), 4, Costs(comm=1, memory_limit=2.5), 6 + 8 + 1),
         # Two leave no room for a pending W: W0, or else F1 and B1, before F2.
-        ("cycle", (0, 1), 4, Costs(comm=1, memory_limit=2), 6 + 1 + 8 + 1),
-        # The same, but stage 0 is slower: it takes 2 (2 + 2) itself for the last two.
-        ("cycle", (0, 1), 4, Costs((2, 0.5), (2, 0.5), memory_limit=2), 6 + 8 + 1),
-        # A large W is not waited for: F1 (1) or B1 (2) is shorter.
-        ("cycle", (0,), 3, Costs(1, 2, 9, memory_limit=2), (3 + 2) + 3 + 9),
+        ("rounds", (0, 1), 4, Costs(comm=1, memory_limit=2), 6 + 1 + 8 + 1),
         # With one at a time it must be: every loop ends with its W.
-        ("cycle", (0, 1), 3, Costs(memory_limit=1), 2 * (4 + 1) + 4 + 1),
-        # Each of 4 holds 1 for 6 and 0.5 for 1; the limit is 2.
-        ("area", (0, 1), 4, Costs(comm=1, memory_limit=2), 4 * 6.5 / 2),
-        # V: stage 0 holds .5 for the loop of 4 and for the inner one of 1, and W's.
-        ("area", (0, 1, 1, 0), 4, Costs(memory_limit=1), 4 * (2 + 0.5 + 0.25)),
+        ("rounds", (0, 1), 3, Costs(memory_limit=1), 2 * (4 + 1) + 4 + 1),
         # V, inner stage: B at 4, three F's fit, idle 1. After the last F: own 4 and 2
         # that fit beside it are left, but 4 to go: 24 + 1 - 6 + 4. Down, up, W: 3.
-        ("fill", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, memory_limit=3), 23 + 3),
+        ("ramp", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, memory_limit=3), 23 + 3),
         # Stage 0: only 4 F's until 7, when its second chunk can start: idle 3.
-        ("fill", (0, 1, 2, 3, 3, 2, 1, 0), 4, Costs(2, 2, 2), 24 + 3),
+        ("ramp", (0, 1, 2, 3, 3, 2, 1, 0), 4, Costs(2, 2, 2), 24 + 3),
         # Inner stage, one at a time: loop 4 and then W, B, W, F. Then 6 and 3.
         (
-            "turns",
+            "rounds",
             (0, 1, 1, 0),
             4,
             Costs(2, 2, 2, m_b=2, m_w=1, memory_limit=2),
@@ -100,7 +92,7 @@ def test_some_hand_made_schedules_are_proved_optimal(mode, p, m, costs):
         ),
         # The same where there is memory for a third chunk: after the loop W or B.
         (
-            "turns",
+            "rounds",
             (0, 1, 1, 0),
             4,
             Costs(2, 2, 2, m_b=2, m_w=1, memory_limit=3),
@@ -119,21 +111,17 @@ def test_some_hand_made_schedules_are_proved_optimal(mode, p, m, costs):
         ("slots", (0, 1), 4, Costs(comm=1, memory_limit=2.5), (24 + 2) / 2 + 1),
         # One at a time, by BW's, as what B keeps for W does not fit: 6 times 3.
         ("slots", (0,), 6, Costs(m_w=2, memory_limit=1), 6 * 3),
-        # One chunk: as cycle above.
-        ("turns", (0, 1), 4, Costs(comm=1, memory_limit=2), 6 + 1 + 8 + 1),
-        # Down 1 + 2, there 5 (3 + 3), back up 2 + 1, a W; the link to stage 2 is idle.
-        ("bottleneck", (0, 1, 2), 5, Costs((1, 3, 0), (1, 3, 0), 1, (2, 9)), 37),
         # The loss is work of the last stage, and on the way of every loop.
         ("work", (0, 1), 5, Costs(loss=1), 5 * 4),
-        ("cycle", (0, 1), 1, Costs(loss=1), 2 + 1 + 1 + 1 + 1),
+        ("rounds", (0, 1), 1, Costs(loss=1), 2 + 1 + 1 + 1 + 1),
         # Stage 0 sends 2, stage 1 sends 3: 1 + 2 + 1 + 3 + 1 + 1 + 3 + 1 + 2 + 1 + W.
-        ("cycle", (0, 1, 2), 1, Costs(comm=(2, 3)), 17),
+        ("rounds", (0, 1, 2), 1, Costs(comm=(2, 3)), 17),
         # B of stage 1 brings its W along: 1 + 1 + 2 on the way, 3 B's and W's after F0.
-        ("cycle", (0, 1), 1, Costs(splits=(True, False)), 1 + 1 + 2 + 1 + 1),
-        ("cycle", (0, 1), 1, Costs(splits=(False, False)), 1 + 1 + 2 + 2),
+        ("rounds", (0, 1), 1, Costs(splits=(True, False)), 1 + 1 + 2 + 1 + 1),
+        ("rounds", (0, 1), 1, Costs(splits=(False, False)), 1 + 1 + 2 + 2),
         # Two in flight leave room for the next F, as nothing waits for W.
         (
-            "cycle",
+            "rounds",
             (0, 1),
             4,
             Costs(comm=1, splits=(False, True), memory_limit=2),
