@@ -32,7 +32,7 @@ def help_of(*words: str) -> str:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page."""
     overview = help_of()
-    names = re.findall(r"^│(\w+) {2,}\w", overview, re.MULTILINE)
+    names = re.findall(r"^│ (\w+) {2,}\w", overview, re.MULTILINE)
     assert names, "the overview names the commands in a box"
     parts = [_INTRODUCTION, f"```text\n{overview}\n```\n"]
     for name in names:

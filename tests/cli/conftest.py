@@ -34,7 +34,6 @@ FILES = {
         "bandwidth": 8e9,
         "memory_limit": "60GiB",
     },
-    "parts.json": {"f": [1, 1, 1, 3], "m_fixed": [4, 4, 4, 12]},
 }  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Commands that plan and draw: what they print, and the files that they write."""
 
-import csv
 import json
 import re
 import shlex
@@ -52,9 +51,6 @@ LINES = {
     "plan 1F1B -p 2 -m 4 --layers layers.json --split 2,6 -o plan.json": [
         "split  2 6 layers\n",
         "longer",
-    ],
-    "plan ZBV -p 3 -m 4 --effort best:0.01 -o plan.json": [
-        "best:0.01: span 12.5, nothing shorter"
     ],
     "plan ZBV -p 2 -m 4 --costs bytes.json -o plan.json": [
         re.compile(r"peak memory 1\d\.\d GiB,")
@@ -141,7 +137,7 @@ def test_a_command_prints_and_writes(zbpp, line):
     for part in LINES[line]:
         found = part in out if isinstance(part, str) else part.search(out)
         assert found, f"{part}\nis not in\n{out}"
-    assert zbpp.err == "" or "--effort best" in line
+    assert zbpp.err == ""
     named = re.findall(r"(?:-o|--csv) (\S+)", line)
     assert zbpp.files() == {*named}
 
@@ -298,27 +294,24 @@ def test_times_and_memory_of_replicas_follow_from_the_layers(zbpp):
 def test_compare_has_the_figures_of_each_mode_and_of_each_costs_file(zbpp):
     line = "compare -p 2 -m 3 --effort fast --costs costs.json,even.json"
     data = zbpp.json(line)
-    assert zbpp(f"{line} --csv x.csv").count("peak memory") == 2
-    with open("x.csv", newline="", encoding="utf-8") as file:
-        rows = iter([*csv.DictReader(file)])
+    assert zbpp(line.replace(",", " ")).count("peak memory") == 2
     for one in data["comparisons"]:
         costs = read_costs(one["costs"])
-        assert [found["mode"] for found in one["modes"]] == [*MODES]
+        assert [row["mode"] for row in one["modes"]] == [*MODES]
         base = next(row["step"] for row in one["modes"] if row["mode"] == "1F1B")
-        for found, row in zip(one["modes"], rows, strict=False):
-            mode = found["mode"]
+        for row in one["modes"]:
+            mode = row["mode"]
             schedule = plan(
                 mode, n_stages=2, n_microbatches=3, costs=costs, effort="fast"
             )
             timeline = simulate(schedule, costs)
-            assert found["bubble_rate"] == bubble_rate(timeline)
-            assert found["span"] == span(timeline) == float(row["span"])
-            assert float(row["peak_memory"]) == max(peak_memory(timeline, costs))
-            assert (row["costs"], row["mode"]) == (one["costs"], mode)
+            assert row["bubble_rate"] == bubble_rate(timeline)
+            assert row["span"] == span(timeline)
+            assert row["peak_memory"] == peak_memory(timeline, costs)
             checked = post_validated(schedule) if mode == "ZBH1" else schedule
             if mode in ("ZBH1", "1F1B"):
-                assert found["step"] == steady_step_time(checked, costs)
-            assert found["speed_up"] == base / found["step"]
+                assert row["step"] == steady_step_time(checked, costs)
+            assert row["speed_up"] == base / row["step"]
     behind = zbpp.json(f"compare ZBH1 -p 2 -m 3 --costs costs.json {BARRIER}")
     ((row,),) = [one["modes"] for one in behind["comparisons"]]
     assert row["step"] == row["step_time_barrier"] > row["step_time_post_validation"]
@@ -348,10 +341,11 @@ def test_a_page_has_the_command_that_repeats_it(zbpp):
 # Help.
 
 
-def test_the_help_of_a_command_fits_on_two_screens(zbpp, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    commands = re.findall(r"^│(\w+) ", zbpp("--help"), re.MULTILINE)
+def test_the_help_of_a_command_fits_on_a_screen_and_a_half(zbpp, monkeypatch):
+    commands = re.findall(r"^│ (\w+) ", zbpp("--help"), re.MULTILINE)
     assert {"plan", "show", "compare", "mesh", "train", "bench"} <= {*commands}
-    for command in commands:
-        lines = zbpp(f"{command} --help").splitlines()
-        assert len(lines) <= 100 and max(map(len, lines)) <= 80, command
+    for width, most in ((80, 60), (100, 48)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for command in commands:
+            lines = zbpp(f"{command} --help").splitlines()
+            assert len(lines) <= most and max(map(len, lines)) <= width, command

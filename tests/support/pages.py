@@ -26,6 +26,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from zbpp.cli import main
 from zbpp.core import parse_costs, parse_layers, parse_schedule, read_schedule
@@ -251,14 +252,15 @@ def unknown_flags(page: Page) -> list[str]:
 @cache
 def _flags() -> set[str]:
     """Flags that the help of the commands lists, and their negations."""
-    commands = re.findall(r"^│(\w+) ", _help(), re.MULTILINE)
+    commands = re.findall(r"^│ (\w+) ", _help(), re.MULTILINE)
     texts = "".join(_help(command) for command in commands)
     flags = set(re.findall(r"--(\w+)", texts))
     return flags | {f"no_{flag}" for flag in flags}
 
 
 def _help(*words: str) -> str:
-    with redirect_stdout(io.StringIO()) as printed:
+    wide = mock.patch.dict(os.environ, COLUMNS="200")  # no flag is broken
+    with wide, redirect_stdout(io.StringIO()) as printed:
         assert main([*words, "--help"]) == 0
     return printed.getvalue()
 

@@ -8,7 +8,16 @@ from typing import Literal
 from zbpp.bench.names import OURS, TORCH, split_name
 from zbpp.core import Costs, RequestError, Schedule, read_costs
 from zbpp.planning import is_auto, plan
-from zbpp.training.options import Compute, Memory, Processes, flag
+from zbpp.training.options import (
+    Compute,
+    Count,
+    Memory,
+    Microbatches,
+    OutputFolder,
+    Positive,
+    Processes,
+    Switch,
+)
 from zbpp.training.user_model import UserModel
 
 __all__ = ["BenchOptions", "BenchRequest", "costs_of", "planned"]
@@ -18,22 +27,30 @@ __all__ = ["BenchOptions", "BenchRequest", "costs_of", "planned"]
 class BenchOptions(Processes, Compute):
     """Comparison."""
 
-    out: Path = flag("folder for results.json and index.html")
-    microbatches: int = flag("micro-batches of a step", 32)
-    warmup: int = flag("steps of each turn that do not count", 5)
-    steps: int = flag("steps of each contender that do", 20)
-    rounds: int = flag("turns of each contender that these are dealt to", 4)
-    costs: Path | None = flag(
-        "costs file in ms to plan and predict with; else auto measures first, others "
-        "plan with equal times and predict by the costs of the same steps",
-        None,
-    )
-    memory_limit: Memory = flag("of a stage, for auto", None)
-    emulate: Path | None = flag("costs file in ms: layers that sleep instead", None)
-    effort: str = flag("of the plans: fast, default, best or best:SECONDS", "default")
-    clip_grad_norm: float | None = flag("largest norm of the model's gradient", None)
-    dtype: Literal["fp32", "bf16"] = flag("16 bits by autocast", "fp32")
-    json: bool = flag("print one JSON object instead of the table", False, pair=False)
+    out: OutputFolder
+    """Folder for results.json and index.html."""
+    microbatches: Microbatches = 32
+    """Micro-batches of a step."""
+    warmup: Count = 5
+    """Steps of each turn that do not count."""
+    steps: Count = 20
+    """Steps of each contender that do."""
+    rounds: Count = 4
+    """Turns of each contender that these are dealt to."""
+    costs: Path | None = None
+    """Costs file in ms to plan and predict with; else they are measured."""
+    memory_limit: Memory | None = None
+    """Of a stage, for auto."""
+    emulate: Path | None = None
+    """Costs file in ms: layers that sleep instead."""
+    effort: str = "default"
+    """Of the plans: fast, default, best or best:SECONDS."""
+    clip_grad_norm: Positive | None = None
+    """Largest norm of the model's gradient."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """16 bits are by autocast."""
+    json: Switch = False
+    """Print one JSON object instead of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,24 @@
 """The ``zbpp bench`` command: our modes and torch's, on the same model and devices."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from zbpp.bench.names import contenders_of
 from zbpp.bench.request import BenchOptions, BenchRequest, planned
-from zbpp.cli.several import command_text, schedules_in
 from zbpp.core import RequestError
 from zbpp.training.options import (
-    MODEL_FLAG,
-    MODES_FLAG,
+    MODES,
+    Count,
+    ModelName,
     ModelSize,
-    check_above_zero,
-    check_at_least,
-    flag,
+    Names,
+    Stages,
 )
 from zbpp.training.user_model import UserModel, load_model
 
@@ -31,22 +34,19 @@ class Bench(BenchOptions, ModelSize):
     of torchrun's.
     """
 
-    model: str | None = flag(**MODEL_FLAG)
-    stages: int | None = flag("pipeline stages; else as torchrun has started", None)
-    modes: str = flag(
-        "modes of ours, or schedule files",
-        "1F1B,ZBH1,ZBH2,ZBV,auto",
-        **MODES_FLAG,
+    modes: Annotated[Names, MODES] = field(
+        default=("1F1B", "ZBH1", "ZBH2", "ZBV", "auto"), kw_only=False
     )
-    peers: str = flag(
-        "torch's usual schedules, or those named",
-        "none",
-        metavar="torch|torch:NAME,..|none",
-        many=True,
-    )
-    microbatch_size: int = flag("samples of a micro-batch", 2)
+    model: ModelName | None = None
+    """Returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train."""
+    stages: Stages | None = None
+    """Pipeline stages; else as torchrun has started."""
+    peers: Annotated[Names, Parameter(metavar="torch|torch:NAME,..|none")] = ("none",)
+    """Torch's usual schedules, or those named."""
+    microbatch_size: Count = 2
+    """Samples of a micro-batch."""
 
-    def run(self) -> None:
+    def run(self, words: Sequence[str]) -> None:
         """Compare, and return when it is done."""
         self._check()
         from zbpp.runtime.support.devices import check_kind
@@ -60,16 +60,17 @@ class Bench(BenchOptions, ModelSize):
             contenders=contenders_of(*self._names()),
             stages=self._n_stages(),
             load=self._load(),
-            command=self._command(),
+            command=_command(words),
         )
         from zbpp.bench.run import start_bench
 
         start_bench(planned(request))
 
     def _names(self) -> tuple[list[str], list[str]]:
-        none = ("", "none")
-        modes = [] if self.modes.lower() in none else schedules_in(self.modes)
-        peers = [] if self.peers.lower() in none else schedules_in(self.peers)
+        modes, peers = (
+            [name for name in names if name.lower() != "none"]
+            for names in (self.modes, self.peers)
+        )
         return modes, peers
 
     def _n_stages(self) -> int:
@@ -88,17 +89,7 @@ class Bench(BenchOptions, ModelSize):
             )
         return n_stages
 
-    def _command(self) -> str:
-        if "RANK" not in os.environ:
-            return command_text(self)
-        started = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-        return f"torchrun --nproc-per-node {started} -m {command_text(self)}"
-
     def _check(self) -> None:
-        check_at_least(self, 1, "microbatches", "steps", "rounds", "warmup", "seq")
-        check_above_zero(self, "timeout_s", "clip_grad_norm")
-        if self.out.exists() and not self.out.is_dir():
-            raise RequestError(f"--out {self.out} is a file; name a folder")
         if self.emulate is not None:
             for name in ("model", "costs", "clip_grad_norm"):
                 if getattr(self, name) is not None:
@@ -115,3 +106,11 @@ class Bench(BenchOptions, ModelSize):
 
         config = LlamaConfig.of(self)
         return partial(config.loaded, self.microbatch_size)
+
+
+def _command(words: Sequence[str]) -> str:
+    command = shlex.join(["zbpp", *words])
+    if "RANK" not in os.environ:
+        return command
+    started = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    return f"torchrun --nproc-per-node {started} -m {command}"

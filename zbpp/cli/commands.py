@@ -5,103 +5,27 @@ request was wrong or cannot be met, 1 a fault of ours or of the machine.
 """
 
 import errno
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any
+from importlib.metadata import version
+
+from cyclopts import App, CycloptsError, Parameter
 
 from zbpp.cli.bench import Bench
-from zbpp.cli.doctor import report_lines
+from zbpp.cli.compare import Compare
+from zbpp.cli.doctor import Doctor
 from zbpp.cli.estimate import EstimateCommand
-from zbpp.cli.flags import ScheduleFlags
-from zbpp.cli.outputs import check_outputs, check_picture
-from zbpp.cli.parser import application, parse
-from zbpp.cli.pictures.compare import Compare
-from zbpp.cli.pictures.drawings import draw_file
-from zbpp.cli.pictures.meshes import Mesh
+from zbpp.cli.mesh import Mesh
+from zbpp.cli.outputs import Terminal
 from zbpp.cli.plan import Plan
 from zbpp.cli.playground.command import Playground
 from zbpp.cli.profile import Profile
-from zbpp.cli.report import print_report
-from zbpp.cli.split_report import print_split
-from zbpp.cli.summary import steady, summarize
+from zbpp.cli.show import Show
 from zbpp.cli.train import Train
-from zbpp.core import (
-    RequestError,
-    WorkerError,
-)
-from zbpp.training.options import flag
+from zbpp.core import RequestError, WorkerError
 
-__all__ = ["Bench", "Compare", "Doctor", "Mesh", "Plan", "Show", "main"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Show(ScheduleFlags):
-    """Show a schedule as text: picture, bubble rate, memory, gap to the lower bound; or
-    schedules as a picture, a page or a trace: -o x.svg, x.html, x.json.
-    """
-
-    out: Path | None = flag(
-        "write .png, .svg, .pdf, a page (.html), or a trace for Perfetto (.json), in "
-        "place of the text",
-        None,
-    )
-    json: bool = flag("print one JSON object instead", False, pair=False)
-
-    def run(self) -> None:
-        """Print the report, or write the file and name it."""
-        if self.out is not None:
-            self._draw(self.out)
-            return
-        loaded = self.load_plans()
-        if len(loaded) > 1:
-            raise RequestError(
-                "several schedules are named; with --out they are drawn on one time "
-                "axis, and zbpp compare has figures of them"
-            )
-        (plan,) = loaded
-        schedule, costs = plan.schedule, plan.costs
-        if self.json:
-            summary, among = summarize(schedule, costs), steady(schedule, costs)
-            print(json.dumps(asdict(summary) | asdict(among)))
-        else:
-            drawn = self.timelines(schedule, costs) if self.iterations != 1 else ()
-            print_report(schedule, costs, drawn, costs_named=self.costs_named(plan))
-
-    def _draw(self, out: Path) -> None:
-        check_outputs(out=out)
-        if out.suffix.lower() != ".json":
-            check_picture(out)
-        draw_file(self, self.load(), out)
-        print(out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
-    """Print versions, devices and backends, and what is missing; or examine a model:
-    which of its weight gradients can wait for W, and why the others cannot.
-    """
-
-    model: str | None = flag(
-        "a function that returns a module and its inputs, or hf:config.json",
-        None,
-        metavar="MODULE:FUNCTION",
-    )
-    compile: bool = flag(
-        "examine the model compiled, block by block", False, pair=False
-    )
-
-    def run(self) -> None:
-        """Print one fact a line."""
-        if self.model is None:
-            print("\n".join(report_lines()))
-        else:
-            print_split(self.model, compile=self.compile)
-
+__all__ = ["main"]
 
 _COMMANDS: dict[str, type] = {
     "plan": Plan,
@@ -117,30 +41,43 @@ _COMMANDS: dict[str, type] = {
 }
 
 
-def _parse(words: Sequence[str]) -> Any:
-    """Make the command that the words name; None once help has been printed."""
-    if not words:
-        raise RequestError(f"no command is given; choose {', '.join(_COMMANDS)}")
-    name = words[0]
-    near = get_close_matches(name, ("--version", "--help"), n=1)
-    if near and near != [name]:
-        raise RequestError(f"unknown flag {name!r}; did you mean {near[0]}?")
-    # the others take time
-    commands = {name: _COMMANDS[name]} if name in _COMMANDS else _COMMANDS
-    return parse(application(commands), words)
+def _application() -> App:
+    app = App(
+        name="zbpp",
+        help="Plan, simulate and run zero-bubble pipeline schedules.\n\n"
+        "A mode or a schedule file needs no flag; lists have commas or spaces. zbpp "
+        "COMMAND --help has the flags.",
+        help_format="plaintext",
+        console=Terminal(),
+        version=lambda: f"zbpp {version('zbpp')}",
+        default_parameter=Parameter(
+            name_transform=str,
+            negative_bool="no_",
+            negative_iterable=(),
+            allow_repeating=True,
+        ),
+    )
+    for place, (name, command) in enumerate(_COMMANDS.items()):
+        app.command(command, name=name, sort_key=place)
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     if sys.stdout is None:  # closed by the caller: `zbpp show ... >&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    words = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else [*arguments]
     try:
-        command = _parse(words)
+        command = _application()(
+            words,
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
         if command is not None:  # help was asked for
-            command.run()
+            command.run(words)
         sys.stdout.flush()
-    except RequestError as error:
+    except (CycloptsError, RequestError) as error:
         print(f"zbpp: {error}", file=sys.stderr)
         return 2
     except WorkerError as error:

@@ -1,19 +1,52 @@
-"""Versions and devices of the machine; what is missing, and how to get it."""
+"""``zbpp doctor``: the installation, or the weight gradients of a model."""
 
 import os
 import platform
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__all__ = ["report_lines"]
+from rich.table import Table
+
+from zbpp.cli.outputs import Terminal
+from zbpp.core import RequestError
+from zbpp.training.options import HF, ModelName, Switch
+from zbpp.training.user_model import call_builder, load_model
+
+__all__ = ["Doctor"]
 
 _TESTED = {"python": ("3.11", "3.12", "3.13"), "torch": ("2.13", "2.14", "2.15")}
 """Releases that the tests have passed on; 3.12 without torch."""
 _EXTRA_OF = {"torch": "train", "matplotlib": "viz"}
 
 
-def report_lines() -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Print versions, devices and backends, and what is missing; or examine a model:
+    which of its weight gradients can wait for W, and why the others cannot.
+    """
+
+    model: ModelName | None = None
+    """A function that returns a module and its inputs; or hf:config.json."""
+    compile: Switch = False
+    """Examine the model compiled, block by block."""
+
+    def run(self, words: Sequence[str]) -> None:
+        """Print one fact a line, or a table of parameters."""
+        if self.model is None:
+            print("\n".join(_report_lines()))
+            return
+        rows, summary = _examine(self.model, compile=self.compile)
+        table = Table("parameter", "shape", "gradient computed in")
+        for row in rows:
+            table.add_row(*row)
+        Terminal(highlight=False).print(table)
+        print(summary)
+
+
+def _report_lines() -> list[str]:
     """Describe the installation, one fact a line; works without torch."""
     lines = [
         _line("zbpp", _version("zbpp") or "not installed: running from a folder"),
@@ -118,3 +151,54 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _module_and_inputs(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """A plain module with its inputs, or all layers of a model and their input."""
+    from torch import nn
+
+    from zbpp.models.hugging_face import is_pretrained
+
+    built = None if name.startswith(HF) else call_builder(name)
+    if isinstance(built, tuple) and len(built) in (2, 3):
+        model, batch = built[:2]
+        is_plain = isinstance(model, nn.Module) and not is_pretrained(model)
+        if is_plain and not isinstance(model, nn.Sequential | nn.ModuleList):
+            inputs = batch if len(built) == 2 else batch[0]
+            return model, inputs if isinstance(inputs, tuple) else (inputs,)
+    user = load_model(name)
+    return nn.Sequential(*user.layers()), (user.inputs,)
+
+
+def _examine(
+    name: str, *, compile: bool = False
+) -> tuple[list[tuple[str, str, str]], str]:
+    """Run one forward: a row for each parameter, and the share that W computes."""
+    from zbpp.diagnostics import summarize_split
+    from zbpp.runtime.backward.split import split_forward
+
+    module, inputs = _module_and_inputs(name)
+    run = _compiled(module) if compile else module
+    report = split_forward(run, *inputs).report()
+    rows, where, sizes = [], {}, {}
+    for path, p in module.named_parameters():
+        if p in report:
+            where[path], sizes[path] = report[p], p.numel()
+        text = report.get(p, "frozen" if not p.requires_grad else "unused")
+        rows.append((path, " x ".join(map(str, p.shape)), text))
+    if not where:
+        raise RequestError(f"--model {name}: no parameter gets a gradient")
+    return rows, summarize_split(where, sizes)
+
+
+def _compiled(module: Any) -> Callable[..., Any]:
+    from torch import nn
+
+    from zbpp.runtime.chunk import Chunk
+    from zbpp.runtime.compiled.backend import compiled
+    from zbpp.runtime.driver.build import compiled_chunk
+
+    if not isinstance(module, nn.Sequential):
+        return compiled(module)
+    chunk = compiled_chunk(Chunk(0, 0, tuple(module)), "blocks")
+    return lambda value: chunk.run(value, {}, None)

@@ -2,16 +2,16 @@
 
 import gc
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
-from zbpp.cli.outputs import Terminal, check_outputs
-from zbpp.cli.several import schedules_in
+from zbpp.cli.outputs import Terminal
 from zbpp.core import (
     Costs,
     format_bytes,
@@ -21,13 +21,19 @@ from zbpp.core import (
 from zbpp.planning import USUAL_MODES, canonical, is_file
 from zbpp.planning.replicas import check_replicas
 from zbpp.training.options import (
-    MODEL_FLAG,
-    MODES_FLAG,
+    MODES,
+    Count,
+    Dtype,
     Memory,
+    Microbatches,
+    ModelName,
     ModelSize,
+    Names,
+    Numbers,
+    Output,
     Replicas,
-    check_at_least,
-    flag,
+    Stages,
+    Switch,
 )
 from zbpp.training.user_model import UserModel, load_model, optimizer_class
 
@@ -48,37 +54,37 @@ _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 class EstimateCommand(ModelSize, Replicas):
     """Estimate the memory of every stage under every mode, without running anything."""
 
-    model: str | None = flag(**MODEL_FLAG)
-    stages: int = flag("pipeline stages")
-    microbatches: int = flag("micro-batches of a step")
-    modes: str | None = flag(
-        "modes or schedule files; left out: the usual ones",
-        None,
-        **MODES_FLAG,
-    )
-    memory_limit: Memory = flag(
-        "of a device, such as 40GiB: what fits, and the largest micro-batch", None
-    )
-    microbatch_size: int | None = flag(
-        "samples of a micro-batch; else as the batch has", None
-    )
-    split: tuple[int, ...] = flag(
-        "layers of each chunk; left out: evenly", (), metavar="INT,..", many=True
-    )
-    optimizer: str = flag("of torch.optim, or none", "adamw")
-    dtype: Literal["fp32", "bf16", "fp16"] = flag("16 bits by autocast", "fp32")
-    enable_optimizer_post_validation: bool | None = flag(
-        "count what a rollback needs; left out: where B and W are apart",
-        None,
-    )
-    exact_sums: bool = flag("gradients to the last bit alike in all modes", True)
-    device: str = flag("whose kernels are taken: cpu, or one that is here", "cpu")
-    costs: Path | None = flag("costs file with the times to plan for", None)
-    costs_out: Path | None = flag("costs file with bytes, of the first mode", None)
-    layers_out: Path | None = flag("layers file with the bytes of every layer", None)
-    json: bool = flag("print one JSON object instead of a table", False, pair=False)
+    modes: Annotated[Names, MODES] = field(default=USUAL_MODES, kw_only=False)
+    model: ModelName | None = None
+    """Returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train."""
+    stages: Stages
+    """Pipeline stages."""
+    microbatches: Microbatches
+    """Micro-batches of a step."""
+    memory_limit: Memory | None = None
+    """Of a device, such as 40GiB: what fits, and the largest micro-batch."""
+    microbatch_size: Count | None = None
+    """Samples of a micro-batch; else as the batch has."""
+    split: Numbers = ()
+    """Layers of each chunk; left out: evenly."""
+    optimizer: str = "adamw"
+    """Of torch.optim, or none."""
+    dtype: Dtype = "fp32"
+    """16 bits are by autocast."""
+    enable_optimizer_post_validation: bool | None = None
+    """Count what a rollback needs; left out: where B and W are apart."""
+    device: str = "cpu"
+    """Whose kernels are taken: cpu, or one that is here."""
+    costs: Path | None = None
+    """Costs file with the times to plan for."""
+    costs_out: Output | None = None
+    """Costs file with bytes, of the first mode."""
+    layers_out: Output | None = None
+    """Layers file with the bytes of every layer."""
+    json: Switch = False
+    """Print one JSON object instead of a table."""
 
-    def run(self) -> None:
+    def run(self, words: Sequence[str]) -> None:
         """Estimate, write the files, and print."""
         import torch
 
@@ -86,7 +92,7 @@ class EstimateCommand(ModelSize, Replicas):
         from zbpp.memory.layers import trace_layers
 
         gc.set_threshold(_OBJECTS)
-        self._check()
+        check_replicas(self.data_parallel, self.shard)
         limit = self.memory_limit
         dtype = _DTYPES[self.dtype]
         with self._fakes():
@@ -100,7 +106,6 @@ class EstimateCommand(ModelSize, Replicas):
             microbatch_size=self.microbatch_size,
             device=self.device,
             autocast=None if dtype is None else getattr(torch, dtype),
-            exact_sums=self.exact_sums,
         )
         costs = Costs() if self.costs is None else read_costs(self.costs)
         request = Request(
@@ -112,8 +117,7 @@ class EstimateCommand(ModelSize, Replicas):
             data_parallel=self.data_parallel,
             shard=self.shard,
         )
-        named = USUAL_MODES if self.modes is None else schedules_in(self.modes)
-        modes = [name if is_file(name) else canonical(name) for name in named]
+        modes = [name if is_file(name) else canonical(name) for name in self.modes]
         estimate = estimate_modes(layers, request, modes)
         self._write(layers, request, next(iter(estimate.modes)))
         if self.json:
@@ -123,14 +127,6 @@ class EstimateCommand(ModelSize, Replicas):
         if limit is not None:
             largest = largest_microbatch(layers, request, limit, [*estimate.modes])
         _print(estimate, limit, largest)
-
-    def _check(self) -> None:
-        check_outputs(costs_out=self.costs_out, layers_out=self.layers_out)
-        check_at_least(self, 1, "stages", "microbatches", "microbatch_size")
-        check_replicas(
-            self.data_parallel,
-            self.shard,
-        )
 
     def _fakes(self) -> AbstractContextManager[Any]:
         """A mode in which the user's function makes tensors without memory."""

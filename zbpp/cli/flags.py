@@ -1,66 +1,43 @@
 """The flags that planning commands share, and the schedules and costs they name."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from zbpp.cli.several import schedules_in
-from zbpp.core import (
-    Costs,
-    LayerCosts,
-    RequestError,
-    Schedule,
-    Timeline,
-    read_costs,
-)
+from cyclopts import Parameter
+
+from zbpp.core import Costs, LayerCosts, RequestError, Schedule, Timeline, read_costs
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import gathers_in_passes, replicated, with_replicas
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
-from zbpp.training.options import (
-    MODE_FLAG,
-    Planning,
-    Replicas,
-    Splitting,
-    check_at_least,
-    flag,
-)
+from zbpp.training.options import Count, Names, Planning, Replicas, Splitting
 
-__all__ = ["PlanFlags", "ScheduleFlags"]
+__all__ = ["EFFORT", "PlanFlags", "ScheduleFlags"]
+
+EFFORT = Parameter(help="Of the search: fast, default, best or best:SECONDS.")
+_CHUNKS = f"Of {one_of(CHUNKED_MODES, 'and')}; else as the costs list, or 2."
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags(Replicas, Splitting, Planning):
-    """Plans."""
+    """Flags of a plan."""
 
-    effort: str = flag("of the search: fast, default, best or best:SECONDS", "default")
-    chunks_per_stage: int | None = flag(
-        f"of {one_of(CHUNKED_MODES, 'and')}; else as the costs list, or 2", None
-    )
-
-    def chunk_costs(self) -> Costs:
-        """Read the costs, and let the flag overrule the file's memory limit."""
-        costs = Costs() if self.costs is None else read_costs(self.costs)
-        costs = costs.with_limit(self.memory_limit)
-        gathers = gathers_in_passes(self.data_parallel, self.shard)
-        return replace(costs, gathers=gathers) if gathers else costs
-
-    def with_collectives(self, schedule: Schedule) -> Schedule:
-        """Add the collectives of replicas, if there are several."""
-        return replicated(schedule, data_parallel=self.data_parallel, shard=self.shard)
+    effort: Annotated[str, EFFORT] = "default"
+    chunks_per_stage: Annotated[Count | None, Parameter(help=_CHUNKS)] = None
 
     def layer_costs(self) -> LayerCosts | None:
         """Read the layers file, if there is one, with what replicas hold in parts."""
         layers = self.costs_of_layers()
         if layers is None:
-            if self.split is not None:
+            if self.split:
                 raise RequestError("--split needs --layers, the costs of each layer")
             return None
         return with_replicas(layers, self.data_parallel, self.shard)
 
     def request(self, mode: str) -> PlanRequest:
         """Ask for a mode, or a file, in the words of the flags."""
-        check_at_least(self, 1, "stages", "microbatches", "chunks_per_stage")
         for name in ("stages", "microbatches"):
             if getattr(self, name) is None and not is_file(mode):
                 raise RequestError(f"--{name} is missing; {canonical(mode)} needs it")
@@ -79,15 +56,21 @@ class PlanFlags(Replicas, Splitting, Planning):
         gathers = gathers_in_passes(self.data_parallel, self.shard)
         if self.costs is None and (not gathers or is_plan_file(mode)):
             return replace(request, memory_limit=self.memory_limit)
-        return replace(request, costs=self.chunk_costs())
+        costs = Costs() if self.costs is None else read_costs(self.costs)
+        costs = costs.with_limit(self.memory_limit)
+        costs = replace(costs, gathers=gathers) if gathers else costs
+        return replace(request, costs=costs)
 
     def plan(self, mode: str) -> Plan:
-        """Plan a mode, or read a file."""
-        return make_plan(self.request(mode))
+        """Plan a mode, or read a file; add the collectives of replicas."""
+        plan = make_plan(self.request(mode))
+        schedule = replicated(
+            plan.schedule, data_parallel=self.data_parallel, shard=self.shard
+        )
+        return replace(plan, schedule=schedule)
 
     def with_checks(self, schedule: Schedule) -> Schedule:
-        """Place V's or take them out, if the flag says so; add collectives."""
-        schedule = self.with_collectives(schedule)
+        """Place V's or take them out, if the flag says so."""
         match self.enable_optimizer_post_validation:
             case None:
                 return schedule
@@ -99,31 +82,31 @@ class PlanFlags(Replicas, Splitting, Planning):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFlags(PlanFlags):
-    """Schedules."""
+    """Flags of a drawing."""
 
-    pipeline_schedule_mode: str | None = flag(MODE_WORDS, None, **MODE_FLAG, many=True)
-    iterations: int = flag("to draw; of several, behind a barrier and without", 1)
+    pipeline_schedule_mode: Annotated[
+        Names, Parameter(alias="--mode", metavar="MODE", help=MODE_WORDS)
+    ] = field(default=(), kw_only=False)
+    iterations: Count = 1
+    """To draw; of several, behind a barrier and without."""
 
-    def load(self) -> list[tuple[Schedule, Costs]]:
-        """Plan or read the schedules."""
-        return [(plan.schedule, plan.costs) for plan in self.load_plans()]
-
-    def load_plans(self) -> list[Plan]:
+    def load(self) -> list[Plan]:
         """Plan or read the schedules, with V's and collectives as the flags say."""
-        if self.pipeline_schedule_mode is None:
+        if not self.pipeline_schedule_mode:
             raise RequestError(
                 "no schedule is named; give a schedule file, or a mode with --stages "
                 "and --microbatches"
             )
-        plans = [self.plan(name) for name in schedules_in(self.pipeline_schedule_mode)]
+        plans = [self.plan(name) for name in self.pipeline_schedule_mode]
         return [replace(x, schedule=self.with_checks(x.schedule)) for x in plans]
 
-    def costs_named(self, plan: Plan) -> str:
+    def costs_name(self, plan: Plan) -> str:
         """Name the costs that a schedule is shown with."""
         if self.costs is not None or self.layers is not None:
             return str(self.costs or self.layers)
-        if plan.has_costs and is_plan_file(str(self.pipeline_schedule_mode)):
-            return f"those in {self.pipeline_schedule_mode}"
+        (name,) = self.pipeline_schedule_mode
+        if plan.has_costs and is_plan_file(name):
+            return f"those in {name}"
         return "none are given: F, B and W take 1, messages nothing"
 
     def timelines(self, schedule: Schedule, costs: Costs) -> list[Timeline]:
@@ -132,7 +115,6 @@ class ScheduleFlags(PlanFlags):
         Several iterations come behind a barrier and post-validated, one below the
         other, unless the flag has chosen.
         """
-        check_at_least(self, 1, "iterations")
         n = self.iterations
         if n == 1:
             return [simulate(schedule, costs)]

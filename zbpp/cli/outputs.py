@@ -1,14 +1,15 @@
-"""The outputs of a command: files, checked before it computes anything, and tables."""
+"""The outputs of commands: tables in a terminal, pictures and pages in files."""
 
-import os
 from pathlib import Path
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 
-from zbpp.core import RequestError
 from zbpp.simulator.plot import picture_suffix
+from zbpp.training.options import check_output
 
-__all__ = ["Terminal", "check_outputs", "check_picture"]
+__all__ = ["OUT", "Drawing", "Picture", "Terminal"]
 
 
 class Terminal(Console):
@@ -19,37 +20,18 @@ class Terminal(Console):
         raise
 
 
-def check_outputs(**paths: Path | None) -> None:
-    """Refuse what could not be written in the end.
-
-    Args:
-        **paths: by their flags, without the hyphens; None is not written.
-
-    Raises:
-        RequestError: a path is a folder, or its folder is missing or closed.
-    """
-    for flag, path in paths.items():
-        if path is None:
-            continue
-        if path.is_dir():
-            reason = "it is a folder"
-        elif not path.parent.is_dir():
-            reason = f"there is no folder {path.parent}"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            reason = "permission denied"
-        else:
-            continue
-        raise RequestError(
-            f"--{flag} {path} cannot be written: {reason}; give the path of a file in "
-            "a folder that exists"
-        )
-
-
-def check_picture(path: Path) -> None:
-    """Refuse a name that ends like neither a picture nor a page.
-
-    Raises:
-        RequestError: it does, or matplotlib is missing for a picture.
-    """
-    if path.suffix.lower() != ".html":
+def _check_picture(_: Any, path: Path | None) -> None:
+    if path is not None and path.suffix.lower() != ".html":
         picture_suffix(path)
+
+
+def _check_drawing(_: Any, path: Path | None) -> None:
+    if path is not None and path.suffix.lower() != ".json":
+        _check_picture(_, path)
+
+
+OUT = Parameter(alias="-o")
+Picture = Annotated[Path, OUT, Parameter(validator=(check_output, _check_picture))]
+"""A picture or a page, by the end of its name."""
+Drawing = Annotated[Path, OUT, Parameter(validator=(check_output, _check_drawing))]
+"""A picture, a page, or a trace (.json)."""

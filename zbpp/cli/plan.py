@@ -1,33 +1,22 @@
 """``zbpp plan``: a schedule in a file, and in words what it will cost."""
 
-import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from zbpp.cli.flags import PlanFlags
-from zbpp.cli.outputs import check_outputs
+from zbpp.cli.outputs import OUT
 from zbpp.cli.report import gain_text, recompute_text
 from zbpp.cli.summary import short_memory, summarize
 from zbpp.core import Schedule
 from zbpp.core.files.json_text import write_file
-from zbpp.planning import MODE_WORDS, MODES, canonical, is_file
 from zbpp.planning import Plan as Planned
 from zbpp.planning.answer import plan_text
-from zbpp.schedules import (
-    to_torch_csv,
-    torch_schedule_name,
-    without_collectives,
-)
-from zbpp.schedules.planner.budget import parse_effort
-from zbpp.simulator import simulate, span
-from zbpp.training.options import MODE_FLAG, flag
+from zbpp.schedules import to_torch_csv, torch_schedule_name, without_collectives
+from zbpp.training.options import Mode, Output
 
-__all__ = ["Plan", "gain_line", "waiting_line"]
-
-
-_LEAST_S = 15.0
-_US_A_JOB = (3.0, 12.0)
-"""With one chunk a stage or several; effort fast, the larger plans."""
+__all__ = ["Plan"]
 
 _DEFAULT_CHUNKS = {"1F1B": 1, "ZBVZeroBubble": 2, "Interleaved1F1B": 2}
 
@@ -36,24 +25,20 @@ _DEFAULT_CHUNKS = {"1F1B": 1, "ZBVZeroBubble": 2, "Interleaved1F1B": 2}
 class Plan(PlanFlags):
     """Plan a schedule and write it, with its costs, to a plan file."""
 
-    pipeline_schedule_mode: str = flag(MODE_WORDS, **MODE_FLAG)
-    out: Path = flag("plan file to write (JSON): the schedule, and its costs")
-    csv: Path | None = flag(
-        "also write the CSV that torch loads, and tell torchtitan's flags for it", None
-    )
+    pipeline_schedule_mode: Mode = field(kw_only=False)
+    out: Annotated[Output, OUT]
+    """Plan file to write (JSON): the schedule, and its costs."""
+    csv: Output | None = None
+    """Also write the CSV that torch loads, and print torchtitan's flags for it."""
 
-    def run(self) -> None:
-        """Plan, write, and say what it will cost."""
-        check_outputs(out=self.out, csv=self.csv)
-        self._say_how_long()
+    def run(self, words: Sequence[str]) -> None:
+        """Plan, write, and print what it will cost."""
         plan = self.plan(self.pipeline_schedule_mode)
-        schedule, costs = plan.schedule, plan.costs
-        found_span = span(simulate(schedule, costs))  # before there are V's
-        schedule = self.with_checks(schedule)
+        schedule = self.with_checks(plan.schedule)
         write_file(self.out, plan_text(replace(plan, schedule=schedule)))
         if self.csv is not None:
             write_file(self.csv, to_torch_csv(schedule))
-        summary = summarize(schedule, costs)
+        summary = summarize(schedule, plan.costs)
         print(
             f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
             f"{summary.n_microbatches} micro-batches, "
@@ -61,60 +46,12 @@ class Plan(PlanFlags):
             f"peak memory {short_memory(max(summary.peak_memory))}, "
             f"gap to the lower bound {summary.gap:.2%}"
         )
-        if parse_effort(self.effort)[0] == "best":
-            usual = replace(self, effort="default").plan(self.pipeline_schedule_mode)
-            print(gain_line(found_span, usual.span, self.effort))
         if plan.is_layered:
             print(*_split_lines(plan), sep="\n")
         if schedule.recomputing:
             print(f"recompute: {recompute_text(schedule)}")
         if self.csv is not None:
             print(*_torchtitan_lines(schedule, self.csv), sep="\n")
-
-    def _say_how_long(self) -> None:
-        """Tell on stderr of plans that take long."""
-        if self.stages is None or self.microbatches is None:
-            return
-        if is_file(self.pipeline_schedule_mode):  # nothing is searched
-            return
-        mode = MODES[canonical(self.pipeline_schedule_mode)]
-        each = mode.chunks or self.chunks_per_stage or 2
-        n_jobs = 3 * self.stages * self.microbatches * each
-        line = waiting_line(n_jobs, each, self.effort)
-        if line is not None:
-            print(line, file=sys.stderr, flush=True)
-
-
-def waiting_line(n_jobs: int, chunks_per_stage: int, effort: str) -> str | None:
-    """Say how long a plan of some jobs will take about; None if that is not long.
-
-    >>> waiting_line(12, 1, "best:30")
-    'planning 12 jobs, 30 s of CPU time beyond effort default'
-    """
-    kind, seconds = parse_effort(effort)
-    each = _US_A_JOB[chunks_per_stage > 1]
-    about = n_jobs * each * 1e-6 * (1 if kind == "fast" else 3)
-    if kind == "best":
-        more = f"{seconds:g} s of CPU time beyond effort default"
-        return f"planning {n_jobs:,} jobs, {more}"
-    if about < _LEAST_S:
-        return None
-    hint = "" if kind == "fast" else "; effort fast takes a third of it"
-    return f"planning {n_jobs:,} jobs, about {about:.0f} s{hint}"
-
-
-def gain_line(span: float, before: float, effort: str) -> str:
-    """Say what effort best has found beyond effort default.
-
-    >>> gain_line(98.0, 100.0, "best:30")
-    'best:30: span 98, 2.00% shorter than with effort default'
-    """
-    if span < before * (1 - 1e-9):
-        return (
-            f"{effort}: span {span:.6g}, {1 - span / before:.2%} shorter than with "
-            "effort default"
-        )
-    return f"{effort}: span {span:.6g}, nothing shorter than with effort default"
 
 
 def _split_lines(planned: Planned) -> list[str]:

@@ -1,20 +1,21 @@
 """The ``profile`` command: measure a costs file on the real devices."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
+from typing import Annotated
 
-from zbpp.cli.outputs import check_outputs
-from zbpp.cli.several import command_words
+from zbpp.cli.outputs import OUT
 from zbpp.core import RequestError
 from zbpp.planning import Plan
 from zbpp.training.options import (
-    MODEL_FLAG,
+    Count,
+    ModelName,
+    Output,
     RunOptions,
+    Switch,
     TrainOptions,
-    check_at_least,
-    flag,
 )
 from zbpp.training.user_model import UserModel, load_model
 
@@ -29,15 +30,18 @@ class Profile(RunOptions):
     zbpp train, or of your own. Starts its own processes, or runs as one of torchrun's.
     """
 
-    out: Path = flag("costs file to write: ms and bytes, one entry per chunk")
-    layers_out: Path | None = flag(
-        "also write the costs of each layer, to plan the split with", None
-    )
-    model: str | None = flag(**MODEL_FLAG)
-    rounds: int = flag("passes that are counted, after a warm-up", 10)
-    json: bool = flag("print one JSON object instead of the table", False, pair=False)
+    out: Annotated[Output, OUT]
+    """Costs file to write: ms and bytes, one entry per chunk."""
+    layers_out: Output | None = None
+    """Also write the costs of each layer, to plan the split with."""
+    model: ModelName | None = None
+    """Returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train."""
+    rounds: Count = 10
+    """Passes that are counted, after a warm-up."""
+    json: Switch = False
+    """Print one JSON object instead of the table."""
 
-    def run(self) -> None:
+    def run(self, words: Sequence[str]) -> None:
         """Profile, and return when it is done."""
         options = self._options()
         from zbpp.training.profiled import run_profile
@@ -53,7 +57,7 @@ class Profile(RunOptions):
             rounds=self.rounds,
             as_json=self.json,
         )
-        start_worker(worker, options, command_words(self), check=self._check)
+        start_worker(worker, options, words, check=self._check)
 
     def _load(self) -> UserModel:
         assert self.model is not None
@@ -63,8 +67,6 @@ class Profile(RunOptions):
         """The options of the run whose passes are timed; the request has the model."""
         names = {field.name for field in fields(RunOptions)} - {"model"}
         options = TrainOptions(**{name: getattr(self, name) for name in names})
-        check_at_least(self, 1, "rounds")
-        check_outputs(out=self.out, layers_out=self.layers_out)
         if self.model is not None and self.layers is not None:
             raise RequestError(
                 "--layers does not go with --model; leave one of them out"

@@ -41,12 +41,12 @@ def print_report(
     costs: Costs,
     drawn: Sequence[Timeline] = (),
     *,
-    costs_named: str,
+    costs_name: str,
 ) -> None:
     """Print the picture, a table of the stages and the figures of a schedule.
 
     ``drawn``: what the picture shows in place of one iteration; the table and the
-    figures are those of one, unless they say otherwise. ``costs_named`` says where the
+    figures are those of one, unless they say otherwise. ``costs_name`` says where the
     costs come from.
     """
     summary = summarize(schedule, costs)
@@ -65,7 +65,7 @@ def print_report(
     else:
         within = f"memory {short_memory(limit)} a stage"
     lines = {
-        "costs": costs_named,
+        "costs": costs_name,
         "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is beyond "
         "the work of the busiest stage",
         "overhead": f"{summary.overhead:.2%} (the same over that work)",

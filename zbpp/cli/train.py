@@ -1,9 +1,8 @@
 """The ``train`` command: the options of a training, and its start."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbpp.cli.outputs import check_outputs
-from zbpp.cli.several import command_words
 from zbpp.training.options import TrainOptions
 
 __all__ = ["Train"]
@@ -17,9 +16,8 @@ class Train(TrainOptions):
     and the final parameters depend on neither the mode nor the number of stages.
     """
 
-    def run(self) -> None:
+    def run(self, words: Sequence[str]) -> None:
         """Train, and return when it is done."""
-        check_outputs(metrics=self.metrics, trace=self.trace)
         from zbpp.training.start import start
 
-        start(self, command_words(self))
+        start(self, words)

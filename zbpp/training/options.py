@@ -1,15 +1,19 @@
-"""The options of `zbpp train`, and groups of flags that other commands share.
+"""Flags that commands share, in groups, and the options of `zbpp train`.
 
-A command is a dataclass, a flag one of its fields: `flag` gives it a default and a line
-of help, and the class that declares it is its group in the help text. This file loads
-no torch; `zbpp.cli.parser` hands the fields to cyclopts.
+A command is a dataclass, a flag one of its fields, and the text below a field its line
+of help: cyclopts reads all three as they are. This file loads no torch.
 """
 
-from dataclasses import MISSING, dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from zbpp.core import LayerCosts, RequestError, read_layers
+from cyclopts import Parameter, Token, convert
+from cyclopts.validators import Number
+
+from zbpp.core import LayerCosts, RequestError, parse_memory, read_layers
 from zbpp.core.sharding import Shard
 from zbpp.planning import MODE_WORDS
 from zbpp.planning.request import parse_recompute, parse_split
@@ -17,92 +21,101 @@ from zbpp.schedules import Recomputing, Split
 
 __all__ = [
     "HF",
-    "MODEL_FLAG",
-    "MODES_FLAG",
-    "MODE_FLAG",
+    "MODES",
     "Compute",
+    "Count",
+    "Dtype",
     "Memory",
+    "Microbatches",
+    "Mode",
+    "ModelName",
     "ModelSize",
+    "Names",
+    "Numbers",
+    "Output",
+    "OutputFolder",
+    "Paths",
     "Planning",
+    "Positive",
     "Processes",
     "Replicas",
     "RunOptions",
     "Splitting",
+    "Stages",
+    "Switch",
     "TrainOptions",
-    "check_above_zero",
-    "check_at_least",
-    "flag",
+    "check_output",
 ]
 
 HF = "hf:"
 """Begin of the name of a model of transformers."""
-Memory = Annotated[float | None, "memory"]
-"""An amount of memory: a number, or one with a unit, such as ``40GiB``."""
-MODE_FLAG: dict[str, Any] = {"metavar": "MODE", "also": ("mode",)}
-MODES_FLAG: dict[str, Any] = {"metavar": "MODE,..", "many": True}
-MODEL_FLAG: dict[str, Any] = {
-    "text": "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
-    "default": None,
-    "metavar": "MODULE:FUNCTION",
-}
 
 
-def flag(
-    text: str,
-    default: Any = MISSING,
-    *,
-    metavar: str | None = None,
-    also: tuple[str, ...] = (),
-    many: bool = False,
-    pair: bool = True,
-) -> Any:
-    """Declare a flag as the field of a command.
-
-    Args:
-        text: of help.
-        default: left out: the flag must be given.
-        metavar: of its value in help texts; else by its type.
-        also: other spellings, without hyphens.
-        many: takes several values, with commas or spaces between them.
-        pair: of a flag without a value: there is a ``--no_`` to it.
-    """
-    about = {"text": text, "metavar": metavar, "also": also, "many": many,
-             "pair": pair}  # fmt: skip
-    return field(default=default, metadata=about)
+def _memory(_: Any, tokens: Sequence[Token]) -> float:
+    return parse_memory(tokens[0].value)
 
 
-def check_at_least(options: object, least: int, *names: str) -> None:
-    """Refuse values of these flags that are less; None is none."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not value >= least:
-            raise RequestError(f"--{name} is {value}; it must be at least {least}")
+def _list(hint: Any, tokens: Sequence[Token]) -> Any:
+    words = [(token, word) for token in tokens for word in token.value.split(",")]
+    return convert(hint, [token.evolve(value=word) for token, word in words if word])
 
 
-def check_above_zero(options: object, *names: str) -> None:
-    """Refuse values of these flags that are not above 0; None is none."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise RequestError(f"--{name} is {value}; it must be above 0")
+def check_output(_: Any, path: Path | None) -> None:
+    """Refuse what could not be written in the end."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError("It is a folder; give the path of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"There is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError("It cannot be written: permission denied")
+
+
+def _check_folder(_: Any, path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError("It is a file; name a folder")
+
+
+_LIST = Parameter(converter=_list, consume_multiple=True, show_default=False)
+_ONE_OR_MORE = Number(gte=1)
+
+Count = Annotated[int, Parameter(validator=_ONE_OR_MORE)]
+Stages = Annotated[int, Parameter(alias="-p", validator=_ONE_OR_MORE)]
+Microbatches = Annotated[int, Parameter(alias="-m", validator=_ONE_OR_MORE)]
+Memory = Annotated[float, Parameter(converter=_memory, metavar="MEMORY")]
+"""A number, or one with a unit, such as ``40GiB``."""
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+Names = Annotated[tuple[str, ...], _LIST]
+"""Several values, with commas or spaces between them; so are the next two."""
+Numbers = Annotated[tuple[int, ...], _LIST]
+Paths = Annotated[tuple[Path, ...], _LIST]
+Positive = Annotated[float, Parameter(validator=Number(gt=0))]
+Output = Annotated[Path, Parameter(validator=check_output)]
+"""A file to write."""
+OutputFolder = Annotated[Path, Parameter(alias="-o", validator=_check_folder)]
+Mode = Annotated[str, Parameter(alias="--mode", metavar="MODE", help=MODE_WORDS)]
+MODES = Parameter(metavar="MODE,..", help="Modes or schedule files; else the usual.")
+ModelName = Annotated[str, Parameter(metavar="MODULE:FUNCTION")]
+Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """Schedule."""
+    """Sizes and costs of a schedule."""
 
-    stages: int | None = flag("pipeline stages; a file knows its own", None)
-    microbatches: int | None = flag("of a step; a file knows its own", None)
-    costs: Path | None = flag("costs file; else F, B and W take 1", None)
-    layers: Path | None = flag("layers file, in place of --costs", None)
-    memory_limit: Memory = flag(
-        "of a stage: 40GiB where costs are in bytes, or in their unit", None
-    )
-    enable_optimizer_post_validation: bool | None = flag(
-        "step before the norm is known and validate later; left out: where B and W "
-        "are apart",
-        None,
-    )
+    stages: Stages | None = None
+    """Pipeline stages; a file knows its own."""
+    microbatches: Microbatches | None = None
+    """Of a step; a file knows its own."""
+    costs: Path | None = None
+    """Costs file; else F, B and W take 1."""
+    layers: Path | None = None
+    """Layers file, in place of --costs."""
+    memory_limit: Memory | None = None
+    """Of a stage: 40GiB, or in the unit of the costs."""
+    enable_optimizer_post_validation: bool | None = None
+    """Step before the norm is known; else where B and W are apart."""
 
     def costs_of_layers(self) -> LayerCosts | None:
         """Read the layers file, if there is one, under ``--memory_limit``."""
@@ -118,110 +131,96 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class Splitting:
-    """Layers."""
+    """Layers of the chunks."""
 
-    split: str | None = flag(
-        "of the layers: balanced, even, or those of each chunk: 3,4",
-        None,
-        metavar="SPLIT",
-        many=True,
-    )
-    recompute: str | None = flag(
-        "what B computes again: auto, all, none, or numbers of layers (of chunks, "
-        "where costs are theirs)",
-        None,
-        metavar="WHICH",
-        many=True,
-    )
+    split: Names = ()
+    """Of the layers: balanced, even, or those of each chunk: 3,4."""
+    recompute: Names = ()
+    """B computes again: auto, all, none, or layers by number (else chunks): 0,3."""
 
     @property
     def asked_split(self) -> Split:
         """Return the split that ``--split`` asks for."""
-        return None if self.split is None else parse_split(self.split)
+        return parse_split(",".join(self.split)) if self.split else None
 
     @property
     def asked_recompute(self) -> Recomputing | None:
         """Return the layers that ``--recompute`` asks for."""
-        return None if self.recompute is None else parse_recompute(self.recompute)
+        return parse_recompute(",".join(self.recompute)) if self.recompute else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas."""
+    """Replicas of the stages."""
 
-    data_parallel: int = flag("replicas of every stage", 1)
-    shard: Shard = flag(
-        "what they hold in parts; each word includes those before", "none"
-    )
+    data_parallel: Count = 1
+    """Replicas of every stage."""
+    shard: Shard = "none"
+    """What replicas hold in parts; each word includes those before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Model of zbpp train."""
+    """Sizes of the model of `zbpp train`."""
 
-    seq: int = flag("tokens of a sample, also of hf:PATH", 128)
-    size: Literal["tiny", "small", "medium"] = flag(
-        "blocks x width: 4 x 32, 8 x 96, 8 x 512; embedding and head are 2 layers more",
-        "small",
-    )
+    seq: Count = 128
+    """Tokens of a sample, also of hf:PATH."""
+    size: Literal["tiny", "small", "medium"] = "small"
+    """Blocks x width: 4 x 32, 8 x 96, 8 x 512."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Computation."""
+    """Ways to compute."""
 
-    compile: bool = flag(
-        "torch.compile for each block; B and W stay apart", False, pair=False
-    )
-    exact_sums: bool = flag("gradients to the last bit alike in all modes", True)
+    compile: Switch = False
+    """Run torch.compile on each block; B and W stay apart."""
+    exact_sums: bool = True
+    """Sum gradients in one order, so that all modes have the same bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Processes."""
+    """Processes of a run."""
 
-    device: str = flag("auto (an accelerator, else the CPU), cpu, cuda, xpu ..", "auto")
-    timeout_s: float = flag("seconds that a stage waits for another one", 600.0)
+    device: str = "auto"
+    """auto (an accelerator, else the CPU), cpu, cuda, xpu .."""
+    timeout_s: Positive = 600.0
+    """Seconds that a stage waits for another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ModelSize, Planning):
-    """Run."""
+    """Options of a run."""
 
-    pipeline_schedule_mode: str = flag(MODE_WORDS, "ZBH1", **MODE_FLAG)
-    model: str | None = flag(
-        "of transformers: hf:config.json, hf:FOLDER with weights; else a small Llama",
-        None,
-        metavar="hf:PATH",
-    )
-    microbatch_size: int = flag("samples of a micro-batch", 2)
-    seed: int = flag("of the weights and of the choice of text", 0)
-    dtype: Literal["fp32", "bf16", "fp16"] = flag("16 bits by autocast", "fp32")
-    device: str = flag("auto (an accelerator, else the CPU), cpu, cuda, xpu ..", "auto")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "stages", "microbatches", "microbatch_size", "seq")
-        check_at_least(self, 0, "seed")
+    pipeline_schedule_mode: Mode = field(default="ZBH1", kw_only=False)
+    model: Annotated[str | None, Parameter(metavar="hf:PATH")] = None
+    """Configuration or folder of transformers; else a small Llama."""
+    microbatch_size: Count = 2
+    """Samples of a micro-batch."""
+    seed: Annotated[int, Parameter(validator=Number(gte=0))] = 0
+    """Of the weights and of the choice of text."""
+    dtype: Dtype = "fp32"
+    """16 bits are by autocast."""
+    device: str = "auto"
+    """auto (an accelerator, else the CPU), cpu, cuda, xpu .."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
-    """Training."""
+    """Options of `zbpp train`."""
 
-    steps: int = flag("optimizer steps", 200)
-    lr: float = flag("learning rate of AdamW after the warm-up", 3e-3)
-    clip_grad_norm: float = flag("largest norm of the model's gradient", 1.0)
-    data: Path | None = flag("text file or folder; else Python's own source", None)
-    metrics: Path | None = flag("JSON line a step, and one with the results", None)
-    save_dir: Path | None = flag(
-        "checkpoints: every 100 steps, at the end, and at SIGTERM; a run goes on from "
-        "the newest",
-        None,
-    )
-    trace: Path | None = flag("timeline of the last step, for Perfetto", None)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "steps")
-        check_at_least(self, 0, "lr")
-        check_above_zero(self, "clip_grad_norm")
+    steps: Count = 200
+    """Optimizer steps."""
+    lr: Annotated[float, Parameter(validator=Number(gte=0))] = 3e-3
+    """Learning rate of AdamW after the warm-up."""
+    clip_grad_norm: Positive = 1.0
+    """Largest norm of the model's gradient."""
+    data: Path | None = None
+    """Text file or folder; else Python's own source."""
+    metrics: Output | None = None
+    """JSON line a step, and one with the results."""
+    save_dir: Path | None = None
+    """Checkpoints; a run resumes from the newest."""
+    trace: Output | None = None
+    """Timeline of the last step, for Perfetto."""

@@ -75,7 +75,7 @@ def load_model(
             name.removeprefix(HF), seq=seq, samples=samples, seed=None if is_fake else 0
         )
         return _of_layers(name, layered, batch, None)
-    built = call_builder(name, _WANTED)
+    built = call_builder(name)
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise RequestError(f"--model {name}: {_WANTED}")
     loss_fn = built[2] if len(built) == 3 else None
@@ -112,16 +112,11 @@ def _of_layers(name: str, model: Any, batch: Any, loss_fn: Any) -> UserModel:
     return UserModel(to_build, inputs, targets, loss_fn, layered.n_layers)
 
 
-def call_builder(name: str, wanted: str) -> Any:
-    """Return what ``module:function`` returns.
-
-    Args:
-        name: of the function.
-        wanted: what it must be, for the error.
-    """
+def call_builder(name: str) -> Any:
+    """Return what ``module:function`` returns."""
     path, _, attribute = name.partition(":")
     if not path or not attribute:
-        raise RequestError(f"--model {name}: write it as module:function; {wanted}")
+        raise RequestError(f"--model {name}: write it as module:function; {_WANTED}")
     sys.path.insert(0, "")  # as python -m does
     try:
         build: Callable[[], Any] = getattr(importlib.import_module(path), attribute)
@@ -130,7 +125,7 @@ def call_builder(name: str, wanted: str) -> Any:
     finally:
         sys.path.remove("")
     if not callable(build):
-        raise RequestError(f"--model {name}: {wanted}")
+        raise RequestError(f"--model {name}: {_WANTED}")
     return build()
 
 

@@ -1,10 +1,11 @@
 """``zbpp playground``: a page on which modes are compared live, on this machine."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbpp.core import RequestError
-from zbpp.training.options import flag
+from zbpp.training.options import Switch
 
 __all__ = ["Playground"]
 
@@ -15,10 +16,12 @@ class Playground:
     files; needs no network.
     """
 
-    port: int = flag("of the page; 0: one that is free", 0)
-    open: bool = flag("open the page in the default browser", False, pair=False)
+    port: int = 0
+    """Of the page; 0: one that is free."""
+    open: Switch = False
+    """Open the page in the default browser."""
 
-    def run(self) -> None:
+    def run(self, words: Sequence[str]) -> None:
         """Print the address, and serve until Ctrl-C."""
         import webbrowser  # with the server, it would hold up all other commands
 

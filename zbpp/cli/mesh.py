@@ -2,18 +2,27 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from zbpp.cli.flags import EFFORT
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
-from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs, read_layers
-from zbpp.core.costs.layers import chunk_layers
+from zbpp.core import LayerCosts, Link, RequestError, read_layers
+from zbpp.core.sharding import Shard
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
-from zbpp.planning.replicas import Network, Shard, network_of
+from zbpp.planning.replicas import Network, network_of
 from zbpp.simulator.tables import Table
-from zbpp.training.options import MODE_FLAG, Memory, check_at_least, flag
+from zbpp.training.options import (
+    Count,
+    Memory,
+    Microbatches,
+    Mode,
+    ModelName,
+    Numbers,
+    Switch,
+)
 from zbpp.training.user_model import load_model
 
 __all__ = ["Mesh"]
@@ -23,45 +32,37 @@ __all__ = ["Mesh"]
 class Mesh:
     """Compare meshes of stages, replicas and shares of layers on so many devices.
 
-    The layers are those of --layers, the parts of --costs, or a --model's.
+    The layers are those of --layers, or a --model's.
     """
 
-    devices: int = flag("in all")
-    microbatches: int = flag("micro-batches of a step, over all replicas")
-    pipeline_schedule_mode: str = flag("of every mesh", "auto", **MODE_FLAG)
-    costs: Path | None = flag("costs file: a layer for each entry of its lists", None)
-    layers: Path | None = flag("layers file", None)
-    model: str | None = flag(
-        "returns (model, batch[, loss_fn]); or hf:PATH: memory is estimated, times are "
-        "those of the matrix products, in seconds",
-        None,
-        metavar="MODULE:FUNCTION",
-    )
-    device_flops: float = flag("of a --model: operations of a device in a second", 2e14)
-    memory_limit: Memory = flag(
-        "of a device: 40GiB where costs are in bytes, or in their unit", None
-    )
-    parameters: Memory = flag(
-        "memory of all of them, dealt to the layers evenly; else as these say", None
-    )
-    shard: Shard = flag(
-        "what replicas hold in parts; each word includes those before", "none"
-    )
-    tensor_parallel: tuple[int, ...] = flag(
-        "devices that share layers; several are compared", (1,), metavar="INT,..",
-        many=True,
-    )  # fmt: skip
-    replica_bandwidth: float | None = flag(
-        "bytes between two devices in a unit of time; else as the layers file has",
-        None,
-    )
-    replica_delay: float = flag("time of an empty message between replicas", 0.0)
-    node: int = flag("devices that share faster links", 1)
-    node_bandwidth: float | None = flag("bytes between two of these", None)
-    effort: str = flag("of the search: fast, default, best or best:SECONDS", "default")
-    json: bool = flag("print one JSON object instead of a table", False, pair=False)
+    devices: Count
+    """In all."""
+    microbatches: Microbatches
+    """Micro-batches of a step, over all replicas."""
+    pipeline_schedule_mode: Mode = field(default="auto", kw_only=False)
+    layers: Path | None = None
+    """Layers file."""
+    model: ModelName | None = None
+    """Returns (model, batch[, loss_fn]); or hf:PATH: estimated, in s and bytes."""
+    device_flops: float = 2e14
+    """Of a --model: operations of a device in a second."""
+    memory_limit: Memory | None = None
+    """Of a device: 40GiB, or in the unit of the costs."""
+    shard: Shard = "none"
+    """What replicas hold in parts; each word includes those before."""
+    tensor_parallel: Numbers = (1,)
+    """Devices that share layers; several are compared."""
+    replica_bandwidth: float | None = None
+    """Bytes between two devices in a unit of time; else as the layers file has."""
+    node: Count = 1
+    """Devices that share faster links."""
+    node_bandwidth: float | None = None
+    """Bytes between two of these in a unit of time."""
+    effort: Annotated[str, EFFORT] = "fast"
+    json: Switch = False
+    """Print one JSON object instead of a table."""
 
-    def run(self) -> None:
+    def run(self, words: Sequence[str]) -> None:
         """Plan all meshes and print them; the best is marked."""
         layers, network = self._layers_and_network()
         meshes = plan_meshes(
@@ -71,7 +72,7 @@ class Mesh:
             network=network,
             mode=self.pipeline_schedule_mode,
             shard=self.shard,
-            effort="fast" if self.effort == "default" else self.effort,
+            effort=self.effort,
             tensor_parallel=self.tensor_parallel,
         )
         best = best_mesh(meshes)
@@ -87,12 +88,15 @@ class Mesh:
         print(f"auto: {best.name}")
 
     def _layers_and_network(self) -> tuple[LayerCosts, Network]:
-        layers = self._sources()
-        if self.parameters is not None:
-            layers = replace(layers, parameters=self.parameters / layers.n_layers)
+        if (self.layers is None) == (self.model is None):
+            raise RequestError("zbpp mesh needs one of --layers and --model")
+        if self.layers is not None:
+            layers = read_layers(self.layers).with_limit(self.memory_limit)
+        else:
+            layers = self._of_model()
         network = network_of(layers)
         if self.replica_bandwidth is not None:
-            link = Link(self.replica_delay, self.replica_bandwidth)
+            link = Link(0.0, self.replica_bandwidth)
             if layers.bandwidth is None:
                 layers = replace(layers, bandwidth=link.bandwidth, delay=link.alpha)
         elif network is not None:
@@ -104,7 +108,6 @@ class Mesh:
                 "--replica_bandwidth is missing: the bytes between two devices in a "
                 "unit of time, which replicas exchange parameters with"
             )
-        check_at_least(self, 1, "node")
         if (self.node > 1) != (self.node_bandwidth is not None):
             raise RequestError(
                 "--node and --node_bandwidth go together: devices of a node, and the "
@@ -113,41 +116,6 @@ class Mesh:
         near = self.node_bandwidth
         inside = None if near is None else Link(link.alpha, near)
         return layers, Network(link, self.node, inside)
-
-    def _sources(self) -> LayerCosts:
-        flags = [
-            flag
-            for flag, value in (
-                ("--layers", self.layers),
-                ("--costs", self.costs),
-                ("--model", self.model),
-            )
-            if value is not None
-        ]
-        if len(flags) != 1:
-            raise RequestError(
-                "zbpp mesh needs one of --layers, --costs and --model"
-                + (f"; there are {' and '.join(flags)}" if flags else "")
-            )
-        if self.layers is not None:
-            return read_layers(self.layers).with_limit(self.memory_limit)
-        return self._of_chunks() if self.model is None else self._of_model()
-
-    def _of_chunks(self) -> LayerCosts:
-        """Take the parts of a costs file as layers: one for each entry of its lists."""
-        assert self.costs is not None
-        costs = read_costs(self.costs).with_limit(self.memory_limit)
-        values = (costs.f, costs.b, costs.w, costs.m_b, costs.m_w, costs.m_fixed)
-        lengths = {len(value) for value in values if isinstance(value, tuple)}
-        if len(lengths) != 1:
-            raise RequestError(
-                f"{self.costs}: its lists must have one entry a part, to be dealt to "
-                f"stages; they have {sorted(lengths) or 'none'}; --layers takes a file "
-                "of layers"
-            )
-        bare = replace(costs, memory_limit=None)
-        layers = chunk_layers(bare, Placement.single(lengths.pop()))
-        return replace(layers, memory_limit=costs.memory_limit)
 
     def _of_model(self) -> LayerCosts:
         """Estimate the memory of a model's layers, and times by their operations."""

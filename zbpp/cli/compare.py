@@ -1,0 +1,254 @@
+"""``zbpp compare``: all modes in a table, as data, as charts or as a page."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from zbpp.cli.flags import PlanFlags
+from zbpp.cli.outputs import Picture
+from zbpp.cli.report import gain_text, print_comparison
+from zbpp.cli.summary import Steady, Summary, steady, summarize
+from zbpp.core import PassKind, RequestError
+from zbpp.planning import BASELINE, MODES, Plan, canonical, is_auto, is_file
+from zbpp.planning.modes import AUTO
+from zbpp.simulator import PageEntry, bubble_rate, plot_comparison, simulate
+from zbpp.simulator.page import write_page
+from zbpp.training import options
+from zbpp.training.options import Microbatches, Names, Paths, Stages, Switch
+
+__all__ = ["Compare"]
+
+_MOST_PASSES = 2048  # stages x micro-batches of a plan for the chart over m
+_MOST_SHOWN = 4  # timelines that a page shows at first
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A mode with its plan and figures."""
+
+    plan: Plan
+    summary: Summary
+
+    @cached_property
+    def steady(self) -> Steady:
+        """Times of one step among many."""
+        return steady(self.plan.schedule, self.plan.costs)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Modes that were planned for the same costs.
+
+    Args:
+        name: of the costs; empty for those that stand if none are given.
+        rows: each mode's plan, or why there is none.
+        post_validation: how steps follow one another; None: validated later where the
+            backward is split, else behind a barrier, as `zbpp.Pipeline` does it.
+    """
+
+    name: str
+    rows: Mapping[str, _Planned | str]
+    post_validation: bool | None = None
+
+    @property
+    def planned(self) -> dict[str, _Planned]:
+        """The modes that have a plan."""
+        return {
+            mode: row for mode, row in self.rows.items() if not isinstance(row, str)
+        }
+
+    def step(self, mode: str) -> float:
+        """Time of a step of a planned mode, one among many."""
+        row = self.planned[mode]
+        validates = self.post_validation
+        if validates is None:
+            validates = row.plan.schedule.runs(PassKind.W)
+        if validates:
+            return row.steady.step_time_post_validation
+        return row.steady.step_time_barrier
+
+    def data(self) -> dict[str, Any]:
+        """The figures as values for JSON."""
+        return {
+            "costs": self.name or None,
+            "modes": [self._mode_data(mode, row) for mode, row in self.rows.items()],
+        }
+
+    def _mode_data(self, mode: str, row: _Planned | str) -> dict[str, Any]:
+        if isinstance(row, str):
+            return {"mode": mode, "reason": row}
+        data = asdict(row.summary) | asdict(row.steady)
+        data |= {"mode": mode, "step": self.step(mode)}
+        if BASELINE in self.planned and self.step(mode) > 0:
+            data["speed_up"] = self.step(BASELINE) / self.step(mode)
+        return data
+
+    def entries(self, group: str) -> list[PageEntry]:
+        """The modes as entries of a page."""
+        shown = self._first_shown()
+        return [
+            PageEntry(name=mode, group=group, reason=row)
+            if isinstance(row, str)
+            else PageEntry(
+                name=mode,
+                group=group,
+                schedule=row.plan.schedule,
+                simulated=simulate(row.plan.schedule, row.plan.costs),
+                costs=row.plan.costs,
+                step=self.step(mode),
+                gap=row.summary.gap,
+                shown=mode in shown,
+            )
+            for mode, row in self.rows.items()
+        ]
+
+    def _first_shown(self) -> list[str]:
+        """The baseline, `auto`, the fastest modes; not twice the same order."""
+        planned = self.planned
+        shown: dict[Any, str] = {}
+        for mode in (BASELINE, AUTO, *sorted(planned, key=self.step)):
+            if mode in planned:
+                shown.setdefault(planned[mode].plan.schedule.orders, mode)
+        return [*shown.values()][:_MOST_SHOWN]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(PlanFlags):
+    """Compare modes in one table, or in several: --costs a.json,b.json."""
+
+    stages: Stages = field()
+    """Pipeline stages."""
+    microbatches: Microbatches = field()
+    """Micro-batches of a step."""
+    modes: Annotated[Names, options.MODES] = field(default=(*MODES,), kw_only=False)
+    costs: Paths = ()  # type: ignore[assignment]
+    """Costs files, a table each; without one F, B and W take 1 each."""
+    out: Picture | None = None
+    """Also write a page (.html), or the charts alone (.png, .svg, .pdf)."""
+    json: Switch = False
+    """Print one JSON object instead of tables."""
+
+    def run(self, words: Sequence[str]) -> None:
+        """Print the tables; a mode that cannot be had gives its reason below."""
+        command = shlex.join(["zbpp", *words])
+        paths: Sequence[Path | None] = self.costs or (None,)
+        comparisons = [self._compare(path) for path in paths]
+        if self.json:
+            data = {
+                "n_stages": self.stages,
+                "n_microbatches": self.microbatches,
+                "command": command,
+                "comparisons": [comparison.data() for comparison in comparisons],
+            }
+            print(json.dumps(data))
+        else:
+            for comparison in comparisons:
+                self._print(comparison, comparison.name if len(comparisons) > 1 else "")
+        if self.out is not None:
+            self._draw(self.out, comparisons, command)
+            if not self.json:
+                print(self.out)
+
+    def _compare(self, path: Path | None) -> _Comparison:
+        flags = self._for(path)
+        rows: dict[str, _Planned | str] = {}
+        for name in self.modes:
+            mode = name if is_file(name) else canonical(name)
+            try:
+                rows[mode] = flags._plan(mode)
+            except RequestError as error:
+                rows[mode] = str(error).partition("\n")[0]
+        validates = self.enable_optimizer_post_validation
+        comparison = _Comparison("" if path is None else str(path), rows, validates)
+        if not comparison.planned:
+            raise RequestError(f"no mode can be had: {next(iter(rows.values()))}")
+        return comparison
+
+    def _for(self, path: Path | None) -> "Compare":
+        """The flags with one costs file."""
+        return replace(self, costs=path)  # type: ignore[arg-type]
+
+    def _plan(self, mode: str) -> _Planned:
+        """Plan a mode, or read a file; with a layers file, split the layers for it."""
+        has_chunks = is_file(mode) or MODES[mode].chunks is not None
+        chunks = None if has_chunks else self.chunks_per_stage
+        plan = replace(self, chunks_per_stage=chunks).plan(mode)
+        return _Planned(plan, summarize(plan.schedule, plan.costs))
+
+    def _print(self, comparison: _Comparison, name: str) -> None:
+        validates = self.enable_optimizer_post_validation
+        rows, planned = comparison.rows, comparison.planned
+        title = f"{self.stages} stages, {self.microbatches} micro-batches"
+        print_comparison(
+            [
+                (mode, row if isinstance(row, str) else row.summary)
+                for mode, row in rows.items()
+            ],
+            title=f"{title}, {name}" if name else title,
+            steps=None
+            if validates is None
+            else {mode: row.steady for mode, row in planned.items()},
+            post_validation=bool(validates),
+        )
+        if AUTO in planned:
+            print(planned[AUTO].plan.schedule.name)
+        plans = {mode: row.plan for mode, row in planned.items() if row.plan.is_layered}
+        widest = max(map(len, plans), default=0)
+        for mode, plan in plans.items():
+            split = " ".join(map(str, plan.split or ()))
+            gain = plan.gain
+            than = "" if gain is None else f": {gain_text(gain)} than even chunks"
+            print(f"{mode:{widest}}  split {split}{than}")
+
+    def _draw(
+        self, out: Path, comparisons: Sequence[_Comparison], command: str
+    ) -> None:
+        """Write a page, or a picture of the charts of the first costs."""
+        series = self._over_m(comparisons[0])
+        if out.suffix.lower() != ".html":
+            points = {
+                mode: (max(row.summary.peak_memory), row.summary.bubble_rate)
+                for mode, row in comparisons[0].planned.items()
+            }
+            plot_comparison(points, series, out)
+            return
+        facts = [f"costs {path}" for path in self.costs]
+        facts += [f"layers {self.layers}"] if self.layers else []
+        several = len(comparisons) > 1
+        write_page(
+            [
+                entry
+                for comparison in comparisons
+                for entry in comparison.entries(comparison.name if several else "")
+            ],
+            out,
+            title=f"{self.stages} stages, {self.microbatches} micro-batches",
+            subtitle=", ".join(facts) or "F, B and W take 1 each, messages nothing",
+            command=command,
+            by_microbatches=series,
+        )
+
+    def _over_m(self, comparison: _Comparison) -> dict[str, list[tuple[int, float]]]:
+        """Bubble rates for other numbers of micro-batches, by quick plans."""
+        p = self.stages
+        near = {p * factor // 2 for factor in (1, 2, 4, 8, 16)}
+        near = {m for m in near if 0 < m * p <= _MOST_PASSES}
+        path = Path(comparison.name) if comparison.name else None
+        series: dict[str, list[tuple[int, float]]] = {}
+        for mode, row in comparison.planned.items():
+            if is_auto(mode) or is_file(mode):
+                continue
+            points = {self.microbatches: row.summary.bubble_rate}
+            for m in near - {self.microbatches}:
+                quick = replace(self._for(path), microbatches=m, effort="fast")
+                try:
+                    plan = quick._plan(mode).plan
+                except RequestError:  # GPipe's memory grows with m
+                    continue
+                points[m] = bubble_rate(simulate(plan.schedule, plan.costs))
+            series[mode] = sorted(points.items())
+        return series
