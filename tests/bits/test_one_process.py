@@ -49,7 +49,7 @@ FACTORS: dict[str, Any] = {
     "steps": [*STEPS],
     "recompute": (None, "all", (1, 4, 7)),
     "loss": ("", "scaled", "tokens"),
-    "samples": (8, 7, (8, 3, 1)),
+    "samples": (8, 7, (8, 5, 4)),
     "clip": (None, 0.3),
     "autocast": (False, True),
     "given": ("layers", "builder"),

@@ -31,7 +31,7 @@ FACTORS: dict[str, Any] = {
     "mode": (SINGLE, V_SHAPED, INTERLEAVED),
     "way": ("", "switch", "resume", "calls"),
     "steps": ("", "post-validated", "snapshots"),
-    "samples": (8, 7, (8, 3, 1)),
+    "samples": (8, 7, (8, 5, 4)),
     "loss": ("", "tokens"),
     "recompute": (None, "all"),
     "optimizer": ("adamw", "several"),

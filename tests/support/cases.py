@@ -457,7 +457,7 @@ def _backward(case: Case, model: nn.Module, calls: list[Any], trace: Trace) -> N
     """Losses and gradients of a step."""
     parts: list[tuple[Any, Tensor]] = []
     for inputs, targets in calls:
-        n = min(case.n_microbatches, len(targets))
+        n = case.n_microbatches
         parts += zip(case.of.split(inputs, n), targets.tensor_split(n), strict=True)
     weights = [_weight(case, y) for _, y in parts]
     losses, scale = [], case.loss_scale or 1.0
@@ -469,8 +469,7 @@ def _backward(case: Case, model: nn.Module, calls: list[Any], trace: Trace) -> N
     for p in model.parameters():
         if p.grad is not None and case.loss_scale:
             p.grad.mul_(1 / scale)
-    empty = max(1, case.calls) * case.n_microbatches - len(parts)
-    trace.each.append((*map(float, losses), *[0.0] * empty))
+    trace.each.append(tuple(map(float, losses)))
     trace.losses.append(_mean(losses, weights))
 
 
