@@ -205,7 +205,7 @@ TABLE = (
     ("comm", "an input without influence gets ones", "zbpp/runtime/values.py",
      "torch.zeros_like(x) if dx is None", "torch.ones_like(x) if dx is None"),
     ("comm", "a tensor that is there twice travels twice", "zbpp/runtime/values.py",
-     "places.setdefault(id(item), len(tensors))", "len(tensors)"),
+     "places.setdefault(id(leaf), len(tensors))", "len(tensors)"),
     ("comm", "tensors of a value in another order", "zbpp/runtime/comm/mailbox.py",
      "peer) for buffer in buffers]", "peer) for buffer in buffers[::-1]]"),
     ("comm", "the last failure is the cause", "zbpp/runtime/comm/failures.py",

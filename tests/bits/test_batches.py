@@ -15,6 +15,7 @@ from cases import Case, make, plain
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, TensorDataset
 
 import zbpp
@@ -97,10 +98,6 @@ def test_a_list_has_micro_batches_of_any_size() -> None:
     close(pipeline.evaluate(*uneven), whole.loss)
 
 
-class Encoding(UserDict[str, Any]):
-    """A dict by its methods, as `transformers.BatchEncoding` is."""
-
-
 class Named(NamedTuple):
     """A named tuple, with the names of the batch below."""
 
@@ -118,6 +115,9 @@ class Data:
     both: Any
     rate: float
     scale: Tensor
+
+
+register_dataclass(Data)
 
 
 class Ends(nn.Linear):
@@ -145,7 +145,6 @@ class Reads(nn.Module):
 KINDS = [
     dict,
     OrderedDict,
-    Encoding,
     lambda batch: Named(**batch),
     lambda batch: Data(**batch),
 ]
@@ -172,6 +171,10 @@ def test_containers_are_cut_and_joined(kind: Callable[[Any], Any]) -> None:
     close(found["rest"].both[0], expected["rest"].both[0])
     result = pipeline.step(kind(batch), torch.zeros(7, 2))
     close(result.loss, loss_fn(expected, torch.zeros(7, 2)).item())
+    with pytest.raises(
+        zbpp.RequestError, match=r"a UserDict without .*register_pytree"
+    ):
+        pipeline.predict(UserDict(batch))
 
 
 def test_a_model_may_cut_its_batch() -> None:

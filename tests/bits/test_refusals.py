@@ -12,6 +12,7 @@ from cases import Case, make
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import register_dataclass
 
 import zbpp
 from zbpp import RequestError
@@ -97,6 +98,13 @@ def test_a_batch_that_does_not_fit_in_processes(pool: Pool, call: str) -> None:
 # ---- Layers and losses.
 
 
+@dataclass
+class Unregistered:
+    """A dataclass that torch's pytree does not know."""
+
+    h: Tensor
+
+
 class Puts(nn.Module):
     """Puts out what a function makes of its input."""
 
@@ -114,6 +122,7 @@ class Puts(nn.Module):
         (lambda x: {x}, r"layers 0 to 1\) puts out a set; .*register_pytree_node"),
         (lambda x: [x, 1j], r"layers 0 to 1\) puts out a complex; it must"),
         (lambda x: {"x": {x}}, r"layers 0 to 1\) puts out a set"),
+        (Unregistered, r"puts out a Unregistered; .*dataclass with .*register_datac"),
     ],
 )
 def test_a_value_that_no_pytree_knows(
@@ -215,6 +224,8 @@ def put_out_a_local_class() -> str:
     class Takes(nn.Linear):
         def forward(self, x: Any) -> Tensor:
             return super().forward(x.h)
+
+    register_dataclass(Local)
 
     try:
         pipeline_of([Puts(Local), Takes(8, 8)]).step(X, Y)

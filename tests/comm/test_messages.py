@@ -4,14 +4,19 @@ import gc
 import weakref
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from pool import Pool
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+from torch.utils._pytree import (
+    register_dataclass,
+    register_pytree_node,
+    tree_leaves,
+    tree_map,
+)
 
 import zbpp
 from zbpp.runtime import PeerError, ShapeError
@@ -29,7 +34,7 @@ class Named(NamedTuple):
 
 @dataclass
 class Data:
-    """A dataclass, which torch's pytree does not know."""
+    """A registered dataclass."""
 
     one: Any
     two: Any
@@ -47,6 +52,8 @@ class Registered(UserDict[str, Any]):
     """A class that torch's pytree knows by its registration."""
 
 
+register_dataclass(Data)
+register_dataclass(Frozen)
 register_pytree_node(
     Registered,
     lambda x: ([*x.values()], [*x]),
@@ -116,14 +123,7 @@ def total(value: Any, targets: Any = None) -> Tensor:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Those in dataclasses too, which pytree knows once zbpp has seen one."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf):
-            found += tensors_of(vars(leaf))
-    return found
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def looks(value: Any) -> str:

@@ -4,13 +4,14 @@ More kinds are between the layers of the pipelines in tests/bits.
 """
 
 import dataclasses
-from collections import UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 from zoo import Fn, lin
 
 from zbpp.core import RequestError
@@ -22,7 +23,11 @@ Pair = namedtuple("Pair", "one two")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frozen:
     loss: Tensor
-    rest: list[Tensor] = dataclasses.field(default_factory=list, init=False)
+
+
+@dataclasses.dataclass
+class Unregistered:
+    loss: Tensor
 
 
 class Opaque:
@@ -37,6 +42,7 @@ class Slotted:
         self.loss = loss
 
 
+register_dataclass(Frozen)
 Read = Callable[[Any], Tensor]
 KINDS: dict[str, tuple[Callable[[Tensor], Any], Read]] = {
     "frozen dataclass": (Frozen, lambda c: c.loss),
@@ -46,7 +52,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Read]] = {
     ),
     "return type": (lambda y: torch.max(y[None], 0), lambda c: c.values),
     "nested": (
-        lambda y: [Frozen(y), UserDict(more=Pair(y * 2, None), text="text")],
+        lambda y: [Frozen(y), OrderedDict(more=Pair(y * 2, None), text="text")],
         lambda c: c[0].loss + c[1]["more"].one,
     ),
 }
@@ -77,7 +83,10 @@ def test_a_container_keeps_its_type_on_both_sides(kind: str) -> None:
     assert torch.equal(weight.grad, wanted[1]) and x.grad is None
 
 
-@pytest.mark.parametrize("kind", [Opaque, Slotted, lambda y: {y}])
+UNKNOWN = [Opaque, Slotted, Unregistered, lambda y: {y}, lambda y: UserDict(y=y)]
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
 def test_an_unknown_container_is_refused_by_name(kind: Any) -> None:
     layer = nn.Linear(4, 4)
     x = torch.randn(4, requires_grad=True)

@@ -87,6 +87,14 @@ class Chunk:
         return enumerate(self.layers, start=self.first)
 
     @cached_property
+    def puts_out(self) -> str:
+        """First words of an error about the chunk's output."""
+        return (
+            f"chunk {self.index} (layers {self.indices[0]} to {self.indices[-1]}) puts "
+            "out"
+        )
+
+    @cached_property
     def _gathered(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return {shard: leaf for leaf, shard in self.shards.items()}
 

@@ -1,6 +1,5 @@
 """A batch: cut into micro-batches, weighed, joined again."""
 
-from collections import UserDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -9,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zbpp.core import RequestError
-from zbpp.runtime.support.pytree import REGISTERED, map_tensors, tensors_in
-from zbpp.runtime.values import Tensors, UnfitValueError, as_tensors
+from zbpp.runtime.support.pytree import KNOWN, map_tensors, tensors_in
+from zbpp.runtime.values import Tensors, as_tensors
 
 __all__ = [
     "Batch",
@@ -97,13 +96,8 @@ def split_inputs(batch: Batch, n: int) -> list[Tensors]:
     Raises:
         RequestError: the batch cannot be cut so.
     """
-    pieces = []
-    for i, piece in enumerate(_split("inputs", batch, n)):
-        try:
-            pieces.append(as_tensors(_plain(piece)))
-        except UnfitValueError as error:
-            raise RequestError(f"the input of micro-batch {i} is {error}") from None
-    return pieces
+    pieces = enumerate(_split("inputs", batch, n))
+    return [as_tensors(x, f"the input of micro-batch {i} is") for i, x in pieces]
 
 
 def split_targets(batch: Batch, n: int) -> list[object]:
@@ -154,8 +148,8 @@ def _split(name: str, batch: Batch, n: int) -> list[Any]:
     kind = type(batch).__name__
     if not tensors:
         raise RequestError(
-            f"{name} is a {kind} without tensors of samples; give tensors, a tuple or "
-            "dict of them, or a list of micro-batches"
+            f"{name} is a {kind} without tensors of samples; give tensors, a list of "
+            f"micro-batches, or {KNOWN}"
         )
     sizes = [len(x) for x in tensors]
     if len(set(sizes)) > 1:
@@ -175,12 +169,6 @@ def _split(name: str, batch: Batch, n: int) -> list[Any]:
         return map_tensors(batch, lambda x: pieces[id(x)][i] if x.dim() else x)
 
     return [cut(i) for i in range(n)]
-
-
-def _plain(piece: Any) -> Any:
-    """A dict in place of those that tokenizers and collators make."""
-    is_unknown = isinstance(piece, dict | UserDict) and type(piece) not in REGISTERED
-    return dict(piece) if is_unknown else piece
 
 
 def _cut(tensor: Tensor, n: int) -> Sequence[Tensor]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from zbpp.runtime.recompute import Buffers
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = ["Replay"]
 
@@ -44,7 +43,7 @@ class Replay:
     def before(self, chunk: int, microbatch: int) -> None:
         """A forward comes, which may run once more: copy what it reads of the batch."""
         if self._buffers is not None:
-            batch = tensors_in(self._stage.own_batch(chunk, microbatch))
+            batch = self._stage.batch_tensors(chunk, microbatch)
             self._batch += [(x, x.detach().clone(), x._version) for x in batch]
 
     def rewind(self) -> None:

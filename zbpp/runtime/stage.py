@@ -26,12 +26,11 @@ from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
 from zbpp.runtime.loss import Loss, LossFn, refuse_foreign
 from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.recompute import recomputed_of
-from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.values import (
     Tensors,
-    UnfitValueError,
     as_tensors,
     as_value,
     gradients_of,
@@ -296,11 +295,15 @@ class Stage:
         graph = self._saved[chunk, microbatch].graph
         self._orders[chunk].begin_w(microbatch, graph, n_left)
 
-    def own_batch(self, chunk: int, microbatch: int) -> list[object]:
-        """The parts of the batch that a forward of this chunk reads, if any."""
+    def batch_tensors(self, chunk: int, microbatch: int) -> list[Tensor]:
+        """The tensors of the batch that a forward of this chunk reads, if any."""
         batch = self.batch
-        parts = (chunk == 0, batch.inputs), (chunk == self._last, batch.targets)
-        return [part[microbatch] for reads, part in parts if reads and part is not None]
+        tensors: list[Tensor] = []
+        if chunk == 0 and batch.inputs is not None:
+            tensors += batch.inputs[microbatch]
+        if chunk == self._last and batch.targets is not None:
+            tensors += tensors_in(batch.targets[microbatch])
+        return tensors
 
     def _first_inputs(self, microbatch: int) -> Tensors:
         """The step's inputs of a micro-batch, on the device."""
@@ -329,13 +332,7 @@ class Stage:
             if not self._has_checked_loss:
                 refuse_foreign(value, {p for *_, p in self.named_leaves()})
                 self._has_checked_loss = True
-        try:
-            return ready(as_tensors(value))
-        except UnfitValueError as error:
-            layers = self.chunks[chunk].indices
-            raise RequestError(
-                f"chunk {chunk} (layers {layers[0]} to {layers[-1]}) puts out {error}"
-            ) from None
+        return ready(as_tensors(value, self.chunks[chunk].puts_out))
 
     def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:
         """Refuse a loss from which no gradient leads back, if one is waited for.

@@ -6,9 +6,8 @@
                 entries       0, 1, None, 2, 0: the place of each leaf's tensor, or a
                               constant
 
-Containers are what torch's pytrees know (tuples, lists, dicts, named tuples, classes
-that are registered with them, as transformers' ModelOutput is) and dataclasses. A
-tensor, and a tuple of several, have no structure.
+Containers are what torch's pytree knows (`zbpp.runtime.support.pytree`). A tensor, and
+a tuple of several, have no structure.
 
 What crosses a cut is contiguous and complete, in one process and between many: a
 strided tensor is copied, and an input that has no influence on the loss gets a gradient
@@ -17,27 +16,19 @@ reader too: two copies would have two sums of gradients, which are rounded apart
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zbpp.runtime.support.pytree import (
-    LEAF,
-    REGISTERED,
-    TreeSpec,
-    flatten_tree,
-    register_dataclass,
-    unflatten_tree,
-)
+from zbpp.core import RequestError
+from zbpp.runtime.support.pytree import KNOWN, TreeSpec, flatten_tree, unflatten_tree
 from zbpp.runtime.support.torch_internals import arrived
 
 __all__ = [
     "Nested",
     "Structure",
     "Tensors",
-    "UnfitValueError",
     "as_tensors",
     "as_value",
     "filled",
@@ -71,29 +62,13 @@ class Structure(NamedTuple):
     entries: tuple[int | _Constant, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without torch's class of leaves, which warns when it is loaded."""
-        return _load_structure, (_dump_containers(self.containers), self.entries)
+        """Pickle a value of numbers, as torch warns when it loads its own leaves."""
+        places = range(len(self.entries))
+        return _structure_of, (unflatten_tree(places, self.containers), self.entries)
 
 
-def _dump_containers(spec: TreeSpec) -> Any:
-    """Class, context and children of each container; None: a leaf."""
-    if spec.is_leaf():
-        return None
-    return spec.type, spec.context, [*map(_dump_containers, spec.children())]
-
-
-def _load_structure(containers: Any, entries: Any) -> Structure:
-    return Structure(_load_containers(containers), entries)
-
-
-def _load_containers(dumped: Any) -> TreeSpec:
-    if dumped is None:
-        return LEAF
-    kind: type
-    kind, context, children = dumped
-    if is_dataclass(kind) and kind not in REGISTERED:  # so far only the sender has
-        register_dataclass(kind)
-    return TreeSpec(kind, context, [*map(_load_containers, children)])
+def _structure_of(value: Any, entries: Any) -> Structure:
+    return Structure(flatten_tree(value)[1], entries)
 
 
 class Nested(tuple[Tensor, ...]):
@@ -102,49 +77,38 @@ class Nested(tuple[Tensor, ...]):
     structure: Structure
 
 
-class UnfitValueError(TypeError):
-    """Something in a value cannot travel; its text is what, and what could."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what}; it must be a tensor, or a container of tensors, None, numbers "
-            "and texts: a tuple, list, dict, dataclass, or a class that is registered "
-            "with torch.utils._pytree.register_pytree_node"
-        )
-
-
-def as_tensors(value: Any, *, leaf: type = Tensor) -> Tensors:
+def as_tensors(value: Any, where: str = "a value is") -> Tensors:
     """Return a value as it travels.
 
     Args:
         value: a tensor, or containers of tensors, None, bools, numbers and texts.
-        leaf: class of what stands for tensors.
+        where: it comes from, as an error's first words.
 
     Raises:
-        UnfitValueError: the value holds something else.
+        RequestError: the value holds something else.
     """
-    if isinstance(value, leaf):
-        return (value,)  # type: ignore[return-value]
-    items, containers = flatten_tree(value)
-    tensors: list[Any] = []
+    if isinstance(value, Tensor):
+        return (value,)
+    leaves, containers = flatten_tree(value)
+    tensors: list[Tensor] = []
     entries: list[int | _Constant] = []
     places: dict[int, int] = {}
-    for item in items:
-        kind: type = type(item)
-        if isinstance(item, leaf):
-            place = places.setdefault(id(item), len(tensors))
+    for leaf in leaves:
+        kind: type = type(leaf)
+        if isinstance(leaf, Tensor):
+            place = places.setdefault(id(leaf), len(tensors))
             if place == len(tensors):
-                tensors.append(item)
+                tensors.append(leaf)
             entries.append(place)
         elif kind in _PLAIN:
-            entries.append(_Constant(kind, item))
-        elif is_dataclass(kind):
-            register_dataclass(kind)
-            return as_tensors(value, leaf=leaf)
+            entries.append(_Constant(kind, leaf))
         else:
-            raise UnfitValueError(f"a {kind.__name__}")
+            raise RequestError(
+                f"{where} a {kind.__name__}; it must be a tensor, or a container of "
+                f"tensors, None, numbers and texts: {KNOWN}"
+            )
     is_flat = type(value) is tuple and len(value) == len(tensors) > 1
-    if is_flat and all(isinstance(x, leaf) for x in value):
+    if is_flat and all(isinstance(x, Tensor) for x in value):
         return tuple(tensors)
     return nested(tensors, Structure(containers, tuple(entries)))
 
@@ -217,11 +181,6 @@ def _contiguous(y: Tensor) -> Tensor:
     return y if _is_contiguous(y) else y.contiguous()
 
 
-def detached(tensors: Tensors) -> Tensors:
-    """Cut them off their graph; they still say whether they need a gradient."""
-    return mapped(tensors, lambda y: y.detach().requires_grad_(y.requires_grad))
-
-
 def isolated(y: Tensor) -> Tensor:
     """Cut an output off its graph; copy it unless the forward has just computed it.
 
@@ -239,7 +198,7 @@ def handed_over(y: Tensor) -> Tensor:
 
 
 def leaves(tensors: Tensors) -> Tensors:
-    """Cut them off their graph, unless there is one tensor that has none.
+    """Cut tensors off their graph, unless there is one that has none.
 
     What a chunk puts out is cut off already, and nobody else reads it.
     """
@@ -247,4 +206,4 @@ def leaves(tensors: Tensors) -> Tensors:
         (x,) = tensors
         if x.requires_grad and x.is_leaf:
             return tensors
-    return detached(tensors)
+    return mapped(tensors, lambda x: x.detach().requires_grad_(x.requires_grad))

@@ -613,7 +613,7 @@ def split_forward(
     Args:
         function: a module, or any function of tensors.
         *args: its arguments, which it may change in place. Tensors among them that
-            require a gradient, also in tuples, lists, dicts, dataclasses and what
+            require a gradient, also in tuples, lists, dicts and what
             torch's pytree knows, are the inputs of B, in this order.
         **kwargs: its arguments with names; their tensors come after the others.
 
