@@ -357,7 +357,7 @@ TABLE = (
      "if tied.earlier_grad is not None", "if False"),
     # ---- executor, and the files beside it
     ("executor", "micro-batches of no weight count", "zbpp/runtime/loss.py",
-     "weights[microbatch] != 0", "weights[microbatch] is not None"),
+     "self._weights[microbatch] == 0:", "self._weights[microbatch] is None:"),
     ("executor", "ignored tokens weigh", "zbpp/runtime/microbatches.py",
      "return (targets != IGNORED).sum()", "return int(targets.numel())"),
     ("executor", "later chunks get the odd layer", "zbpp/runtime/partition.py",

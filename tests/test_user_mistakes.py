@@ -190,14 +190,17 @@ MODELS = [
     ),
 ]
 LOSSES = [
-    (lambda y, t: (y - t).square(), "loss_fn must return a scalar"),
+    (lambda y, t: (y - t).square(), "must return a scalar tensor"),
     (lambda y, t: 1.0, "must return a scalar tensor"),
     (lambda y, t: mse(y.detach(), t), "the loss has no graph.*without detach"),
     (
         lambda y, t: y.sum() * 1j,
-        "a scalar of torch.complex64; it must be a real number",
+        "returned torch.complex64 of .*scalar tensor of floating point",
     ),
-    (lambda y, t: y.argmax(), "a scalar of torch.int64; it must be a real number"),
+    (
+        lambda y, t: y.argmax(),
+        "returned torch.int64 of shape .*; it must return a scalar tensor of",
+    ),
 ]
 BATCHES = [
     (X, None, "needs the targets of the batch"),

@@ -83,17 +83,7 @@ class _Drop(NamedTuple):
 
 
 class Executor:
-    """Runs programs on one stage.
-
-    Args:
-        stage: the stage's chunks.
-        transport: moves the stage's messages.
-        optimizer: the stage's share of the optimizer step.
-        stage_of: stage of every chunk of the whole model.
-        collectives: of the stage's replicas and shards; None: it has none.
-        times: note when jobs run; None: by a clock that fits the stage's device.
-        overlap: lets passes stop at their points; None: none stops.
-    """
+    """Runs programs on one stage; ``stage_of`` has the stage of every chunk."""
 
     def __init__(
         self,
@@ -115,15 +105,15 @@ class Executor:
         self.overlap = overlap or Overlap(stage.device, stops=False)
         self.replay = Replay(stage)
         self.batch: MicroBatches | None = stage.batch
-        """Of the next call; None: it has none, as the end of a step in parts."""
+        """Of the next call; None at the end of a step in parts."""
         self._compute: dict[PassKind, Callable[..., Tensors | None]] = {}
         """What computes a pass of each kind in the program that runs."""
         self._values: dict[Value, Tensors] = {}
         """Computed here, and not read yet."""
         self._expected: dict[Message, Expected] = {}
         """Announced by other stages, and not read yet."""
-        self._early: dict[Message | None, Send] = {}
-        """The sends of what forwards in pairs put out: at once."""
+        self._early: dict[Value | None, Send] = {}
+        """Sends of values that forwards of pairs will have, or have sent."""
         self._half: Pass | None = None
         """The pass that runs or begins, of a pair."""
         self._may_stop = False
@@ -144,21 +134,12 @@ class Executor:
         self.stage.begin(batch)
 
     def run(self, program: Program, *, training: bool = True) -> Iterator[None]:
-        """Run a program; yield where another stage of this process must go first.
-
-        Args:
-            program: this stage's instructions.
-            training: False runs the forwards without keeping anything for a backward.
-
-        Raises:
-            PeerError, ShapeError: from the transport.
-            Exception: whatever the model raises, with a note that names the job.
-        """
+        """Run a program; yield where another stage of this process must go first."""
         self.times.begin(training=training and not self.stage.batch.is_part)
-        in_order = self._in_order if training else self._forwards_of
+        self._compute = {PassKind.F: self.stage.predict}
         waits = WAITS if self.transport.is_local else {}
         try:
-            for instruction in in_order(program):
+            for instruction in self._in_order(program) if training else program:
                 kind = getattr(instruction, "kind", None) or type(instruction)
                 try:
                     if kind in waits:
@@ -178,11 +159,6 @@ class Executor:
         self.stage.end()
         self.transport.end()
 
-    def _forwards_of(self, program: Program) -> Program:
-        """Prepare an evaluation."""
-        self._compute = {PassKind.F: self.stage.predict}
-        return program
-
     def _in_order(self, program: Program) -> Iterator[Any]:
         """Yield the instructions of a step; those before an invalid V twice."""
         stage, kinds = self.stage, set(map(type, program))
@@ -193,7 +169,11 @@ class Executor:
             PassKind.BW: stage.backward,
             PassKind.W: stage.backward_weight,
         }
-        program = self._without_early(program) if Pair in kinds else program
+        if Pair in kinds:
+            forwards = [x.forward for x in program if isinstance(x, Pair)]
+            values = {_ends(job, len(self.stage_of))[1] for job in forwards}
+            sends = (x for x in program if isinstance(x, Send))
+            self._early = {x.value: x for x in sends if x.value in values}
         self.optimizer.begin_step()
         self.replay.begin(may_rewind=self.optimizer.may_replay)
         before, rest = at_check(program)
@@ -213,19 +193,6 @@ class Executor:
         if Collective in kinds:
             stage.watch_weights(self.collectives.chunks)
         yield from rest
-
-    def _without_early(self, program: Program) -> Program:
-        """Leave out the sends of what forwards in pairs put out: they do it."""
-        pairs = [x for x in program if isinstance(x, Pair)]
-        early = {_ends(pair.forward, len(self.stage_of))[1] for pair in pairs}
-        rest: list[Any] = []
-        self._early = {}
-        for x in program:
-            if isinstance(x, Send) and x.value in early:
-                self._early[x.value] = x
-            else:
-                rest.append(x)
-        return tuple(rest)
 
     def _rewind(self) -> list[_Drop]:
         """The speculative step is invalid: go back to where this step began.
@@ -252,23 +219,8 @@ class Executor:
         expected = self._expected.pop(value, None)
         return self._values.pop(value) if expected is None else expected.receive(job)
 
-    def _run_pass(self, job: Pass) -> None:
-        """Take what the pass reads, compute, keep what it writes."""
-        reads, writes = _ends(job, len(self.stage_of))
-        inputs = None if reads is None else self._take(reads, job)
-        with Timed(self.times, job):
-            result = self._compute[job.kind](job.chunk, job.microbatch, inputs)
-            if writes is not None and result is not None:
-                self._values[writes] = result
-
-    def _forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
-        """An F that may run once more, or whose chunk may have overlap points."""
-        self.replay.before(chunk, microbatch)
-        with self.overlap.watching(chunk) if self._may_stop else _NOTHING:
-            return self.stage.forward(chunk, microbatch, inputs)
-
-    def _begin(self, job: Pass) -> None:
-        """Take what a pass reads; from here on it computes when it is let."""
+    def _ready_pass(self, job: Pass) -> Callable[[], None]:
+        """Take what a pass reads; return what computes it, and keeps what it writes."""
         reads, writes = _ends(job, len(self.stage_of))
         inputs = None if reads is None else self._take(reads, job)
 
@@ -277,7 +229,18 @@ class Executor:
             if writes is not None and result is not None:
                 self._values[writes] = result
 
-        self.overlap.begin(job, compute)
+        return compute
+
+    def _run_pass(self, job: Pass) -> None:
+        compute = self._ready_pass(job)
+        with Timed(self.times, job):
+            compute()
+
+    def _forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
+        """An F that may run once more, or whose chunk may have overlap points."""
+        self.replay.before(chunk, microbatch)
+        with self.overlap.watching(chunk) if self._may_stop else _NOTHING:
+            return self.stage.forward(chunk, microbatch, inputs)
 
     def _run_pair(self, pair: Pair) -> None:
         """Run both passes, in turns if their layers have points, else in a row.
@@ -290,7 +253,7 @@ class Executor:
         for job in turns:
             self._half = job
             if is_in_turns:
-                self._begin(job)
+                overlap.begin(job, self._ready_pass(job))
             else:
                 HANDLERS[job.kind](self, job)
                 self._send_early(job)
@@ -334,7 +297,7 @@ class Executor:
             self._run_pass(job)
             return
         if segment.begins:
-            self._begin(job)
+            overlap.begin(job, self._ready_pass(job))
         if overlap.is_open(job):
             with Timed(self.times, segment.part):
                 (overlap.go_on if segment.left else overlap.finish)(job)
@@ -345,8 +308,10 @@ class Executor:
         value = send.value
         if isinstance(value, TiedGradient):
             tensors = self.stage.ties.gradients(value)
-        else:
+        elif value in self._values or value not in self._early:
             tensors = self._values.pop(value)
+        else:
+            return  # it has left before the backward of its pair
         self.transport.send(value, tensors, send.peer)
 
     def _post(self, receive: Receive) -> None:
@@ -403,20 +368,8 @@ class Executor:
         with Timed(self.times, job):
             self._is_invalid = self.optimizer.validate(job)
 
-    def settle(self) -> None:
-        """Leave the state after the last whole step; the caller may then write to it.
-
-        Raises:
-            Exception: see `StageOptimizer.settle`.
-        """
-        self.optimizer.settle()
-
     def _explain(self, error: Exception, instruction: Any) -> None:
-        """Note where an error was raised, once.
-
-        Raises:
-            PeerError: it is that of a collective which another process has not ended.
-        """
+        """Note where an error was raised, once; a broken collective names its peer."""
         if isinstance(instruction, Segment):
             instruction = instruction.part.of
         # an open pass fails in another one's turn
@@ -467,10 +420,7 @@ def drive(
 ) -> None:
     """Run the programs of this process's stages, each as far as it can in turn.
 
-    Args:
-        executors: by stage; all stages, or the only one of this process.
-        programs: by stage.
-        training: False runs the forwards alone.
+    Without ``training`` forwards run, and keep nothing for a backward.
     """
     random = next(iter(executors.values())).stage.random
     may_draw = any(executor.stage.may_draw for executor in executors.values())

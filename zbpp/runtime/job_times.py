@@ -35,8 +35,8 @@ Mark = tuple[Job, Any, Any]
 def clock_offsets(gather: Callable[[Any], list[Any]]) -> list[float]:
     """Seconds by which the clock of each process is ahead of the first one's.
 
-    Every rank must call. Processes of one machine share a clock. The clocks of several
-    machines are read after a barrier: an offset is as exact as they leave it together.
+    Processes of one machine share a clock. The clocks of several machines are read
+    after a barrier: an offset is as exact as they leave it together.
     """
     gather(None)
     readings = gather((platform.node(), time.perf_counter()))
@@ -99,12 +99,8 @@ class JobTimes:
 
     def norm_seconds(self, n: int = 1) -> list[float]:
         """Times of the gradients' norms in the last steps."""
-        in_s = self._reader()
-        return [
-            in_s(end) - in_s(start)
-            for _, norms in self._last(n)
-            for start, end in norms
-        ]
+        in_s, pairs = self._reader(), [x for _, norms in self._last(n) for x in norms]
+        return [in_s(end) - in_s(start) for start, end in pairs]
 
     def _last(self, n: int) -> list[tuple[list[Mark], list[tuple[Any, Any]]]]:
         return list(self._steps)[-n:] if n > 0 else []

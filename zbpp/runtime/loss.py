@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.layer_random import draws_nothing
-from zbpp.runtime.microbatches import MicroBatches, mean_by_weight, shares
+from zbpp.runtime.microbatches import MicroBatches, mean_by_weight
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 
@@ -38,19 +37,13 @@ class Loss:
     that it is the mean over all samples, or over all tokens, if that is what the
     weights count. A micro-batch of weight 0 has nothing to take a mean over: its loss
     is 0, and so are its gradients.
-
-    Args:
-        loss_fn: see `LossFn`.
-        device: where it computes.
     """
 
     def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
         self._loss_fn = loss_fn
         self._device = device
         self.modules = loss_modules(loss_fn)
-        self._first_versions = [
-            (name, x, x._version) for name, x in self._saved_buffers()
-        ]
+        self._first_versions = self._versions()
         self.adds = False
         """The loss of the batch is the sum over micro-batches, not their mean."""
         self._all_weights: list[float] = []
@@ -60,25 +53,21 @@ class Loss:
         """Start a step, or the next part of one, which keeps the losses before it."""
         self._used_fn = batch.loss_fn or self._loss_fn
         self.draws_nothing = draws_nothing(self._used_fn)
-        self._batch, self._total = batch, batch.total
-        weights = batch.weights
+        self._batch = batch
+        self._weights = batch.weights or [1.0] * batch.n_microbatches
         earlier = self._all_weights if batch.first else []
-        self._all_weights = [*earlier, *(weights or [1.0] * batch.n_microbatches)]
-        self._shares = None if weights is None else shares(weights)
+        self._all_weights = [*earlier, *self._weights]
+        self._total: float | None = None
         if not batch.first:
             self.values: dict[int, Tensor] = {}
             """Losses by the number of the micro-batch in the step."""
             self.metrics: dict[int, Metrics] = {}
 
     def __call__(self, outputs: object, microbatch: int) -> Tensor:
-        """Loss of one micro-batch; its value is kept.
-
-        Raises:
-            RequestError: it is no scalar tensor.
-        """
+        """Loss of one micro-batch; its value stays in `values`."""
         loss: object
         targets = self._batch.targets
-        if targets is None or not self.counts(microbatch):
+        if targets is None or self._weights[microbatch] == 0:
             loss = _nothing(outputs, self._device)
         else:
             move = partial(sent_ahead, device=self._device)
@@ -86,15 +75,12 @@ class Loss:
             if type(loss) is tuple and len(loss) == 2:
                 loss, metrics = loss
                 self.metrics[self._batch.first + microbatch] = _numbers(metrics)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            look = getattr(loss, "dtype", type(loss)), getattr(loss, "shape", None)
             raise RequestError(
-                "loss_fn must return a scalar tensor, the mean over a micro-batch, or "
-                "a pair of it and a dict of metrics"
-            )
-        if not loss.is_floating_point():
-            raise RequestError(
-                f"loss_fn returned a scalar of {loss.dtype}; it must be a real number "
-                "in floating point: of a complex one, its abs() or real part"
+                f"loss_fn returned {look[0]} of shape {look[1]}; it must return a "
+                "scalar tensor of floating point, the mean over a micro-batch, or a "
+                "pair of it and a dict of metrics"
             )
         # A copy: mse_loss's scalar holds the memory of all its summands.
         self.values[self._batch.first + microbatch] = loss.detach().clone()
@@ -102,23 +88,20 @@ class Loss:
 
     def check_buffers(self) -> None:
         """Refuse a loss that changes its buffers: no checkpoint has them."""
-        pairs = zip(self._first_versions, self._saved_buffers(), strict=False)
-        for (name, before, version), (_, now) in pairs:
-            if now is not before or now._version != version:
+        for name, version in self._versions().items():
+            if version != self._first_versions.get(name):
                 raise RequestError(
                     f"loss_fn changes its buffer {name}, and a checkpoint holds no "
                     "state of a loss; move it into the last layer, or register it "
                     "with persistent=False if it need not be saved"
                 )
 
-    def _saved_buffers(self) -> list[tuple[str, Tensor]]:
-        """Persistent buffers of the loss, by name."""
-        return [
-            (name, x)
-            for module in chain.from_iterable(x.modules() for x in self.modules)
-            for name, x in module._buffers.items()
-            if x is not None and name not in module._non_persistent_buffers_set
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Identities and versions of the persistent buffers, by name."""
+        saved = [
+            x for loss in self.modules for x in loss.state_dict(keep_vars=True).items()
         ]
+        return {name: (id(x), x._version) for name, x in saved if isinstance(x, Tensor)}
 
     def discard(self) -> None:
         """Forget the losses of this part of the step; they will be computed again."""
@@ -127,26 +110,18 @@ class Loss:
             self.values.pop(number, None)
             self.metrics.pop(number, None)
 
-    def counts(self, microbatch: int) -> bool:
-        """False for a micro-batch of weight 0."""
-        weights = self._batch.weights
-        return weights is None or weights[microbatch] != 0
-
-    def _scaled_share(self, microbatch: int, scale: float) -> float:
-        """Share of a micro-batch in the loss of the batch, times the loss scale."""
-        weights = self._batch.weights
-        if self._total is not None and weights is not None:
-            self._shares, self._total = _parts(weights, self._total()), None
-        if self._shares is None:
-            return scale / self._batch.n_microbatches
-        return scale * self._shares[microbatch]
-
     def gradients(
         self, losses: Sequence[Tensor], microbatch: int, scale: float
     ) -> tuple[Tensor, ...]:
         """The gradient that B starts from, for each loss that needs one."""
-        share = self._scaled_share(microbatch, scale)
-        return tuple(torch.full_like(y, share) for y in losses if y.requires_grad)
+        if self._total is None:
+            total = self._batch.total
+            self._total = sum(self._weights) if total is None else total()
+        # all weights may be 0
+        share = self._weights[microbatch] / self._total if self._total else 0.0
+        return tuple(
+            torch.full_like(y, scale * share) for y in losses if y.requires_grad
+        )
 
     def table(self) -> Tensor:
         """Loss and weight of each micro-batch, float64; zero where there is no loss."""
@@ -178,15 +153,7 @@ def is_sum(loss_fn: LossFn) -> bool:
 
 
 def refuse_foreign(loss: Tensor, parameters: Collection[Tensor]) -> None:
-    """Refuse a loss whose graph reaches parameters that its stage does not have.
-
-    Args:
-        loss: of a micro-batch.
-        parameters: those of the stage's layers.
-
-    Raises:
-        RequestError: one is reached, for instance another stage's, or a loose one.
-    """
+    """Refuse a loss whose graph reaches other parameters than those of its stage."""
     seen: set[object] = set()
     waiting = [loss.grad_fn]
     while waiting:
@@ -228,33 +195,21 @@ def _mean_metrics(
 
 
 def _numbers(metrics: object) -> Metrics:
-    """Return metrics without their graphs, in memory of their own.
-
-    Raises:
-        RequestError: they are not names with scalars.
-    """
-    if not isinstance(metrics, Mapping):
-        raise RequestError(
-            f"the metrics that loss_fn returns are a {type(metrics).__name__}; they "
-            "must be a dict from names to scalar tensors or numbers"
-        )
-    numbers: dict[str, Tensor | float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Tensor) and value.dim() == 0:
-            numbers[name] = value.detach().clone()
-        elif isinstance(value, int | float):
-            numbers[name] = float(value)
-        else:
-            shape = f" of shape {[*value.shape]}" if isinstance(value, Tensor) else ""
-            raise RequestError(
-                f"the metric {name!r} that loss_fn returns is a "
-                f"{type(value).__name__}{shape}; it must be a scalar tensor or a number"
-            )
-    return numbers
+    """Return metrics without their graphs, in memory of their own."""
+    pairs = dict(metrics).items() if isinstance(metrics, Mapping) else ()
+    if isinstance(metrics, Mapping) and all(_is_number(x) for _, x in pairs):
+        return {
+            name: x.detach().clone() if isinstance(x, Tensor) else float(x)
+            for name, x in pairs
+        }
+    raise RequestError(
+        f"loss_fn returned the metrics {metrics!r}; they must be a dict from names to "
+        "scalar tensors or numbers"
+    )
 
 
-def _parts(weights: Sequence[float], total: float) -> list[float]:
-    return [weight / total if total else 0.0 for weight in weights]
+def _is_number(x: object) -> bool:
+    return x.dim() == 0 if isinstance(x, Tensor) else isinstance(x, int | float)
 
 
 def _nothing(outputs: object, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ __all__ = [
     "mean_by_weight",
     "merge",
     "samples_to_cut",
-    "shares",
     "split_inputs",
     "split_targets",
     "weights_of",
@@ -180,41 +179,6 @@ def _cut(tensor: Tensor, n: int) -> Sequence[Tensor]:
     return [piece.data for piece in pieces]
 
 
-def find_weigh(weigh: WeighName | Weigh) -> Weigh:
-    """Return what weighs a micro-batch.
-
-    Args:
-        weigh: ``"samples"``; ``"tokens"``: targets that are not ``IGNORED``, of a
-            tensor or of the labels in a dict; ``"sum"``: 1 for each micro-batch; or a
-            function of the targets.
-
-    Raises:
-        RequestError: it is none of them.
-    """
-    if callable(weigh):
-        return weigh
-    if weigh not in get_args(WeighName):
-        choices = ", ".join(map(repr, get_args(WeighName)))
-        raise RequestError(
-            f"weigh is {weigh!r}; choose one of {choices}, or give a function of the "
-            "targets of a micro-batch"
-        )
-    counts: dict[str, Weigh] = {
-        "samples": count_samples,
-        "tokens": _count_tokens,
-        "sum": lambda targets: 1,
-    }
-    return counts[weigh]
-
-
-def weights_of(weigh: Weigh, targets: Iterable[Any]) -> list[float]:
-    """Weigh micro-batches; a device that counts is waited for once."""
-    weights: list[Any] = [weigh(target) for target in targets]
-    if weights and all(isinstance(weight, Tensor) for weight in weights):
-        return torch.stack(weights).tolist()
-    return weights
-
-
 def _count_tokens(targets: object) -> Tensor:
     if isinstance(targets, dict) and "labels" in targets:
         targets = targets["labels"]
@@ -226,23 +190,43 @@ def _count_tokens(targets: object) -> Tensor:
     return (targets != IGNORED).sum()
 
 
-def shares(weights: Sequence[float]) -> list[float] | None:
-    """Share of each micro-batch in the loss of the batch; None: all have the same.
+WEIGHS: dict[str, Weigh] = {
+    "samples": count_samples,
+    "tokens": _count_tokens,
+    "sum": lambda targets: 1,
+}
+"""Numbers that a loss may be a mean over, by name; tokens are targets that are not
+`IGNORED`, of a tensor or of the labels in a dict."""
 
-    All are 0 if all weights are.
+
+def find_weigh(weigh: WeighName | Weigh) -> Weigh:
+    """Return what weighs a micro-batch, by its name.
+
+    Raises:
+        RequestError: there is no such name.
+    """
+    if callable(weigh):
+        return weigh
+    if weigh not in WEIGHS:
+        raise RequestError(
+            f"weigh is {weigh!r}; choose one of {', '.join(map(repr, WEIGHS))}, or "
+            "give a function of the targets of a micro-batch"
+        )
+    return WEIGHS[weigh]
+
+
+def weights_of(weigh: Weigh, targets: Iterable[Any]) -> list[float]:
+    """Weigh micro-batches; a device that counts is waited for once.
 
     Raises:
         RequestError: a weight is negative.
-
-    >>> shares([3, 1]), shares([2, 2])
-    ([0.75, 0.25], None)
     """
+    weights: list[Any] = [weigh(target) for target in targets]
+    if all(isinstance(weight, Tensor) for weight in weights):
+        weights = torch.stack(weights).tolist()
     if any(not weight >= 0 for weight in weights):
-        raise RequestError(f"micro-batches weigh {list(weights)}; give 0 or more")
-    if len(set(weights)) == 1:
-        return None
-    total = sum(weights)
-    return [weight / total for weight in weights]
+        raise RequestError(f"micro-batches weigh {weights}; give 0 or more")
+    return weights
 
 
 def mean_by_weight(values: Tensor, weights: Tensor) -> float:

@@ -82,26 +82,21 @@ def build_chunks(
     at_once: bool = False,
     own_name: OwnName = layer_name,
 ) -> list[Chunk]:
-    """Make the chunks of one process.
+    """Make the chunks of one process, those in ``held``.
 
-    Args:
-        build: makes the layers of a range of global indices.
-        ranges: layers of each chunk.
-        held: the chunks of this process.
-        at_once: call ``build`` once if all chunks are here, so that a builder that
-            draws weights draws those of the plain model.
-        own_name: gives the model's own names of parameters.
-
-    Raises:
-        RequestError: the builder returns a wrong number of layers.
+    With ``at_once``, and all chunks here, ``build`` is called once: so a builder that
+    draws weights draws those of the plain model.
     """
     if at_once and len(held) == len(ranges):
         everything = range(ranges[-1].stop)
         layers = _checked(everything, build(everything))
-        built = {i: layers[ranges[i].start : ranges[i].stop] for i in held}
-    else:
-        built = {i: _checked(ranges[i], build(ranges[i])) for i in held}
-    return [Chunk(i, ranges[i].start, built[i], own_name=own_name) for i in held]
+        build = lambda indices: layers[indices.start : indices.stop]  # noqa: E731
+    return [
+        Chunk(
+            i, ranges[i].start, _checked(ranges[i], build(ranges[i])), own_name=own_name
+        )
+        for i in held
+    ]
 
 
 def _way(model: object) -> str:
@@ -120,14 +115,7 @@ def _way(model: object) -> str:
 
 
 def check_layers(layers: Iterable[tuple[int, object]]) -> None:
-    """Refuse layers that are no modules.
-
-    Args:
-        layers: by global index.
-
-    Raises:
-        RequestError: names the layer.
-    """
+    """Refuse layers, which come with their global indices, that are no modules."""
     for index, layer in layers:
         if not isinstance(layer, nn.Module):
             name = getattr(layer, "__name__", repr(layer))

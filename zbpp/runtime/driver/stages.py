@@ -138,7 +138,7 @@ class LocalStages:
         with self.reporting():
             for executor in self.executors.values():
                 try:
-                    executor.settle()
+                    executor.optimizer.settle()
                 except BaseException as error:
                     self._end_with(error)
                     raise
