@@ -7,9 +7,8 @@ metrics         figures of a timeline: spans, bubble rate, memory
 job_graph       the jobs and their waits as a graph of networkx
 critical_path   the chain of jobs that fixed the time; who sends to whom
 boxes           a timeline as a list of boxes: what all of these draw:
-svg             shapes, and the writer of SVG
-plot            pictures of timelines: svg, png, pdf
-charts          modes beside one another
+plot            pictures of timelines and of modes (by matplotlib: figures)
+svg             shapes of a page
 tables          figures in a terminal, or on a page
 entries         a mode on a page: figures and timelines
 page            one HTML file to zoom in
@@ -17,7 +16,6 @@ trace           files for Perfetto
 """
 
 from zbpp.core import lower_bound, lower_bounds
-from zbpp.simulator.charts import plot_comparison
 from zbpp.simulator.critical_path import (
     CriticalPath,
     Message,
@@ -49,7 +47,7 @@ from zbpp.simulator.metrics import (
     work,
 )
 from zbpp.simulator.page import write_page
-from zbpp.simulator.plot import plot
+from zbpp.simulator.plot import plot, plot_comparison
 from zbpp.simulator.trace import trace_events, write_trace
 
 __all__ = [

@@ -5,9 +5,11 @@
 
 Parts of passes that exchange data are in lane 1 too, in the look of their pass.
 
-What a box is called, its colour and its lane are decided here, for all media.
+What a box is called, its colour, its lane and its place are decided here for all media.
 """
 
+import colorsys
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 from zbpp.core import (
     KINDS,
+    Costs,
     Job,
     JobKind,
     Lane,
@@ -28,6 +31,12 @@ from zbpp.core import (
     passes_in,
     place_of,
 )
+from zbpp.simulator.metrics import (
+    memory_over_time,
+    memory_scale,
+    peak_memory,
+    step_time,
+)
 
 __all__ = [
     "DARK",
@@ -38,6 +47,8 @@ __all__ = [
     "Box",
     "Drawing",
     "Mark",
+    "Memory",
+    "Rectangle",
     "Style",
     "ink_on",
     "legend_of",
@@ -60,6 +71,9 @@ PALETTE = {role: look.colour or DARK for role, look in LOOKS.items()} | {"idle":
 """Colours by role, and that of idle time."""
 
 _LANES = list(Lane)
+_TOP, _BOTTOM = 0.07, 0.93  # of the row of a stage
+_JOBS_SHARE = 0.71  # of a row, for lane 0 where a stage has others too
+_MOST_CURVES = 16
 
 
 class Style(NamedTuple):
@@ -130,11 +144,61 @@ class Box(NamedTuple):
         return bool(passes_in(self.job))
 
 
+class Rectangle(NamedTuple):
+    """A box, or the ground of a span (``box`` is None); a stage's row has height 1."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    box: Box | None = None
+
+    @property
+    def strip(self) -> "Rectangle":
+        """The lower quarter, which marks passes that compute layers again."""
+        return self._replace(y=self.y + 0.75 * self.height, height=0.25 * self.height)
+
+
 @dataclass(frozen=True)
 class Drawing:
     """A timeline as boxes, and what media ask about all of them."""
 
     timeline: Timeline
+
+    @property
+    def n_stages(self) -> int:
+        """Rows."""
+        return self.timeline.placement.n_stages
+
+    @cached_property
+    def length(self) -> float:
+        """From the first start to the last end."""
+        return step_time(self.timeline)
+
+    def rectangles(self, palette: Mapping[str, str]) -> Iterator[Rectangle]:
+        """What is idle within each stage's span, and above it the boxes, by style."""
+        top, height = self.extent(0)
+        for stage, span in enumerate(self.spans):
+            if span is not None:
+                start, end = span
+                yield Rectangle(
+                    start, stage + top, end - start, height, palette["idle"]
+                )
+        for box in sorted(self.boxes, key=lambda box: box.style.order):
+            top, height = self.extent(box.lane)
+            colour = box.style.colour_in(palette)
+            y = box.stage + top
+            yield Rectangle(box.start, y, box.duration, height, colour, box)
+
+    def extent(self, lane: int) -> tuple[float, float]:
+        """Top and height of a lane in a row; lane 0 is the widest."""
+        whole = _BOTTOM - _TOP
+        jobs = whole * (_JOBS_SHARE if self.n_lanes > 1 else 1.0)
+        if lane == 0:
+            return _TOP, jobs
+        each = (whole - jobs) / (self.n_lanes - 1)
+        return _TOP + jobs + (lane - 1) * each + 0.05, each - 0.05
 
     @cached_property
     def boxes(self) -> list[Box]:
@@ -166,7 +230,7 @@ class Drawing:
             if box.lane == 0 and box.is_work:
                 start, _ = spans.get(box.stage, (box.start, box.end))
                 spans[box.stage] = (start, box.end)
-        return [spans.get(i) for i in range(self.timeline.placement.n_stages)]
+        return [spans.get(stage) for stage in range(self.n_stages)]
 
 
 def _boxes(timeline: Timeline) -> Iterator[Box]:
@@ -202,6 +266,49 @@ def origin_of(timeline: Timeline) -> float:
     """Start of the first job, in the timeline's own clock."""
     slots = chain.from_iterable(timeline.lines)
     return min((slot.start for slot in slots), default=0.0)
+
+
+class Memory:
+    """Memory over time as curves, one a stage; of many stages some.
+
+    |      _    _
+    |   __| |__| |__ ____
+    |--|- - - - - - - - -|--   the limit
+    |##########################   what is fixed on every stage
+    """
+
+    def __init__(self, timeline: Timeline, costs: Costs) -> None:
+        fixed = costs.on(timeline.placement).fixed
+        self.base = min(fixed)
+        self.peak = max(peak_memory(timeline, costs))
+        self.length = step_time(timeline)
+        limit = costs.memory_limit
+        self.top = 1.06 * self.peak or 1.0
+        """Of the axis."""
+        self.limit: float | None = None
+        """One for all stages, unless it is far away."""
+        if isinstance(limit, int | float) and limit < 1.5 * self.top:
+            self.limit, self.top = limit, max(self.top, 1.06 * limit)
+        name, unit = memory_scale(self.peak, [costs])
+        self.labels = {0.0: "0", self.peak: f"{self.peak / unit:.4g} {name}".strip()}
+        """Texts at the axis, by the amounts where they are."""
+        origin, curves = origin_of(timeline), memory_over_time(timeline, costs)
+        self.curves: dict[str, list[tuple[float, float]]] = {}
+        """Times and amounts by colour."""
+        for stage in range(0, len(curves), math.ceil(len(curves) / _MOST_CURVES)):
+            amount, points = fixed[stage], [(0.0, fixed[stage])]
+            for time, held in dict(curves[stage]).items():  # the last of one time
+                points += [(time - origin, amount), (time - origin, held)]
+                amount = held
+            points.append((self.length, amount))
+            self.curves[_stage_colour(stage, len(curves))] = points
+
+
+def _stage_colour(stage: int, n_stages: int) -> str:
+    """From violet over green to yellow, bright enough for a dark page."""
+    share = stage / max(n_stages - 1, 1)
+    rgb = colorsys.hls_to_rgb((275 - 215 * share) / 360, 0.42 + 0.08 * share, 0.6)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
 class Mark(NamedTuple):

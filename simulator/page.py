@@ -5,26 +5,36 @@ colours in light and in dark.
 """
 
 import base64
+import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from zbpp.core import Timeline
+from zbpp.core import RequestError, Timeline
 from zbpp.core.files.json_text import write_file
-from zbpp.simulator.boxes import PALETTE, Drawing, legend_of
-from zbpp.simulator.charts import plot_comparison
+from zbpp.simulator.boxes import (
+    LOOKS,
+    PALETTE,
+    Drawing,
+    Memory,
+    Rectangle,
+    ink_on,
+    legend_of,
+)
 from zbpp.simulator.entries import PageEntry, modes_table, unit_of_memory
 from zbpp.simulator.metrics import step_time, waste
-from zbpp.simulator.plot import memory_labels, memory_shapes, timeline_shapes
-from zbpp.simulator.svg import PAGE, Area, area
+from zbpp.simulator.plot import plot_comparison
+from zbpp.simulator.svg import area, bars, curve
 
-__all__ = ["timelines_html", "write_page"]
+__all__ = ["charts_html", "timelines_html", "write_page"]
 
 _FEWEST_POINTS = 3  # of a chart: two modes are compared in the table
-_COLOURS = PALETTE | {"idle": "idle"}  # that of the page's style
+_COLOURS = PALETTE | {"idle": "var(--idle)"}
 _MEMORY_HEIGHT = 84  # pixels, as in page.css
+_MICROBATCH = re.compile(r"(?<=[A-Z])\d+")  # in the name of a job
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -110,8 +120,24 @@ def _charts(entries: Sequence[PageEntry], series: Series) -> str:
         return ""
     limits = {entry.limit for entry in entries if entry.limit is not None}
     limit = limits.pop() / size if len(limits) == 1 else None
-    picture = plot_comparison(points, series, unit=unit, limit=limit)
-    return f'<div class="wide">{picture.svg(PAGE, "inherit")}</div>'
+    return charts_html(points, series, unit=unit, limit=limit)
+
+
+def charts_html(
+    points: Mapping[str, tuple[float, float]],
+    series: Series,
+    *,
+    unit: str = "",
+    limit: float | None = None,
+) -> str:
+    """Write what `plot_comparison` draws; without matplotlib, what is missing."""
+    try:
+        figure = plot_comparison(points, series, unit=unit, limit=limit)
+    except RequestError as error:
+        return f'<p class="muted">No charts: {escape(str(error))}.</p>'
+    from zbpp.simulator.figures import svg_element
+
+    return f'<div class="wide">{svg_element(figure)}</div>'
 
 
 def timelines_html(entries: Sequence[PageEntry]) -> str:
@@ -128,7 +154,7 @@ def timelines_html(entries: Sequence[PageEntry]) -> str:
     if not panels:
         return ""
     boxes = [box for _, _, drawing in panels for box in drawing.boxes]
-    length = max(step_time(drawing.timeline) for _, _, drawing in panels) or 1.0
+    length = max(drawing.length for _, _, drawing in panels) or 1.0
     legend = "".join(
         f'<span><i style="background:{_ground(mark.colour, mark.is_strip)}"></i>'
         f"{escape(mark.label)}</span>"
@@ -145,39 +171,77 @@ def timelines_html(entries: Sequence[PageEntry]) -> str:
 
 
 def _ground(colour: str, is_strip: bool) -> str:
-    colour = PAGE.get(colour, colour)
     return f"linear-gradient({colour} 75%, {PALETTE['F']} 75%)" if is_strip else colour
 
 
 def _panel(entry: PageEntry, kind: str, drawing: Drawing, length: float) -> str:
-    timeline = drawing.timeline
-    n_stages = timeline.placement.n_stages
+    timeline, n_stages = drawing.timeline, drawing.n_stages
     row = (
         24 if n_stages <= 8 else 19 if n_stages <= 16 else 15 if n_stages <= 32 else 11
     )
-    shapes = timeline_shapes(drawing, _COLOURS)
     height = n_stages * row
     labels = [
         _label(4 + (stage + 0.5) * row, f"stage {stage}") for stage in range(n_stages)
     ]
-    view = (0.0, 0.0, length, float(n_stages))
-    lanes = area(Area(0, 0, 0, 0, view, shapes), PAGE, "lanes")
-    lanes = lanes.replace("<svg", f'<svg style="height:{height}px"', 1)
-    memory = ""
+    lanes = area("lanes", length, n_stages, _shapes(drawing), f"height:{height}px")
+    below = ""
     if entry.costs is not None:
-        top, curves = memory_shapes(timeline, entry.costs)
-        memory = area(Area(0, 0, 0, 0, (0.0, 0.0, length, top), curves), PAGE, "memory")
+        memory = Memory(timeline, entry.costs)
+        below = area("memory", length, memory.top, _curves(memory))
         labels += [
-            _label(14 + height + (1 - amount / top) * _MEMORY_HEIGHT, text)
-            for text, amount in memory_labels(timeline, entry.costs)
+            _label(14 + height + (1 - amount / memory.top) * _MEMORY_HEIGHT, text)
+            for amount, text in memory.labels.items()
         ]
     return (
         f'<details class="panel" data-stages="{n_stages}" data-length="{length:.7g}"'
         f"{' open' * entry.shown}><summary><b>{escape(entry.title)}</b> "
         f"{escape(_facts(entry, kind, timeline))}</summary>"
-        f'<div class="plot">{"".join(labels)}{lanes}{memory}'
+        f'<div class="plot">{"".join(labels)}{lanes}{below}'
         '<svg class="over"></svg></div></details>'
     )
+
+
+def _shapes(drawing: Drawing) -> Iterator[str]:
+    """The rows of a timeline; boxes of one name are one shape.
+
+    Its data are the name with * for micro-batches, these, and the colour of letters.
+    """
+    groups: dict[tuple[str, object], list[Rectangle]] = defaultdict(list)
+    for rectangle in drawing.rectangles(_COLOURS):
+        box = rectangle.box
+        name = "" if box is None else _MICROBATCH.sub("*", box.name)
+        groups[name, box and (box.style, box.lane)].append(rectangle)
+    for key, group in groups.items():
+        (name, _), (*_, colour, box) = key, group[0]
+        rows = [rectangle[:4] for rectangle in group]
+        if box is None:
+            yield bars(colour, rows)
+            continue
+        numbers = (" ".join(map(str, x.box.microbatches)) for x in group if x.box)
+        labels = {
+            "name": name,
+            "numbers": ",".join(numbers),
+            "about": LOOKS[box.style.role].summary,
+            "ink": ink_on(colour) if box.text else "",
+        }
+        yield bars(colour, rows, labels)
+        if box.style.recomputes:
+            yield bars(PALETTE["F"], [rectangle.strip[:4] for rectangle in group])
+        if box.style.at_once:
+            for x, y, width, height in rows:
+                if not width:
+                    yield curve(colour, [(x, y), (x, y + height)], 2.0)
+
+
+def _curves(memory: Memory) -> Iterator[str]:
+    if memory.base:
+        ground = 0.0, memory.top - memory.base, memory.length, memory.base
+        yield bars("var(--idle)", [ground])
+    for colour, points in memory.curves.items():
+        yield curve(colour, [(time, memory.top - held) for time, held in points])
+    if memory.limit is not None:
+        y = memory.top - memory.limit
+        yield curve("var(--ink)", [(0.0, y), (memory.length, y)], 1.0, "5 4")
 
 
 def _label(top: float, text: str) -> str:

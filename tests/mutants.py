@@ -139,8 +139,8 @@ TABLE = (
      "step <= least * (1 + _ROUNDING)", "step < least"),
     ("simulator", "MiB are MB", "simulator/metrics.py",
      '"MiB": 2.0**20', '"MiB": 1e6'),
-    ("simulator", "a job of no time is a line", "simulator/plot.py",
-     "if style.at_once:", "if True:"),
+    ("simulator", "a job of no time is a line", "simulator/figures.py",
+     "if style.at_once and not x.width", "if not x.width"),
     # ---- schedules
     ("schedules", "ZB-H2 starts one F fewer", "schedules/patterns/zb_h2.py",
      "n_ahead=2 * (n_stages - stage) - 1", "n_ahead=2 * (n_stages - stage) - 2"),

@@ -24,7 +24,7 @@ from zbpp.simulator import (
 VALIDATED = "--enable_optimizer_post_validation"
 BARRIER = "--no-enable_optimizer_post_validation"
 TORCHTITAN = "torchtitan: --parallelism.pipeline_parallel_schedule"
-FIRST_BYTES = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}
+FIRST_BYTES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 LINES = {
     # plan

@@ -67,13 +67,13 @@ for words in (
     ["plan", "ZBV", *sizes, "-o", "x.json"],
     ["show", "ZBV", *sizes],
     ["show", "ZBV", *sizes, "-o", "trace.json"],
-    ["show", "ZBV", *sizes, "-o", "x.svg"],
+    ["show", "ZBV", *sizes, "-o", "x.html"],
     ["compare", *sizes],
     ["doctor"],
 ):
     assert main(words) == 0, words
 assert not {"torch", "matplotlib"} & set(sys.modules)
-assert main(["show", "ZBV", *sizes, "-o", "x.png"]) == 2
+assert main(["show", "ZBV", *sizes, "-o", "x.svg"]) == 2
 sys.exit(main(["train"]))
 """
 
@@ -192,9 +192,9 @@ def test_timelines_have_a_panel_a_mode(answer):
     assert lengths == ["33", "25.5"]
 
 
-def test_a_chart_has_a_dot_and_a_label_a_mode(answer):
+@pytest.mark.needs("matplotlib")
+def test_a_chart_has_a_label_a_mode(answer):
     html = answer("chart", "1F1B", "ZBV")["html"]
-    assert html.count('r="3.5"') == 2
     assert ">1F1B</text>" in html and ">ZBV</text>" in html
 
 

@@ -3,6 +3,7 @@
 import random
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from shutil import which
 from xml.etree import ElementTree
@@ -109,6 +110,7 @@ def test_measured_figures_appear_with_measured_timelines(page_text):
     assert row["bubble measured"] == "12.50%", "that of several steps"
 
 
+@pytest.mark.needs("matplotlib")
 def test_a_page_has_charts_where_there_is_something_to_compare(page_text):
     entries = [entry_of(mode) for mode in ("1F1B", "ZBH1", "auto")]
     series = {"1F1B": [(4, 0.5), (8, 0.25)]}
@@ -118,6 +120,13 @@ def test_a_page_has_charts_where_there_is_something_to_compare(page_text):
     assert "micro-batches in a" in page_text(entries[:1], by_microbatches=series)
     assert "bubble rate (%)" not in page_text(entries[:2])
     assert len(panels_of(texts)) == 3
+
+
+def test_a_page_without_matplotlib_says_what_its_charts_need(page_text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = page_text([entry_of(mode) for mode in ("1F1B", "ZBH1", "auto")])
+    assert "No charts: pictures need matplotlib" in text and "zbpp[viz]" in text
+    assert len(panels_of(text)) == 3
 
 
 def test_a_page_needs_nothing_else_and_tells_its_command(page_text):

@@ -2,8 +2,8 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 from moe import moe_costs
@@ -19,6 +19,7 @@ from zbpp.simulator import (
     messages,
     peak_memory,
     plot,
+    plot_comparison,
     simulate,
     simulate_iterations,
     step_time,
@@ -106,11 +107,6 @@ def in_a_trace(timeline, path):
     ]
 
 
-def in_a_picture(timeline, path):
-    plot(timeline, path.with_suffix(".svg"))
-    return boxes_in(path.with_suffix(".svg").read_text(encoding="utf-8"))
-
-
 def check_boxes(found, expected):
     """Boxes of the same names and stages are at the same times."""
     found, expected = (
@@ -125,7 +121,7 @@ def check_boxes(found, expected):
 
 
 @pytest.mark.parametrize("name", TIMELINES)
-@pytest.mark.parametrize("medium", [on_a_page, in_a_trace, in_a_picture])
+@pytest.mark.parametrize("medium", [on_a_page, in_a_trace])
 def test_every_medium_has_every_box_of_a_timeline(medium, name, tmp_path):
     timeline = TIMELINES[name]
     found = medium(timeline, tmp_path / "file")
@@ -196,22 +192,36 @@ def test_a_trace_that_cannot_be_written_is_named(tmp_path):
 # Pictures.
 
 
-def texts_of(picture):
-    """The texts of a picture's marks; those of boxes by their middles."""
-    root = ElementTree.fromstring(picture.svg())
-    return [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+def texts_of(figure):
+    """All texts of a figure of matplotlib."""
+    texts = [x.get_text() for x in figure.findobj(lambda x: hasattr(x, "get_text"))]
+    return [line for text in texts for line in text.split("\n")]
 
 
-def shapes_of(picture):
-    """Rectangles of the timelines in a picture by the names of their jobs."""
-    return {
-        shape.labels["name"]: shape
-        for area in picture.areas
-        for shape in area.shapes
-        if getattr(shape, "labels", None)
-    }
+def boxes_of_axes(axes):
+    """Stage, start, end and colour of the boxes in a timeline's axes."""
+    _, boxes, _ = (x for x in axes.collections if type(x).__name__ == "PolyCollection")
+    for path, colour in zip(boxes.get_paths(), boxes.get_facecolors(), strict=True):
+        (start, top), (end, _) = path.vertices[0], path.vertices[2]
+        yield int(top), start, end, to_hex(colour)
 
 
+def to_hex(colour):
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour[:3])
+
+
+@pytest.mark.needs("matplotlib")
+@pytest.mark.parametrize("name", TIMELINES)
+def test_a_figure_has_every_box_of_a_timeline(name):
+    timeline = TIMELINES[name]
+    found = [(*box, "") for *box, _ in boxes_of_axes(plot(timeline).axes[0])]
+    expected = [(*box, "") for *box, _ in boxes_of(timeline)]
+    check_boxes(found, expected)
+    with pytest.raises(AssertionError):
+        check_boxes(found[1:] + found[:1] * 2, expected)
+
+
+@pytest.mark.needs("matplotlib")
 def test_boxes_have_numbers_and_a_picture_a_title_and_a_legend():
     for timeline in (TIMELINES["pairs"], timeline_of("ZBV", p=4, m=8)):
         texts = texts_of(plot(timeline, costs=Costs()))
@@ -229,29 +239,33 @@ def test_boxes_have_numbers_and_a_picture_a_title_and_a_legend():
     assert "7" not in small, "too thin for numbers"
 
 
+def lines_of(figure):
+    """Colours and number of the lines that stand for jobs of no time."""
+    return [x for axes in figure.axes for x in axes.collections[-1].get_paths()]
+
+
+@pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize("takes", [0, 1])
 def test_a_v_is_a_box_or_a_line_and_no_waste_between_iterations(takes):
     timeline = validated(2, Costs(optimizer=2, validation=takes))
-    picture = plot(timeline)
-    shapes = shapes_of(picture)
-    assert len(shapes["V"].boxes) == len(shapes["O"].boxes) == 3 * 2
-    lines = [s for area in picture.areas for s in area.shapes if hasattr(s, "points")]
-    assert len(lines) == (0 if takes else 3 * 2)
-    assert "idle 0.00 %" in texts_of(picture)
+    figure = plot(timeline)
+    assert len(lines_of(figure)) == (0 if takes else 3 * 2)
+    assert "idle 0.00 %" in texts_of(figure)
     behind = simulate_iterations(
         plan("ZBH2", n_stages=4, n_microbatches=8), n_iterations=2
     )
     assert f"idle {100 * 6 / 54:.2f} %" in texts_of(plot(join(behind)))
 
 
+@pytest.mark.needs("matplotlib")
 def test_a_pass_of_no_time_is_no_line():
-    picture = plot(timeline_of("ZBH1", Costs(w=0)))
-    assert all(not hasattr(s, "points") for area in picture.areas for s in area.shapes)
+    assert not lines_of(plot(timeline_of("ZBH1", Costs(w=0))))
 
 
 MIB = 2.0**20
 
 
+@pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize(
     ("costs", "peak"),
     [
@@ -264,60 +278,50 @@ MIB = 2.0**20
 )
 def test_memory_over_time_is_drawn_below_in_the_largest_unit(costs, peak):
     timeline = timeline_of("ZBH1", p=4, m=8)
-    picture = plot(timeline, costs=costs, time_unit="ms")
-    texts = texts_of(picture)
+    figure = plot(timeline, costs=costs, time_unit="ms")
+    texts = texts_of(figure)
     assert "time (ms)" in texts and peak in texts
-    below = picture.areas[-1]
-    top = below.view[3]
-    curves = [shape for shape in below.shapes if hasattr(shape, "points")]
-    *curves, limit = curves
-    for shape, curve in zip(curves, memory_over_time(timeline, costs), strict=True):
-        amounts = [top - y for _, y in shape.points]
-        assert max(amounts) == pytest.approx(max(held for _, held in curve))
+    _, *curves, limit = figure.axes[-1].lines
+    for line, curve in zip(curves, memory_over_time(timeline, costs), strict=True):
+        amounts = line.get_ydata()
+        assert max(amounts) == max(held for _, held in curve)
         assert amounts[0] == amounts[-1] == costs.m_fixed
-    assert {top - y for _, y in limit.points} == {costs.memory_limit}
+    assert set(limit.get_ydata()) == {costs.memory_limit}
     assert max(peak_memory(timeline, costs)) < costs.memory_limit
 
 
-def test_an_svg_is_the_same_each_time_and_has_texts(tmp_path):
-    timeline = timeline_of("ZBH1", p=2, m=2)
-    plot(timeline, tmp_path / "x.svg")
-    first = (tmp_path / "x.svg").read_text()
-    plot(timeline, tmp_path / "x.svg")
-    assert (tmp_path / "x.svg").read_text() == first
-    text = "".join(ElementTree.fromstring(first).itertext())
-    assert "2 stages, 2 micro-batches" in text
-
-
+@pytest.mark.needs("matplotlib")
 def test_passes_that_compute_layers_again_have_a_strip():
     schedule = plan("ZBV", n_stages=2, n_microbatches=4)
-    for recompute, extra in ((None, 0), ((True, False, (0,), False), 2)):
-        timeline = simulate(replace(schedule, recompute=recompute))
-        picture = plot(timeline)
-        rows = picture.areas[-1].shapes
-        unnamed = [shape for shape in rows if not shape.labels]
-        assert len(unnamed) == 1 + extra, "idle, and strips"
-        assert ("strip: recomputes" in texts_of(picture)) == bool(extra)
+    for recompute, extra in ((None, 0), ((True, False, (0,), False), 2 * 4)):
+        figure = plot(simulate(replace(schedule, recompute=recompute)))
+        *_, strips, _ = figure.axes[0].collections
+        assert len(strips.get_paths()) == extra
+        assert ("strip: recomputes" in texts_of(figure)) == bool(extra)
 
 
+@pytest.mark.needs("matplotlib")
 def test_several_timelines_share_their_time_and_a_legend():
     timelines = [timeline_of("1F1B"), timeline_of("ZBV")]
-    picture = plot(timelines, size=(3.3, 3.0), font_size=7)
-    assert (picture.width, picture.height) == pytest.approx((3.3 * 72, 3 * 72))
-    rows = [area for area in picture.areas if area.view != (0, 0, 1, 1)]
-    assert [area.view[2] for area in rows] == [max(map(step_time, timelines))] * 2
-    assert len({(area.x, area.width) for area in rows}) == 1
-    texts = texts_of(picture)
-    assert sum(text.startswith("BW") for text in texts) == 1
+    figure = plot(timelines, size=(3.3, 3.0), font_size=7)
+    assert tuple(figure.get_size_inches()) == (3.3, 3.0)
+    length = max(map(step_time, timelines))
+    assert [axes.get_xlim() for axes in figure.axes] == [(0, length)] * 2
+    places = [axes.get_position() for axes in figure.axes]
+    assert places[0].x0 == places[1].x0 and places[0].x1 == places[1].x1
+    (legend,) = figure.legends
+    assert sum(text.get_text().startswith("BW") for text in legend.get_texts()) == 1
 
 
+@pytest.mark.needs("matplotlib")
 def test_colours_are_chosen_by_kind():
     timeline = timeline_of("ZBV", Costs())
-    plain = shapes_of(plot(timeline))
-    chosen = shapes_of(plot(timeline, colors={"F": "#d62728", "idle": "#ffffff"}))
-    assert chosen["0F*"].colour == "#d62728"
-    assert chosen["0B*"].colour == plain["0B*"].colour
-    assert chosen["5F*"].colour not in (plain["5F*"].colour, chosen["0F*"].colour)
+    plain, chosen = (
+        {colour for *_, colour in boxes_of_axes(plot(timeline, colors=colors).axes[0])}
+        for colors in (None, {"F": "#d62728", "idle": "#ffffff"})
+    )
+    assert "#d62728" in chosen - plain
+    assert len(chosen - plain) == 2, "F of both chunks of a stage"
     with pytest.raises(RequestError, match=r"colors has 'f'; the kinds are F, B,"):
         plot(timeline, colors={"f": "#d62728"})
     with pytest.raises(RequestError, match="colors has 'red' for F; write #rrggbb"):
@@ -325,11 +329,40 @@ def test_colours_are_chosen_by_kind():
 
 
 @pytest.mark.needs("matplotlib")
-@pytest.mark.parametrize("suffix", ["png", "pdf"])
-def test_matplotlib_draws_the_same_picture_each_time(suffix, tmp_path):
+@pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
+def test_a_file_has_the_same_bytes_each_time(suffix, tmp_path):
     path, contents = tmp_path / f"x.{suffix}", []
     for font_size in (9, 9, 7):
         plot(TIMELINES["parts"], path, costs=PARTS, font="serif", font_size=font_size)
         contents.append(path.read_bytes())
     assert contents[0] == contents[1] != contents[2]
-    assert contents[0][:4] in (b"\x89PNG", b"%PDF")
+    assert contents[0][:4] in (b"\x89PNG", b"%PDF", b"<?xm")
+
+
+@pytest.mark.needs("matplotlib")
+def test_modes_at_one_place_share_a_mark_of_the_charts():
+    points = {"1F1B": (4.0, 0.3), "ZBV": (4.0, 0.05), "auto": (4.0, 0.05)}
+    series = {"1F1B": [(4, 0.5), (8, 0.25)], "ZBV": [(4, 0.25), (8, 0.1)]}
+    figure = plot_comparison(points, series, unit="M_B", limit=5.0)
+    scatter, lines = figure.axes
+    legends = [
+        [text.get_text() for text in axes.get_legend().get_texts()]
+        for axes in (scatter, lines)
+    ]
+    assert legends == [["1F1B", "ZBV, auto"], ["1F1B", "ZBV"]]
+    *dots, limit = scatter.lines
+    assert [tuple(map(float, dot.get_xydata()[0])) for dot in dots] == [(4, 30), (4, 5)]
+    assert set(limit.get_xdata()) == {5.0}
+    assert list(lines.lines[0].get_ydata()) == [50, 25]
+    assert "peak memory of a stage (M_B)" in texts_of(figure)
+    assert len(plot_comparison(points, {}).axes) == 1
+
+
+def test_pictures_without_matplotlib_name_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for draw in (
+        lambda: plot(TIMELINES["passes"]),
+        lambda: plot_comparison({"1F1B": (1.0, 0.5)}, {}, tmp_path / "x.svg"),
+    ):
+        with pytest.raises(RequestError, match=r"pip install 'zbpp\[viz\]'"):
+            draw()

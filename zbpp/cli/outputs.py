@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from zbpp.simulator.plot import picture_suffix
+from zbpp.simulator.plot import check_suffix
 from zbpp.training.options import check_output
 
 __all__ = ["OUT", "Drawing", "Picture", "Terminal"]
@@ -22,7 +22,7 @@ class Terminal(Console):
 
 def _check_picture(_: Any, path: Path | None) -> None:
     if path is not None and path.suffix.lower() != ".html":
-        picture_suffix(path)
+        check_suffix(path)
 
 
 def _check_drawing(_: Any, path: Path | None) -> None:

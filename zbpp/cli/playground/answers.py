@@ -20,9 +20,8 @@ from zbpp.cli.summary import summarize
 from zbpp.core import Costs, RequestError, parse_costs
 from zbpp.planning import MODES, Plan, PlanRequest, make_plan
 from zbpp.planning.answer import plan_text
-from zbpp.simulator import PageEntry, plot_comparison, simulate
-from zbpp.simulator.page import timelines_html
-from zbpp.simulator.svg import PAGE
+from zbpp.simulator import PageEntry, simulate
+from zbpp.simulator.page import charts_html, timelines_html
 
 __all__ = ["MOST_JOBS", "answer", "costs_text", "overview"]
 
@@ -119,7 +118,7 @@ def _chart(plans: Mapping[str, Plan]) -> str:
     for mode, plan in plans.items():
         figures = summarize(plan.schedule, plan.costs)
         points[mode] = max(figures.peak_memory), figures.bubble_rate
-    return plot_comparison(points, {}).svg(PAGE, "inherit") if points else ""
+    return charts_html(points, {}) if points else ""
 
 
 _DRAW = {"draw": _timelines, "chart": _chart}
