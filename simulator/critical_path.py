@@ -1,25 +1,19 @@
-"""The chain of jobs that fixed the time of a timeline, simulated or measured.
+"""The chain of jobs that fixed the time of a step, and the messages of a timeline.
 
-From the slot that ends last, back to what it waited for: the slot before it on its
-line, the pass whose message it awaits, or what went on beside it on its stage,
-whichever was done last. An optimizer step behind a barrier waits for every stage.
+From the job that ends last, back to what it waited for longest (`zbpp.core.graph`):
 
     stage 0 | F0  F1  ..........  B0          chain: 0F0 1F0 1B0 0B0
     stage 1 |     F0  B0  F1
 
-Of a simulated timeline this is a longest path of the graph of its jobs. Its messages
-are found in the timeline too, simulated or measured: each leaves when its pass ends,
-and is awaited by the pass that reads it.
+Messages are found in any timeline, simulated or measured: each leaves when its pass
+ends, and is awaited by the pass that reads it.
 """
 
-from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from zbpp.core import (
-    Check,
     Costs,
     Kind,
     Part,
@@ -27,7 +21,6 @@ from zbpp.core import (
     PassKind,
     Schedule,
     Slot,
-    State,
     Step,
     Timeline,
     Value,
@@ -35,13 +28,12 @@ from zbpp.core import (
     kind_of,
     output_of,
     passes_in,
-    reader,
 )
 from zbpp.core.timeline import Place, sending_time
 from zbpp.simulator.arguments import takes_plans, takes_timelines
-from zbpp.simulator.engine import simulate
+from zbpp.simulator.engine import first_step
 
-__all__ = ["CriticalPath", "Message", "critical_path", "critical_places", "messages"]
+__all__ = ["CriticalPath", "Message", "critical_path", "messages"]
 
 _UNIT = Costs()
 
@@ -110,123 +102,15 @@ def critical_path(
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    timeline = simulate(schedule, costs)
+    run = first_step(schedule, costs)
+    jobs = run.graph
+    nodes: Sequence[int] = range(len(run.starts))
     if not with_steps:
-        rows = tuple(
-            tuple(slot for slot in row if not isinstance(slot.job, Step))
-            for row in timeline.rows
-        )
-        timeline = replace(timeline, rows=rows)
-    lines = timeline.lines
-    slots = (lines[line][index] for line, index in critical_places(timeline, costs))
-    return CriticalPath(tuple(slots), timeline.sending)
-
-
-def critical_places(
-    timeline: Timeline,
-    costs: Costs | None = None,
-    *,
-    sent: Iterable[Message] | None = None,
-) -> list[Place]:
-    """Trace the slot that ends last back to the first.
-
-    Args:
-        timeline: simulated or measured.
-        costs: have the delays of messages; None: there are none.
-        sent: the messages of the timeline, if they are at hand.
-
-    Raises:
-        RequestError: the costs do not fit the placement.
-    """
-    waits = _Waits(timeline, costs, messages(timeline) if sent is None else sent)
-    place = waits.last()
-    path: dict[Place, None] = {}
-    while place is not None and place not in path:  # jobs of no time may form a circle
-        path[place] = None
-        place = waits.awaited(place)
-    return list(path)[::-1]
-
-
-class _Waits:
-    """Tells of each slot which one it waited for longest."""
-
-    def __init__(
-        self, timeline: Timeline, costs: Costs | None, sent: Iterable[Message]
-    ) -> None:
-        self._lines = timeline.lines
-        self._n_stages = timeline.placement.n_stages
-        self._ends = [[slot.end for slot in line] for line in self._lines]
-        self._times = None if costs is None else costs.on(timeline.placement)
-        self._awaited: dict[Place, list[Message]] = defaultdict(list)
-        for message in sent:
-            self._awaited[message.target].append(message)
-        self._is_validated = any(isinstance(s.job, Check) for s in timeline.rows[0])
-
-    def last(self) -> Place | None:
-        """The slot that ends last."""
-        ends = [
-            (ends[-1], (line, len(ends) - 1))
-            for line, ends in enumerate(self._ends)
-            if ends
-        ]
-        return max(ends, key=itemgetter(0))[1] if ends else None
-
-    def awaited(self, place: Place) -> Place | None:
-        """Return what a slot waited for longest; of several, what is on its line."""
-        line, index = place
-        slot = self._lines[line][index]
-        done: list[tuple[float, Place]] = []
-        if index:
-            done.append((self._ends[line][index - 1], (line, index - 1)))
-        for message in self._awaited.get(place, ()):
-            done.append((self._arrival(message), message.source))
-        awaits = kind_of(slot.job).awaits
-        behind_barrier = State.ALL_GRADIENTS in awaits and not self._is_validated
-        for beside in range(len(self._lines)):
-            same_stage = (beside - line) % self._n_stages == 0
-            if beside != line and (same_stage or behind_barrier):
-                done += self._done_by(slot, beside)
-        return max(done, key=itemgetter(0))[1] if done else None
-
-    def _arrival(self, message: Message) -> float:
-        line, index = message.source
-        sent, value = self._ends[line][index], message.value
-        delay = self._times.delay(value.chunk, reader(value)) if self._times else 0.0
-        return sent + delay
-
-    def _done_by(self, slot: Slot, line: int) -> list[tuple[float, Place]]:
-        """The last slot of a line that another one, on another line, may wait for."""
-        ends, slots = self._ends[line], self._lines[line]
-        index = bisect_right(ends, slot.start) - 1
-        while index >= 0 and not _may_hold_up(slots[index], slot):
-            index -= 1
-            if isinstance(slot.job, Part) and ends[index] < slot.start:
-                return []  # what ended earlier holds up no part
-        return [(ends[index], (line, index))] if index >= 0 else []
-
-
-def _may_hold_up(earlier: Slot, slot: Slot) -> bool:
-    """False for slots at one instant that could hold up each other in a circle."""
-    if isinstance(slot.job, Part) and isinstance(earlier.job, Part):
-        return _is_before(earlier.job, slot.job)
-    if isinstance(slot.job, Step):
-        return not isinstance(earlier.job, Step)
-    return earlier.start < slot.start or kind_of(slot.job).is_async
-
-
-def _is_before(earlier: Part, part: Part) -> bool:
-    """True if a part of the same stage hands something on to another, or may do."""
-    chunk, i = part.chunk, part.of.microbatch
-    if earlier.of == part.of:
-        return earlier.index < part.index
-    match part.kind:
-        case PassKind.F:
-            sources = [Pass(PassKind.F, chunk - 1, i)]
-        case PassKind.B:
-            sources = [Pass(PassKind.F, chunk, i), Pass(PassKind.B, chunk + 1, i)]
-        case _:
-            sources = [Pass(PassKind.B, chunk, i)]
-    return earlier.of in sources
+        nodes = [node for node in nodes if not isinstance(jobs.job(node), Step)]
+    path = run.path(max(nodes, key=run.ends.__getitem__))
+    slots = (Slot(jobs.job(x), run.starts[x], run.ends[x]) for x in path)
+    shown = (slot for slot in slots if kind_of(slot.job).times)
+    return CriticalPath(tuple(shown), jobs.times.sending)
 
 
 @takes_timelines

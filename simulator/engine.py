@@ -1,7 +1,7 @@
 """Times of a schedule's jobs: of one iteration, and of several that follow.
 
-A job starts as soon as its stage is free and its inputs have arrived (`zbpp.core.clock`
-has the rule); nothing is reordered. Between iterations there are two protocols. Two
+A job starts as soon as its stage is free and its inputs have arrived (`zbpp.core.graph`
+has the rules); nothing is reordered. Between iterations there are two protocols. Two
 stages under ZB-H2 and the start of their second iteration; O and V take 1:
 
     barrier          0 | F0 F1 F2 B0 W0 B1 W1 B2 W2 .  O  F0 F1 F2 B0 W0
@@ -33,7 +33,7 @@ Linearity", 1992, chapter 3).
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -42,21 +42,22 @@ from zbpp.core import (
     ChunkCosts,
     Costs,
     Job,
+    JobGraph,
+    JobTimes,
     RequestError,
     Schedule,
     Slot,
     Step,
     Timeline,
-    is_beside,
-    off_lane,
-    replay,
 )
+from zbpp.core.timeline import off_lane
 from zbpp.simulator.arguments import takes_plans
 
 __all__ = [
     "IteratedSchedule",
     "IterationState",
     "expected_step_time",
+    "first_step",
     "join",
     "rollback_time",
     "simulate",
@@ -91,13 +92,17 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     Raises:
         RequestError: the costs do not fit the placement.
     """
+    run = first_step(schedule, costs)
+    return _timeline(schedule, run.slots(), run.graph.times)
+
+
+def first_step(schedule: Schedule, costs: Costs) -> JobTimes:
+    """Starts and ends of the jobs of `simulate`."""
     if schedule.is_post_validated:
-        return simulate_iterations(schedule, costs, 1)[0]
+        iterated = IteratedSchedule(schedule, costs)
+        return iterated.iterate(iterated.start)[0][0]
     times = costs.on(schedule.placement)
-    rows = replay(
-        schedule.rows_for(times), times, n_microbatches=schedule.n_microbatches
-    )
-    return _timeline(schedule, rows, times)
+    return JobGraph(schedule.rows_for(times), times).run()
 
 
 @takes_plans
@@ -130,7 +135,8 @@ def simulate_iterations(
         )
     state, timelines = run.start, []
     for i in range(n_iterations):
-        rows, state = run.iterate(state, rolled_back=i in rolled_back)
+        runs, state = run.iterate(state, rolled_back=i in rolled_back)
+        rows = _end_to_end([one.slots() for one in runs])
         timelines.append(_timeline(schedule, rows, run.times))
     return timelines
 
@@ -146,18 +152,16 @@ def join(timelines: Sequence[Timeline], *, name: str | None = None) -> Timeline:
     )
 
 
-_Rows = tuple[tuple[Slot, ...], ...]
+_Rows = Sequence[Sequence[Slot]]
 
 
-def _end_to_end(parts: Sequence[_Rows]) -> _Rows:
+def _end_to_end(parts: Sequence[_Rows]) -> tuple[tuple[Slot, ...], ...]:
     """Rows that go on in the next part."""
     return tuple(tuple(chain.from_iterable(rows)) for rows in zip(*parts, strict=True))
 
 
-def _timeline(
-    schedule: Schedule, rows: Sequence[Sequence[Slot]], times: ChunkCosts
-) -> Timeline:
-    """Make a timeline of what a replay has timed: collectives apart from jobs."""
+def _timeline(schedule: Schedule, rows: _Rows, times: ChunkCosts) -> Timeline:
+    """Make a timeline: collectives apart from jobs."""
     kept, lanes = off_lane(rows)
     return Timeline(
         schedule.name,
@@ -190,59 +194,44 @@ class IteratedSchedule:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.times = costs.on(schedule.placement)
         self.has_checks = schedule.is_post_validated
-        self._replay = partial(
-            replay, times=self.times, n_microbatches=schedule.n_microbatches
-        )
-        self._orders = [
-            [job for job in order if not isinstance(job, Step)]
-            for order in schedule.rows_for(self.times)
+        self._rows = [
+            row if Step(stage) in row[-1:] else (*row, Step(stage))
+            for stage, row in enumerate(schedule.rows_for(self.times))
         ]
+        self._graph = JobGraph(self._rows, self.times, barrier=not self.has_checks)
 
     @property
     def start(self) -> IterationState:
         """All stages are free at 0, and know all they need."""
-        return IterationState((0.0,) * len(self._orders), 0.0)
+        return IterationState((0.0,) * len(self._rows), 0.0)
 
     def iterate(
         self, state: IterationState, *, rolled_back: bool = False
-    ) -> tuple[list[list[Slot]], IterationState]:
-        """Time the next iteration; returns its rows and what it leaves."""
-        if rolled_back:
-            rows = self._attempts(state)
-        else:
-            verdicts = [state.verdict] * len(self._orders)
-            rows = self._replay(self._orders, free=state.free, known=verdicts)
-        sum_known = max(map(_end, rows)) + self.times.reduction
-        self._add_steps(rows, after=0.0 if self.has_checks else sum_known)
-        return rows, IterationState(tuple(row[-1].end for row in rows), sum_known)
+    ) -> tuple[list[JobTimes], IterationState]:
+        """Time the next iteration, two attempts if it rolls a step back.
 
-    def _attempts(self, state: IterationState) -> list[list[Slot]]:
-        """Every stage up to its V; then O again, and all passes."""
+        Returns:
+            The times of each attempt, and what the iteration leaves.
+        """
+        graphs = self._attempts if rolled_back else [self._graph]
+        runs: list[JobTimes] = []
+        for graph in graphs:
+            free = runs[-1].row_ends if runs else state.free
+            reduction = self.times.reduction
+            run = graph.run(free=free, verdict=state.verdict, reduction=reduction)
+            runs.append(run)
+        return runs, IterationState(tuple(run.row_ends), run.all_gradients)
+
+    @cached_property
+    def _attempts(self) -> list[JobGraph]:
+        """Every stage up to its V, then O again; and all passes."""
         first: list[Sequence[Job]] = []
         second: list[Sequence[Job]] = []
-        for stage, order in enumerate(self._orders):
-            cut = order.index(Check(stage))
-            first.append(order[: cut + 1])
-            second.append([*order[:cut], *order[cut + 1 :]])
-        verdicts = [state.verdict] * len(self._orders)
-        rows = self._replay(first, free=state.free, known=verdicts)
-        self._add_steps(rows)
-        again = self._replay(second, free=[row[-1].end for row in rows])
-        return [before + after for before, after in zip(rows, again, strict=True)]
-
-    def _add_steps(self, rows: Sequence[list[Slot]], *, after: float = 0.0) -> None:
-        """Let each stage step when it is free, not before a time."""
-        for stage, row in enumerate(rows):
-            job, start = Step(stage), max(_end(row), after)
-            row.append(Slot(job, start, start + self.times.of(job)))
-
-
-def _end(row: Sequence[Slot]) -> float:
-    """The time at which a stage is free; what goes on beside jobs does not count."""
-    for slot in reversed(row):
-        if not is_beside(slot.job):
-            return slot.end
-    return 0.0
+        for stage, row in enumerate(self._rows):
+            cut = row.index(Check(stage))
+            first.append([*row[: cut + 1], Step(stage)])
+            second.append([*row[:cut], *row[cut + 1 :]])
+        return [JobGraph(rows, self.times, barrier=False) for rows in (first, second)]
 
 
 @takes_plans

@@ -22,7 +22,7 @@ from zbpp.core import (
     Slot,
     Timeline,
 )
-from zbpp.core.clock import off_lane
+from zbpp.core.timeline import off_lane
 from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.window import Wires, measure_wires, window_costs

@@ -24,7 +24,7 @@ from optima import cases as small_cases
 from public import KINDS, case_of, costs_of, rows
 from random_cases import random_case
 
-from zbpp.core import Costs, longest_span, lower_bound, replay
+from zbpp.core import Costs, JobGraph, lower_bound
 from zbpp.planning import plan
 from zbpp.schedules.planner import placement as plans
 from zbpp.schedules.planner.search import local_search, seeds
@@ -113,7 +113,7 @@ def spans(chosen: list[Case], effort: str) -> tuple[list[float], list[float], fl
             effort=effort,
         )
         times = costs.on(ours.placement)
-        found.append(longest_span(replay(ours.orders, times, n_microbatches=m)))
+        found.append(JobGraph(ours.orders, times).run().span)
         gaps.append(found[-1] / lower_bound(ours.placement, m, costs) - 1)
     return found, gaps, time.process_time() - start
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from public import MODELS
 from solver import certify
 
-from zbpp.core import Costs, longest_span, lower_bound, replay
+from zbpp.core import Costs, JobGraph, lower_bound
 from zbpp.planning import plan
 
 PARTS = (0.375, 0.5, 0.625, 0.75, 1.0, 1.25, 1.5)
@@ -55,8 +55,7 @@ def main() -> None:
     left_open: list[float] = []
     for p, m, costs in itertools.islice(cases(), chosen.cases):
         ours = plan("ZBV", n_stages=p, n_microbatches=m, costs=costs)
-        rows = replay(ours.orders, costs.on(ours.placement), n_microbatches=m)
-        span = longest_span(rows)
+        span = JobGraph(ours.orders, costs.on(ours.placement)).run().span
         if span <= lower_bound(ours.placement, m, costs) * (1 + 1e-9):
             closed.append(0.0)
             continue

@@ -30,6 +30,7 @@ from typing import Any
 from zbpp.core import (
     ChunkCosts,
     Costs,
+    JobGraph,
     Order,
     Pair,
     Pass,
@@ -38,12 +39,10 @@ from zbpp.core import (
     Schedule,
     Slot,
     Step,
-    longest_span,
     lower_bound,
     members_of,
     peaks,
     reads,
-    replay,
     writes,
 )
 
@@ -180,7 +179,9 @@ class _Problem:
 
     def span_of(self, schedule: Schedule) -> int:
         """The largest span of a stage, each pass as early as it can be."""
-        return round(longest_span(_rows(schedule, self._times)) * self.time_scale)
+        return round(
+            JobGraph(schedule.orders, self._times).run().span * self.time_scale
+        )
 
     def _time(self, name: str) -> Any:
         return self.model.new_int_var(0, self._horizon, name)
@@ -305,7 +306,7 @@ class _Problem:
 
 
 def _rows(schedule: Schedule, times: ChunkCosts) -> list[list[Slot]]:
-    return replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
+    return JobGraph(schedule.orders, times).run().slots()
 
 
 def _at_least(times: ChunkCosts, least: float) -> ChunkCosts:

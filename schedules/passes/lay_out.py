@@ -18,15 +18,14 @@ from zbpp.core import (
     ChunkCosts,
     Costs,
     Job,
+    JobGraph,
     Order,
     Pair,
     Part,
     Pass,
     PassKind,
     Schedule,
-    longest_span,
     members_of,
-    replay,
 )
 
 __all__ = ["lay_out"]
@@ -51,7 +50,6 @@ def lay_out(
         RequestError: the costs do not fit, or the limit is exceeded.
     """
     times = costs.on(schedule.placement)
-    m = schedule.n_microbatches
     pairs = zip(schedule.orders, times.splits, strict=True)
     orders = tuple(tuple(_joined(order, splits=splits)) for order, splits in pairs)
     plans = []
@@ -60,7 +58,7 @@ def lay_out(
             tuple(part for job in order for part in _parts(job, times, w_first=first))
             for order in orders
         )
-        plans.append((longest_span(replay(rows, times, n_microbatches=m)), rows))
+        plans.append((JobGraph(rows, times).run().span, rows))
     parts = min(plans, key=lambda plan: plan[0])[1]
     return replace(schedule, orders=orders, parts=parts)
 

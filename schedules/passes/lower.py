@@ -63,7 +63,7 @@ from zbpp.core import (
     reads,
     writes,
 )
-from zbpp.core.validation import mistake
+from zbpp.core.text import mistake
 from zbpp.schedules.passes.posting import Posting, in_time, when_sent
 from zbpp.schedules.passes.segments import in_segments
 
@@ -126,12 +126,12 @@ def lower(
         order += [] if Step(stage) in order else [Step(stage)]
     placement = schedule.placement
     _check_validation(placement, orders)
-    times, m = (costs or Costs()).on(placement), schedule.n_microbatches
+    times = (costs or Costs()).on(placement)
     columns = None if cut is None else (cut.starts, cut.ends)
     posting = (
-        when_sent(orders, times, n_microbatches=m, columns=columns)
+        when_sent(orders, times, columns=columns)
         if on_device
-        else in_time(orders, times, n_microbatches=m, ahead=ahead, columns=columns)
+        else in_time(orders, times, ahead=ahead, columns=columns)
     )
     programs = _lower_orders(placement, orders, posting, ties)
     assert not on_device or ends_on_device(programs), "a stage may wait for itself"
@@ -212,7 +212,7 @@ def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program
             for i in range(first, min(first + n_stages, n_microbatches)):
                 orders[stage].append(Pass(PassKind.F, chunk, i))
     times = Costs().on(placement)
-    posting = in_time(orders, times, n_microbatches=n_microbatches, ahead=0)
+    posting = in_time(orders, times, ahead=0)
     return _lower_orders(placement, orders, posting)
 
 

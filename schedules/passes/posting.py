@@ -25,6 +25,7 @@ from zbpp.core import (
     ChunkCosts,
     Collective,
     Job,
+    JobGraph,
     Message,
     Pass,
     Segment,
@@ -36,7 +37,6 @@ from zbpp.core import (
     reads,
     writes,
 )
-from zbpp.core.clock import replay
 
 __all__ = ["Posting", "in_time", "when_sent"]
 
@@ -66,7 +66,6 @@ def in_time(
     orders: Orders,
     times: ChunkCosts,
     *,
-    n_microbatches: int,
     ahead: int,
     columns: Columns | None = None,
 ) -> Posting:
@@ -75,7 +74,6 @@ def in_time(
     Args:
         orders: of all stages.
         times: of the jobs and messages.
-        n_microbatches: of a step.
         ahead: jobs before the reader; collectives and further segments do not count.
         columns: starts and ends, if they are known.
     """
@@ -85,7 +83,7 @@ def in_time(
     if not any(times.hops):
         columns = None
     elif columns is None:
-        columns = _starts_and_ends(orders, times, n_microbatches=n_microbatches)
+        columns = _starts_and_ends(orders, times)
 
     def column(
         stage: int, message: Message, *, need: int, sender: tuple[int, int]
@@ -105,7 +103,6 @@ def when_sent(
     orders: Orders,
     times: ChunkCosts,
     *,
-    n_microbatches: int,
     columns: Columns | None = None,
 ) -> Posting:
     """Post each receive before the first job that ends after its sender.
@@ -113,7 +110,7 @@ def when_sent(
     The arguments are those of `in_time`.
     """
     if columns is None:
-        columns = _starts_and_ends(orders, times, n_microbatches=n_microbatches)
+        columns = _starts_and_ends(orders, times)
     numbers = _in_order_of_ends(orders, columns[1], times.placement.n_chunks)
 
     def column(
@@ -130,12 +127,10 @@ def _goes_on(job: Job | Segment) -> bool:
     return isinstance(job, Collective) or (isinstance(job, Segment) and not job.begins)
 
 
-def _starts_and_ends(
-    orders: Orders, times: ChunkCosts, *, n_microbatches: int
-) -> Columns:
+def _starts_and_ends(orders: Orders, times: ChunkCosts) -> Columns:
     """Time every column of every order; what is no pass takes no time."""
     passes = [[x for x in order if isinstance(x, Pass)] for order in orders]
-    rows = replay(passes, times, n_microbatches=n_microbatches)
+    rows = JobGraph(passes, times).run().slots()
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
     for stage, order in enumerate(orders):

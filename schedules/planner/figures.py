@@ -12,16 +12,14 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from zbpp.core import (
+    Check,
     ChunkCosts,
+    Collective,
     Costs,
+    JobGraph,
     Order,
     Schedule,
-    Slot,
-    longest_span,
-    pass_span,
     peaks,
-    replay,
-    step_behind_barrier,
 )
 
 __all__ = ["ROUNDING", "PlanFigures", "is_below"]
@@ -45,26 +43,28 @@ class PlanFigures:
         """The costs on the placement."""
         return self.costs.on(self.schedule.placement)
 
-    @cached_property
-    def rows(self) -> list[list[Slot]]:
-        """Jobs of each stage with their times."""
-        m, orders = self.schedule.n_microbatches, self._orders
-        return replay(orders, self.chunk_costs, n_microbatches=m)
-
     @property
     def _orders(self) -> tuple[Order, ...]:
         return self.schedule.rows_for(self.chunk_costs)
 
     @cached_property
+    def _graph(self) -> JobGraph:
+        return JobGraph(self._orders, self.chunk_costs)
+
+    @cached_property
+    def _spans(self) -> list[float]:
+        return self._graph.run().spans
+
+    @property
     def span(self) -> float:
         """Longest span of a stage."""
-        return longest_span(self.rows)
+        return max(self._spans)
 
     @cached_property
     def steps(self) -> list[float]:
         """Span and optimizer of each stage."""
-        pairs = zip(self.rows, self.chunk_costs.optimizer, strict=True)
-        return [pass_span(row) + optimizer for row, optimizer in pairs]
+        pairs = zip(self._spans, self.chunk_costs.optimizer, strict=True)
+        return [span + optimizer for span, optimizer in pairs]
 
     @cached_property
     def step(self) -> float:
@@ -73,9 +73,17 @@ class PlanFigures:
 
     @cached_property
     def barrier_step(self) -> float:
-        """Time of a step among many, behind a barrier."""
-        m, orders = self.schedule.n_microbatches, self._orders
-        return step_behind_barrier(orders, self.chunk_costs, n_microbatches=m)
+        """Time of a step among many, optimizer included, if all stages step together.
+
+        A step is known to be valid when all gradients are there and the norms are
+        summed. Then each stage steps, and starts the next iteration: one iteration
+        tells the time of all.
+        """
+        bare, times = self.schedule.without(Check).without(Collective), self.chunk_costs
+        is_bare = bare is self.schedule
+        graph = self._graph if is_bare else JobGraph(bare.rows_for(times), times)
+        run = graph.run(free=times.optimizer, reduction=times.reduction)
+        return run.all_gradients
 
     @cached_property
     def peak(self) -> float:

@@ -25,6 +25,7 @@ from typing import Any
 from zbpp.core import (
     Costs,
     Job,
+    JobGraph,
     Order,
     Part,
     Pass,
@@ -32,9 +33,7 @@ from zbpp.core import (
     Placement,
     Schedule,
     Step,
-    longest_span,
     peaks,
-    replay,
 )
 from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.passes.segments import in_segments
@@ -120,13 +119,13 @@ def plan_in_parts(
         plans.append(_schedule(problem, rows, whole.name))
 
     def span(schedule: Schedule) -> float:
-        rows, m = schedule.rows_for(problem.costs), problem.n_microbatches
+        rows = schedule.rows_for(problem.costs)
         held = peaks(rows, problem.costs)
         if any(a > b for a, b in zip(held, problem.limits, strict=True)):
             return math.inf
         if schedule.parts is not None:
             return in_segments(schedule, costs).span
-        return longest_span(replay(rows, problem.costs, n_microbatches=m))
+        return JobGraph(rows, problem.costs).run().span
 
     return min(plans, key=span)
 

@@ -12,6 +12,7 @@ from moe import C, N, moe_costs
 
 from zbpp.core import (
     Costs,
+    JobGraph,
     Lane,
     LayerCosts,
     Part,
@@ -28,7 +29,6 @@ from zbpp.core import (
     parse_layers,
     passes_in,
     recomputed,
-    replay,
     write_costs,
 )
 from zbpp.planning import MODES, PlanRequest, make_plan, plan
@@ -314,10 +314,9 @@ def test_parts_that_compute_in_a_row_are_one_and_those_of_no_time_none():
 def test_a_replay_that_comes_to_no_end_is_refused(n_jobs):
     schedule = plan("1F1B", n_stages=2, n_microbatches=2)
     orders = [order[:n] for order, n in zip(schedule.orders, n_jobs, strict=True)]
-    times = Costs().on(schedule.placement)
+    graph = JobGraph(orders, Costs().on(schedule.placement))
     if n_jobs[0] or not n_jobs[1]:
-        slots = replay(orders, times, n_microbatches=2)
-        assert tuple(map(len, slots)) == n_jobs
+        assert tuple(map(len, graph.run().slots())) == n_jobs
     else:
         with pytest.raises(RequestError, match=r"1F0 never starts: what it waits"):
-            replay(orders, times, n_microbatches=2)
+            graph.run()

@@ -87,7 +87,7 @@ OF_PASSES = """
 V 0F0 0F1 0BW0 0BW1 | 1F0 1BW0 1F1 1BW1
 1 4 V is missing, though stage 0 has one
 0F0 0BW0 0F1 0BW1 | 1F0 1F1 1BW0 1BW1
-0 1 deadlock: stage 0 waits at 0BW0, stage 1 waits at 1F1; no stage can go on
+0 1 deadlock: stage 0 waits at 0BW0 for 1BW0, stage 1 waits at 1F1 for 0F1; no stage
 """
 OF_COLLECTIVES = """
 . | 1F0 1UNSHARD V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O

@@ -2,13 +2,6 @@
 
 from zbpp.core.amounts import format_bytes, format_memory
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
-from zbpp.core.clock import (
-    Clock,
-    off_lane,
-    replay,
-    replay_until_stuck,
-    step_behind_barrier,
-)
 from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.collectives import (
     CollectiveOperation,
@@ -44,6 +37,7 @@ from zbpp.core.files.schedule_file import (
     schedule_text,
     write_schedule,
 )
+from zbpp.core.graph import JobGraph, JobTimes, Wait
 from zbpp.core.jobs import (
     KINDS,
     Check,
@@ -102,14 +96,15 @@ __all__ = [
     "AddTied",
     "Check",
     "ChunkCosts",
-    "Clock",
     "Collective",
     "CollectiveKind",
     "CollectiveOperation",
     "Costs",
     "Instruction",
     "Job",
+    "JobGraph",
     "JobKind",
+    "JobTimes",
     "Kind",
     "Lane",
     "LayerCosts",
@@ -141,6 +136,7 @@ __all__ = [
     "TiedGradient",
     "Timeline",
     "Value",
+    "Wait",
     "What",
     "WorkerError",
     "a_kind",
@@ -165,7 +161,6 @@ __all__ = [
     "lower_bound_on",
     "lower_bounds",
     "members_of",
-    "off_lane",
     "output_of",
     "parse_costs",
     "parse_job",
@@ -182,11 +177,8 @@ __all__ = [
     "reader",
     "reads",
     "recomputed",
-    "replay",
-    "replay_until_stuck",
     "schedule_text",
     "stage_of",
-    "step_behind_barrier",
     "write_costs",
     "write_schedule",
     "writes",

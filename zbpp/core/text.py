@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from zbpp.core.errors import RequestError
+from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import (
     KINDS,
     Check,
@@ -26,7 +26,7 @@ from zbpp.core.jobs import (
 )
 from zbpp.core.timeline import Slot, Timeline
 
-__all__ = ["draw", "format_job", "grid", "parse_job"]
+__all__ = ["draw", "format_job", "grid", "mistake", "parse_job"]
 
 _MOST_CELLS = 10**7
 _CONTEXT = 6  # columns shown on each side of a marked one
@@ -111,6 +111,16 @@ def grid(
             indent = len(head) + (mark[1] - first) * (width + 1)
             lines.append(" " * indent + "^" * width + " here")
     return "\n".join(lines)
+
+
+def mistake(
+    rows: Sequence[Sequence[object]], row: int, column: int, reason: str
+) -> ScheduleError:
+    """Name the place of a mistake and show it in the grid."""
+    return ScheduleError(
+        f"row {row}, column {column} (counted from 0): {reason}\n"
+        + grid(rows, mark=(row, column))
+    )
 
 
 def draw(timeline: Timeline, *, unit: float = 1.0) -> str:

@@ -3,7 +3,17 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zbpp.core.jobs import Job, Part, output_of, passes_in, reader
+from zbpp.core.jobs import (
+    KINDS,
+    Job,
+    Part,
+    Scope,
+    is_beside,
+    kind_of,
+    output_of,
+    passes_in,
+    reader,
+)
 from zbpp.core.placement import Placement
 
 __all__ = [
@@ -12,6 +22,7 @@ __all__ = [
     "Timeline",
     "extent",
     "longest_span",
+    "off_lane",
     "pass_span",
     "sending_time",
 ]
@@ -73,6 +84,33 @@ class Timeline:
     def sending_of(self, job: Job) -> float:
         """Time at the end of a job in which its stage sends and computes nothing."""
         return sending_time(job, self.sending)
+
+
+def off_lane(
+    rows: Sequence[Sequence[Slot]],
+) -> tuple[tuple[tuple[Slot, ...], ...], tuple[tuple[Slot, ...], ...]]:
+    """Take what runs beside the jobs out of rows of slots: collectives, and parts.
+
+    RESHARD and REDUCE_WAIT take no time of their own, and are left out of both. Without
+    collectives and parts there are no lanes.
+
+    Returns:
+        The rows, and those on the lanes.
+    """
+    kinds = {slot.job.kind for row in rows for slot in row}
+    has_parts = any(isinstance(slot.job, Part) for row in rows for slot in row)
+    if not has_parts and all(KINDS[kind].scope is not Scope.CHUNK for kind in kinds):
+        return tuple(map(tuple, rows)), ()
+    kept = tuple(
+        tuple(
+            slot
+            for slot in row
+            if kind_of(slot.job).scope is not Scope.CHUNK and not is_beside(slot.job)
+        )
+        for row in rows
+    )
+    lanes = tuple(tuple(slot for slot in row if is_beside(slot.job)) for row in rows)
+    return kept, lanes if any(lanes) else ()
 
 
 def sending_time(job: Job, sending: Sequence[float]) -> float:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from zbpp.core.amounts import format_memory
-from zbpp.core.clock import can_finish, replay_until_stuck
 from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.held import held_during
 from zbpp.core.costs.parts import Parts
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError, ScheduleError
+from zbpp.core.graph import JobGraph
 from zbpp.core.jobs import (
     KINDS,
     Check,
@@ -40,14 +40,13 @@ from zbpp.core.jobs import (
     stage_of,
 )
 from zbpp.core.placement import Placement
-from zbpp.core.text import grid
+from zbpp.core.text import mistake
 
 __all__ = [
     "Recompute",
     "check_layers",
     "check_memory",
     "check_parts",
-    "mistake",
     "unit_times",
     "validate",
 ]
@@ -57,16 +56,6 @@ Recompute = bool | tuple[int, ...]
 """All layers of a chunk, none, or these, counted from 0 in the chunk."""
 F, B, W, BW = PassKind
 UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_WAIT = CollectiveKind
-
-
-def mistake(
-    rows: Sequence[Sequence[object]], row: int, column: int, reason: str
-) -> ScheduleError:
-    """Name the place of a mistake and show it in the grid."""
-    return ScheduleError(
-        f"row {row}, column {column} (counted from 0): {reason}\n"
-        + grid(rows, mark=(row, column))
-    )
 
 
 def validate(placement: Placement, n_microbatches: int, orders: Orders) -> None:
@@ -110,7 +99,7 @@ def validate(placement: Placement, n_microbatches: int, orders: Orders) -> None:
     if not all_plain:
         _check_equal_collectives(orders, placement)
     _check_steps(orders)
-    _check_progress(orders, placement, n_microbatches)
+    JobGraph(orders, Costs().on(placement)).run()  # no stages wait for one another
 
 
 _WORK = (F, B, W)  # in the order in which it is done for each micro-batch
@@ -353,30 +342,6 @@ def _check_steps(orders: Orders) -> None:
             )
 
 
-def _check_progress(orders: Orders, placement: Placement, n_microbatches: int) -> None:
-    """No set of stages may wait for one another."""
-    if can_finish(orders, placement, n_microbatches=n_microbatches):
-        return
-    passes = [[job for job in order if passes_in(job)] for order in orders]
-    times = Costs().on(placement)
-    rows = replay_until_stuck(passes, times, n_microbatches=n_microbatches)
-    stuck = [
-        (stage, order[len(row)])
-        for stage, (order, row) in enumerate(zip(passes, rows, strict=True))
-        if len(row) < len(order)
-    ]
-    if stuck:
-        waits = ", ".join(f"stage {stage} waits at {job}" for stage, job in stuck)
-        stage, job = stuck[0]
-        raise mistake(
-            orders,
-            stage,
-            orders[stage].index(job),
-            f"deadlock: {waits}; no stage can go on. Is an F after its B, or do two "
-            "stages exchange micro-batches in opposite orders?",
-        )
-
-
 def check_parts(
     placement: Placement, n_microbatches: int, orders: Orders, rows: Orders
 ) -> None:
@@ -391,6 +356,10 @@ def check_parts(
     breach = next(_part_breaches(placement, n_microbatches, orders, rows), None)
     if breach is not None:
         raise ScheduleError(f"parts, {mistake(rows, *breach)}")
+    try:
+        JobGraph(rows, unit_times(placement, rows)).run()
+    except ScheduleError as error:
+        raise ScheduleError(f"parts, {error}") from None
 
 
 def _part_breaches(
@@ -412,12 +381,6 @@ def _part_breaches(
     for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
         for column, reason in _row_breaches(order, row, counts):
             yield stage, column, reason
-    times = unit_times(placement, rows)
-    timed = replay_until_stuck(rows, times, n_microbatches=n_microbatches)
-    for stage, slots in enumerate(timed):
-        if len(slots) < len(rows[stage]):
-            reason = "deadlock: what this waits for on another stage waits for it"
-            yield stage, len(slots), reason
 
 
 def _row_breaches(

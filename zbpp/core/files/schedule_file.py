@@ -13,8 +13,7 @@ from zbpp.core.files.json_text import decode, object_of, read, write_file
 from zbpp.core.jobs import Job
 from zbpp.core.placement import Placement
 from zbpp.core.schedule import Recompute, Schedule
-from zbpp.core.text import parse_job
-from zbpp.core.validation import mistake
+from zbpp.core.text import mistake, parse_job
 
 __all__ = [
     "parse_schedule",
