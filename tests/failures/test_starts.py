@@ -341,7 +341,7 @@ def warnings_of(pattern: str, frozen: bool, n_stages: int | None) -> list[str]:
     return [text for text in texts if "gains little" not in text]
 
 
-HALF = "8 parameter(s) have gradients, but no optimizer steps them (0.bias, 1.bias, 2."
+HALF = "8 parameter(s) learn, but no optimizer steps them (0.bias, 1.bias, 2."
 FROZEN = "all parameters of the model are frozen"
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -402,42 +401,17 @@ class Pipeline:
         result = stages.first.optimizer.result
         assert result is not None
         if not self._has_stepped:
+            self._has_stepped = True
             if (warning := split_warning(self)) is not None:
                 warnings.warn(warning, stacklevel=3)
             with stages.reporting():
                 for executor in stages.executors.values():
                     executor.stage.loss.check_buffers()
-        self._warn_of_unstepped()
         if (mean_metrics := stages.mean_metrics()) is not None:
             result.mean_metrics = mean_metrics
         if return_outputs:
             result.outputs = stages.last_outputs()
         return result
-
-    def _warn_of_unstepped(self) -> None:
-        """Warn once of parameters that no optimizer steps.
-
-        After the first step rank 0 warns of those of all stages. Of parameters that
-        are unfrozen later, their process warns.
-        """
-        names: list[str] = []
-        for executor in self.stages.executors.values():
-            names += executor.optimizer.optimizers.unstepped
-            executor.optimizer.optimizers.unstepped.clear()
-        is_first, self._has_stepped = not self._has_stepped, True
-        if is_first:
-            with self.stages.reporting():
-                gathered = self.gather(names)
-            names = list(dict.fromkeys(chain(*gathered))) if self.rank == 0 else []
-        if names:
-            shown = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
-            warnings.warn(
-                f"{len(names)} parameter(s) have gradients, but no optimizer steps "
-                f"them ({shown}): their gradients are cleared, and do not count in the "
-                "norm; if that is not meant, let the optimizer's builder take all the "
-                "parameters that it is called with",
-                stacklevel=4,
-            )
 
     def switch(self, schedule: Schedule | Plan) -> None:
         """Run the next steps by another schedule (every rank must call, with the same).

@@ -62,24 +62,30 @@ def agreement(gather: Gather) -> Iterator[dict[str, object]]:
 
 
 def check_chosen(executors: Mapping[int, Executor]) -> None:
-    """Refuse optimizers that train nothing; warn if all parameters are frozen."""
+    """Refuse optimizers that train nothing; warn of parameters that no step changes."""
     transport = next(iter(executors.values())).transport
     chosen = [x.optimizer.optimizers.chosen() for x in executors.values()]
-    every = list(chain.from_iterable(transport.gather(chosen)))
-    learning = list(dict.fromkeys(name for _, names, _ in every for name in names))
-    if any(n for n, _, _ in every) or not any(n for *_, n in every):
-        return
-    if not learning:
-        if transport.peers.rank == 0:
-            warnings.warn(
-                "all parameters of the model are frozen (requires_grad is False), so "
-                "steps train nothing; unfreeze some, or call evaluate() and predict()",
-                stacklevel=4,
-            )
-        return
-    shown = ", ".join(learning[:_SHOWN]) + (", ..." if len(learning) > _SHOWN else "")
-    raise RequestError(
-        f"optimizer= steps none of the {len(learning)} parameters of the model that "
-        f"learn ({shown}); compare these names with those that it looks for, or give "
-        "optimizer=None to step yourself"
-    )
+    stepped, rest, sizes = zip(*chain(*transport.gather(chosen)), strict=True)
+    names = list(dict.fromkeys(chain(*rest)))
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    if names and not any(stepped):
+        raise RequestError(
+            f"optimizer= steps none of the {len(names)} parameters of the model that "
+            f"learn ({shown}); compare these names with those that it looks for, or "
+            "give optimizer=None to step yourself"
+        )
+    text = ""
+    if names:
+        text = (
+            f"{len(names)} parameter(s) learn, but no optimizer steps them ({shown}): "
+            "their gradients are cleared, and do not count in the norm; if that is not "
+            "meant, let the optimizer's builder take all the parameters that it is "
+            "called with"
+        )
+    elif any(sizes) and not any(stepped):
+        text = (
+            "all parameters of the model are frozen (requires_grad is False), so steps "
+            "train nothing; unfreeze some, or call evaluate() and predict()"
+        )
+    if text and transport.peers.rank == 0:
+        warnings.warn(text, stacklevel=4)

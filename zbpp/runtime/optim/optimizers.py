@@ -95,9 +95,6 @@ class StageOptimizers:
         """Of the optimizers in their places, as they have stepped last."""
         self._values: list[_GroupValues] = []
         """Of the speculative step that is not decided yet."""
-        self._reported: set[Tensor] = set()
-        self.unstepped: list[str] = []
-        """Parameters that have gradients and no optimizer, not warned of yet."""
 
     def __bool__(self) -> bool:
         return bool(self.all)
@@ -110,26 +107,21 @@ class StageOptimizers:
         return list(dict.fromkeys(owned))
 
     def clear_unowned_grads(self) -> None:
-        """Clear gradients that no optimizer steps; note their parameters once.
+        """Clear gradients that no optimizer steps: they would grow from step to step.
 
-        Left alone, they would grow from step to step, and take up memory. To leave
-        parameters out is a known way to freeze them, so it is no error.
+        To leave parameters out is a known way to freeze them, so it is no error.
         """
-        if self._leaves_gradients:
-            return
         owned = set(self.parameters())
-        for name, p in _learnable(self._stage):
-            if p.grad is not None and p not in owned:
+        for _, p in _learnable(self._stage):
+            if p not in owned:
                 p.grad = None
-                if p not in self._reported:
-                    self._reported.add(p)
-                    self.unstepped.append(name)
 
-    def chosen(self) -> tuple[int, list[str], int]:
-        """Count what is stepped and learns; name what learns; count all parameters."""
-        every = list(_learnable(self._stage))
-        n_stepped = sum(p.requires_grad for p in self.parameters())
-        return n_stepped, [n for n, p in every if p.requires_grad], len(every)
+    def chosen(self) -> tuple[list[str], list[str], int]:
+        """Names of what learns and is stepped, and is not; the number of parameters."""
+        every, owned = list(_learnable(self._stage)), set(self.parameters())
+        learning = [(name, p in owned) for name, p in every if p.requires_grad]
+        stepped = [name for name, is_owned in learning if is_owned]
+        return stepped, [n for n, is_owned in learning if not is_owned], len(every)
 
     @property
     def needs_barrier(self) -> bool:
