@@ -14,6 +14,7 @@ from rich.table import Table
 from zbpp.cli.outputs import Terminal
 from zbpp.core import (
     Costs,
+    RequestError,
     format_bytes,
     read_costs,
     write_costs,
@@ -35,7 +36,7 @@ from zbpp.training.options import (
     Stages,
     Switch,
 )
-from zbpp.training.user_model import UserModel, load_model, optimizer_class
+from zbpp.training.user_model import UserModel, load_model
 
 if TYPE_CHECKING:
     from zbpp.memory.estimate import Estimate, Request
@@ -46,8 +47,6 @@ __all__ = ["EstimateCommand"]
 
 _OBJECTS = 200_000
 """Plans are many small objects without circles: to look for these took a fifth."""
-
-_DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +85,13 @@ class EstimateCommand(ModelSize, Replicas):
 
     def run(self, words: Sequence[str]) -> None:
         """Estimate, write the files, and print."""
-        import torch
-
         from zbpp.memory.estimate import Request, estimate_modes, largest_microbatch
         from zbpp.memory.layers import trace_layers
+        from zbpp.training.setup import AUTOCAST
 
         gc.set_threshold(_OBJECTS)
         check_replicas(self.data_parallel, self.shard)
         limit = self.memory_limit
-        dtype = _DTYPES[self.dtype]
         with self._fakes():
             user = self._user_model()
         layers = trace_layers(
@@ -105,7 +102,7 @@ class EstimateCommand(ModelSize, Replicas):
             n_layers=user.n_layers,
             microbatch_size=self.microbatch_size,
             device=self.device,
-            autocast=None if dtype is None else getattr(torch, dtype),
+            autocast=AUTOCAST[self.dtype],
         )
         costs = Costs() if self.costs is None else read_costs(self.costs)
         request = Request(
@@ -167,7 +164,18 @@ class EstimateCommand(ModelSize, Replicas):
     def _optimizer(self) -> Any:
         if self.optimizer == "none":
             return None
-        kind = optimizer_class(self.optimizer, otherwise=", or none")
+        from torch import optim
+
+        kinds: dict[str, Any] = {
+            name.lower(): kind
+            for name, kind in vars(optim).items()
+            if isinstance(kind, type) and issubclass(kind, optim.Optimizer)
+        }
+        if (kind := kinds.get(self.optimizer.lower())) is None:
+            raise RequestError(
+                f"--optimizer {self.optimizer}: torch.optim has none of this name; "
+                f"choose one of {', '.join(sorted(kinds))}, or none"
+            )
         return lambda parameters: kind(parameters, lr=1e-3)
 
     def _write(self, layers: "Layers", request: "Request", mode: str) -> None:

@@ -45,7 +45,7 @@ class Profile(RunOptions):
         """Profile, and return when it is done."""
         options = self._options()
         from zbpp.training.profiled import run_profile
-        from zbpp.training.start import start_worker
+        from zbpp.training.setup import start_worker
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's memory profiler
         load = None if self.model is None else self._load

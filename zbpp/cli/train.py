@@ -18,6 +18,7 @@ class Train(TrainOptions):
 
     def run(self, words: Sequence[str]) -> None:
         """Train, and return when it is done."""
-        from zbpp.training.start import start
+        from zbpp.training.setup import check, start_worker
+        from zbpp.training.train import train
 
-        start(self, words)
+        start_worker(train, self, words, check=check)

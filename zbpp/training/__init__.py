@@ -1,13 +1,11 @@
 """A small language model trained by a pipeline: what `zbpp train` runs.
 
-options      flags, by group; loads no torch
-start        processes of torchrun, or of our own, or this one
+options      flags that commands share; loads no torch
+setup        from the options to processes, model, plan and pipeline
 launch       processes of our own: started, watched, ended
-setup        from the options to model, plan and pipeline
-loop         one process's share: train, validate, report
-log, resume  lines and metrics; checkpoints, and where a run goes on
+train        one process's share: steps, checkpoints, validation, the log
 stop_request a run that a signal ends, between two steps on all ranks
-data, llama  the text, and the model
+text, llama  the text, and the model
 fingerprint  a hash of all parameters
 profiled     `zbpp profile`, on the same setup
 user_model   ``--model module:function``, in all commands

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zbpp.core import RequestError
 from zbpp.training.options import ModelSize
 from zbpp.training.user_model import UserModel
 
@@ -47,12 +46,9 @@ class LlamaConfig:
         seq: tokens of a sample.
         dim: width.
         n_blocks: transformer blocks; embedding and head are 2 layers more.
-        n_heads: attention heads.
+        n_heads: attention heads, each of an even width.
         hidden: inner width of the feed-forward layers.
         seed: of the initial weights.
-
-    Raises:
-        RequestError: a size is below 1, or dim is no multiple of 2 * n_heads.
     """
 
     seq: int = 128
@@ -67,16 +63,6 @@ class LlamaConfig:
         """The model that the flags of a command name."""
         sizes = dict(zip(_SIZES, _NAMED_SIZES[flags.size], strict=True))
         return cls(seq=flags.seq, seed=seed, **sizes)
-
-    def __post_init__(self) -> None:
-        for name in ("seq", *_SIZES):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} is {getattr(self, name)}; at least 1")
-        if self.dim % (2 * self.n_heads):
-            raise RequestError(
-                f"dim {self.dim} is no multiple of 2 * n_heads = {2 * self.n_heads}; "
-                "rotary positions turn pairs of numbers in every head"
-            )
 
     @property
     def n_layers(self) -> int:
@@ -116,8 +102,6 @@ def build_layers(config: LlamaConfig, indices: Iterable[int]) -> list[nn.Module]
 
 def build_layer(config: LlamaConfig, index: int) -> nn.Module:
     """Layer 0 is the embedding, the last one the head, between them are blocks."""
-    if not 0 <= index < config.n_layers:
-        raise RequestError(f"layer {index}: the layers are 0 to {config.n_layers - 1}")
     with torch.random.fork_rng(devices=[]):  # torch's own values are not kept
         layer: nn.Module
         if index == 0:

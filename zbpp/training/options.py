@@ -72,8 +72,8 @@ def check_output(_: Any, path: Path | None) -> None:
         raise ValueError("It cannot be written: permission denied")
 
 
-def _check_folder(_: Any, path: Path) -> None:
-    if path.exists() and not path.is_dir():
+def _check_folder(_: Any, path: Path | None) -> None:
+    if path is not None and path.exists() and not path.is_dir():
         raise ValueError("It is a file; name a folder")
 
 
@@ -116,6 +116,11 @@ class Planning:
     """Of a stage: 40GiB, or in the unit of the costs."""
     enable_optimizer_post_validation: bool | None = None
     """Step before the norm is known; else where B and W are apart."""
+
+    @property
+    def has_costs(self) -> bool:
+        """True if a file has the costs."""
+        return self.costs is not None or self.layers is not None
 
     def costs_of_layers(self) -> LayerCosts | None:
         """Read the layers file, if there is one, under ``--memory_limit``."""
@@ -220,7 +225,7 @@ class TrainOptions(RunOptions):
     """Text file or folder; else Python's own source."""
     metrics: Output | None = None
     """JSON line a step, and one with the results."""
-    save_dir: Path | None = None
+    save_dir: Annotated[Path | None, Parameter(validator=_check_folder)] = None
     """Checkpoints; a run resumes from the newest."""
     trace: Output | None = None
     """Timeline of the last step, for Perfetto."""

@@ -1,8 +1,10 @@
-"""From the options of a run to its model, its plan and its pipeline.
+"""From the options of a run to its processes, its model, its plan and its pipeline.
 
 All processes make the same of them; nothing before `build_pipeline` makes weights.
 """
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,14 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from zbpp.core import (
-    Costs,
-    LayerCosts,
-    Placement,
-    RequestError,
-    Schedule,
-    read_costs,
-)
+from zbpp.core import Costs, LayerCosts, Placement, RequestError, Schedule, read_costs
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
 from zbpp.models.configs.byte_model import TextModel, read_causal_lm
@@ -26,112 +21,135 @@ from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan, PlanRequest, is_auto, is_file, make_plan
 from zbpp.planning.pipelines import split_of
 from zbpp.runtime.partition import partition_layers
-from zbpp.runtime.policies import (
-    Execution,
-    LossScaler,
-    Numerics,
-    StepPolicy,
-)
+from zbpp.runtime.policies import Execution, LossScaler, Numerics, StepPolicy
 from zbpp.runtime.support.devices import asked_device
-from zbpp.training.data import load_corpus
+from zbpp.training.launch import is_launched, launch, run_launched
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import HF, TrainOptions
-from zbpp.training.resume import check_saving
+from zbpp.training.text import load_corpus
 from zbpp.training.user_model import UserModel
 from zbpp.tuning.measure import SAFE_MODE
 
 __all__ = [
+    "AUTOCAST",
     "build_pipeline",
     "check",
-    "costs_of",
     "estimate_layers",
-    "layers_of",
     "measures_first",
     "model_of",
     "plan_of",
     "random_batch",
-    "run_split",
     "split_layers",
+    "start_worker",
 ]
+
+Worker = Callable[[TrainOptions, Plan], int | None]
+"""Gives the exit code, if it is not 0."""
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Compute dtypes by the names that ``--dtype`` has for them."""
 
 _STAGES, _MICROBATCHES = 2, 8
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Compute dtypes by the names that ``--dtype`` has for them."""
+_GRACE_S, _SAVING_GRACE_S = 10, 60
+"""Seconds that processes have to end after a signal, and to save before that."""
+
+
+def start_worker(
+    worker: Worker,
+    options: TrainOptions,
+    words: Sequence[str],
+    *,
+    check: Callable[[TrainOptions, Plan], None],
+) -> None:
+    """Run a worker on every rank: in torchrun's processes, in new ones, or here.
+
+    Args:
+        worker: called with the options and the plan.
+        options: of the run.
+        words: the command line that asks for it, for new processes.
+        check: called before any process is started, with the same as the worker.
+    """
+    if is_launched():
+        run_launched(partial(_share, worker, options))
+    plan = plan_of(options)
+    check(options, plan)
+    n = plan.schedule.n_stages
+    if n > 1:
+        grace_s = _SAVING_GRACE_S if options.save_dir is not None else _GRACE_S
+        launch(words, n, grace_s=grace_s)
+    elif code := worker(options, plan):
+        raise SystemExit(code)
+
+
+def _share(worker: Worker, options: TrainOptions) -> int | None:
+    """The share of one of torchrun's processes, one for each stage."""
+    n = int(os.environ["WORLD_SIZE"])
+    if options.stages not in (None, n):
+        raise RequestError(
+            f"--stages is {options.stages}, but torchrun has started {n} processes; "
+            "leave --stages out"
+        )
+    options = replace(options, stages=n)
+    return worker(options, plan_of(options))
+
+
+def check(options: TrainOptions, plan: Plan) -> None:
+    """Find before any process is started what would stop a training."""
+    _split(plan.schedule, model_of(options))
+    asked_device(options.device)
+    load_corpus(options.data, seq=options.seq)
 
 
 def model_of(options: TrainOptions) -> TextModel:
     """The model that is trained; its weights are not made."""
-    if options.model is not None:
-        path = options.model.removeprefix(HF)
-        if path == options.model:
-            raise RequestError(
-                f"--model {path}: zbpp train takes hf:PATH, a config.json of "
-                "transformers or the folder of a checkpoint; another model is trained "
-                "by a script, with zbpp.Pipeline"
-            )
-        return read_causal_lm(path, seq=options.seq, seed=options.seed)
-    return LlamaConfig.of(options, seed=options.seed)
-
-
-def _has_no_costs(options: TrainOptions) -> bool:
-    return options.costs is options.layers is None
+    if options.model is None:
+        return LlamaConfig.of(options, seed=options.seed)
+    path = options.model.removeprefix(HF)
+    if path == options.model:
+        raise RequestError(
+            f"--model {path}: zbpp train takes hf:PATH, a config.json of transformers "
+            "or the folder of a checkpoint; another model is trained by a script, with "
+            "zbpp.Pipeline"
+        )
+    return read_causal_lm(path, seq=options.seq, seed=options.seed)
 
 
 def measures_first(options: TrainOptions) -> bool:
-    """True if the costs of the layers are measured before the first step.
-
-    So they are for ``auto``, unless a file has them.
-    """
-    return is_auto(options.pipeline_schedule_mode) and _has_no_costs(options)
-
-
-def costs_of(options: TrainOptions) -> Costs:
-    """Costs of chunks to plan for."""
-    costs = Costs() if options.costs is None else read_costs(options.costs)
-    if measures_first(options):  # the limit is of what will be measured
-        return costs
-    return costs.with_limit(options.memory_limit)
-
-
-def layers_of(options: TrainOptions, n_layers: int) -> LayerCosts | None:
-    """Costs per layer to plan for; None: there are none."""
-    layers = options.costs_of_layers()
-    if layers is not None and layers.n_layers != n_layers:
-        raise RequestError(
-            f"{options.layers}: it has costs of {layers.n_layers} layers, but the "
-            f"model has {n_layers}; profile this model"
-        )
-    return layers
+    """True if the costs of the layers are measured before the first step: for auto."""
+    return is_auto(options.pipeline_schedule_mode) and not options.has_costs
 
 
 def plan_of(options: TrainOptions) -> Plan:
     """Plan the mode, or read the schedule file; with costs per layer also the split.
 
-    Where `measures_first`, it is the one that is measured under.
+    Where costs are measured first, it is the plan that is measured under.
     """
     mode = options.pipeline_schedule_mode
-    n_stages, n_microbatches = options.stages, options.microbatches
-    if not is_file(mode):
-        n_stages = n_stages or _STAGES
-        n_microbatches = n_microbatches or _MICROBATCHES
-    model = model_of(options)
-    layers = layers_of(options, model.n_layers)
+    model, layers = model_of(options), options.costs_of_layers()
+    if layers is not None and layers.n_layers != model.n_layers:
+        raise RequestError(
+            f"{options.layers}: it has costs of {layers.n_layers} layers, but the "
+            f"model has {model.n_layers}; profile this model"
+        )
+    sizes = (None, None) if is_file(mode) else (_STAGES, _MICROBATCHES)
     request = PlanRequest(
         schedule=mode,
-        n_stages=n_stages,
-        n_microbatches=n_microbatches,
+        n_stages=options.stages or sizes[0],
+        n_microbatches=options.microbatches or sizes[1],
         costs=layers,
     )
-    if layers is None:
-        split = partial(_placed_split, model)
-        request = replace(request, costs=costs_of(options), split=split)
     if measures_first(options):
-        request = replace(request, schedule=SAFE_MODE, costs=None, recompute=None)
-    return replace(make_plan(request), has_costs=not _has_no_costs(options))
+        request = replace(request, schedule=SAFE_MODE)
+    elif layers is None:
+        costs = Costs() if options.costs is None else read_costs(options.costs)
+        request = replace(request, costs=costs.with_limit(options.memory_limit))
+    if layers is None:
+        request = replace(request, split=partial(_placed_split, model))
+    return replace(make_plan(request), has_costs=options.has_costs)
 
 
-def run_split(schedule: Schedule, model: TextModel) -> tuple[int, ...]:
+def _split(schedule: Schedule, model: TextModel) -> tuple[int, ...]:
     """Layers of each chunk: the schedule's, or equal blocks."""
     if schedule.split is None:
         return _placed_split(model, schedule.placement)
@@ -160,27 +178,6 @@ def split_layers(model: TextModel, n_chunks: int) -> list[int]:
     return counts
 
 
-def check(options: TrainOptions, plan: Plan) -> None:
-    """Find before any process is started what would stop the run."""
-    model = model_of(options)
-    run_split(plan.schedule, model)
-    device = asked_device(options.device)
-    if options.dtype == "fp16":
-        _check_half(device)
-    check_saving(options)
-    load_corpus(options.data, seq=options.seq)
-
-
-def _check_half(device: torch.device) -> None:
-    try:
-        half = torch.zeros(2, 2, dtype=torch.float16, device=device)
-        torch.nn.functional.layer_norm(half @ half, (2,))
-    except RuntimeError as error:
-        raise RequestError(
-            f"--dtype fp16: {device} does not compute in it ({error}); use bf16 or fp32"
-        ) from error
-
-
 def build_pipeline(
     options: TrainOptions, plan: Plan, loaded: UserModel | None = None
 ) -> Pipeline:
@@ -188,29 +185,30 @@ def build_pipeline(
 
     Args:
         options: of the run.
-        plan: to run; where `measures_first`, only its sizes count.
+        plan: to run; where costs are measured first, only its sizes count.
         loaded: a user's model, under the schedule of the plan; None: that of the
             options.
     """
     schedule = plan.schedule
-    made_of = _given(options, loaded)
-    model = layered_of(made_of["model"], made_of.get("n_layers"))
+    arguments = _arguments(options, loaded)
+    model = layered_of(arguments["model"], arguments.get("n_layers"))
+    measures = loaded is None and measures_first(options)
     settings: dict[str, Any] = {
-        "loss_fn": made_of.get("loss_fn") or (loaded and _own_loss),
+        "loss_fn": arguments.get("loss_fn") or (loaded and _model_loss),
         "optimizer": partial(_make_optimizer, options),
         "device": asked_device(options.device),
         "numerics": Numerics(
-            autocast=_AUTOCAST[options.dtype], seed=made_of.get("seed")
+            autocast=AUTOCAST[options.dtype], seed=arguments.get("seed")
         ),
         "step": StepPolicy(
             post_validation=options.enable_optimizer_post_validation,
             loss_scale=LossScaler() if options.dtype == "fp16" else None,
         ),
-        "execution": Execution(watch=loaded is None and measures_first(options)),
+        "execution": Execution(watch=measures),
     }
     if loaded is not None:
         return Pipeline(model, schedule, **settings)
-    if measures_first(options):
+    if measures:
         plan = plan_model(
             model,
             "auto",
@@ -221,20 +219,20 @@ def build_pipeline(
             **settings,
         )
     else:
-        split = run_split(schedule, model_of(options))
+        split = _split(schedule, model_of(options))
         plan = replace(plan, schedule=replace(schedule, split=split), split=split)
     return Pipeline(model, plan, clip_grad_norm=options.clip_grad_norm, **settings)
 
 
-def _given(options: TrainOptions, loaded: UserModel | None) -> dict[str, Any]:
-    """Return what `zbpp.Pipeline` is given of the model."""
+def _arguments(options: TrainOptions, loaded: UserModel | None) -> dict[str, Any]:
+    """The arguments of `zbpp.Pipeline` that say the model."""
     if loaded is None:
         return model_of(options).given()
     kwargs = {"model": loaded.model, "loss_fn": loaded.loss_fn}
     return {**kwargs, "n_layers": loaded.n_layers} if callable(loaded.model) else kwargs
 
 
-def _own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def _model_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """The loss of a model whose last layer has put it out."""
     return outputs
 
@@ -261,15 +259,15 @@ def estimate_layers(
         options: of the run.
         loaded: the model; None: that of the options.
     """
-    made_of = _given(options, loaded)
+    arguments = _arguments(options, loaded)
     batch = random_batch(options, 1)
     if loaded is not None:
         batch = (loaded.inputs, loaded.targets)
     return layer_memory(
-        made_of["model"],
+        arguments["model"],
         batch,
-        made_of.get("loss_fn"),
-        n_layers=made_of.get("n_layers"),
+        arguments.get("loss_fn"),
+        n_layers=arguments.get("n_layers"),
         optimizer=partial(_make_optimizer, options),
-        autocast=_AUTOCAST[options.dtype],
+        autocast=AUTOCAST[options.dtype],
     )

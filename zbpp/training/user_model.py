@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zbpp.runtime.partition import Model
     from zbpp.runtime.stage import LossFn
 
-__all__ = ["UserModel", "call_builder", "load_model", "optimizer_class"]
+__all__ = ["UserModel", "call_builder", "load_model"]
 
 _WANTED = (
     "it must be a function that returns (model, batch) or (model, batch, loss_fn): an "
@@ -127,25 +127,3 @@ def call_builder(name: str) -> Any:
     if not callable(build):
         raise RequestError(f"--model {name}: {_WANTED}")
     return build()
-
-
-def optimizer_class(name: str, *, otherwise: str = "") -> Any:
-    """Find an optimizer of torch.optim by its name, in any case.
-
-    Args:
-        name: of the class, as ``--optimizer`` gives it.
-        otherwise: what the flag takes beside names, for the error.
-    """
-    import torch
-
-    classes = {
-        key.lower(): kind
-        for key, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    if name.lower() not in classes:
-        raise RequestError(
-            f"--optimizer {name}: torch.optim has none of this name; choose one of "
-            f"{', '.join(sorted(classes))}{otherwise}"
-        )
-    return classes[name.lower()]

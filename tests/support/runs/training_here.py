@@ -1,13 +1,12 @@
 """`zbpp train` with all stages in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 from zbpp.cli import main
-from zbpp.training import start
-from zbpp.training.loop import train
+from zbpp.planning import Plan
+from zbpp.training import setup
 from zbpp.training.options import TrainOptions
-from zbpp.training.setup import check, plan_of
 
 __all__ = ["run_train"]
 
@@ -15,10 +14,16 @@ __all__ = ["run_train"]
 def run_train(*words: str) -> int:
     """Run the command, whatever the number of stages; its exit code."""
 
-    def start_here(options: TrainOptions, _: Sequence[str]) -> None:
-        plan = plan_of(options)
+    def start_here(
+        worker: Callable[[TrainOptions, Plan], int],
+        options: TrainOptions,
+        _: Sequence[str],
+        *,
+        check: Callable[[TrainOptions, Plan], None],
+    ) -> None:
+        plan = setup.plan_of(options)
         check(options, plan)
-        assert train(options, plan) == 0
+        assert worker(options, plan) == 0
 
-    with mock.patch.object(start, "start", start_here):
+    with mock.patch.object(setup, "start_worker", start_here):
         return main(["train", *words])

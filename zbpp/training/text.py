@@ -3,9 +3,6 @@
 By default the text is the Python standard library's own source, read where it is
 installed: every machine that runs zbpp has it, and nothing is downloaded. It differs
 between Python versions, so loss curves are comparable only when the hash agrees.
-
-What a batch holds depends on the seed and the step alone, never on which process
-asks: the first and the last stage read the same batch without exchanging it.
 """
 
 import hashlib
@@ -20,7 +17,7 @@ from numpy.typing import NDArray
 
 from zbpp.core import RequestError
 
-__all__ = ["Batch", "Corpus", "is_held_out", "load_corpus"]
+__all__ = ["Batch", "Corpus", "load_corpus"]
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Inputs and targets, both (windows, seq); a target is the byte after its input."""
@@ -30,15 +27,13 @@ _END_OF_FILE = b"\0"  # between two files; source text has no such byte
 _NOT_LIBRARY = frozenset(
     # tests, installed packages, and prose generated into one huge string
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data")
-)
+) | {"__pycache__"}
+_RECORD = "_sysconfigdata"
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Training and validation text, both 1-D arrays of bytes.
-
-    ``sha256`` covers the whole text in file order, before anything is held out.
-    """
+    """Training and validation text, both 1-D arrays of bytes; a hash of both."""
 
     name: str
     n_files: int
@@ -81,19 +76,14 @@ def load_corpus(path: str | Path | None = None, *, seq: int) -> Corpus:
     Raises:
         RequestError: nothing is there, or the text is too short.
     """
-    if path is None:
-        root, name = Path(sysconfig.get_path("stdlib")), "Python standard library"
-        files = [file for file in _files(root, _NOT_LIBRARY) if _is_source(file)]
-        advice = "this Python has no library source to read; give --data PATH"
-    else:
-        root, name = Path(path), str(path)
-        files = _files(root)
-        advice = "give --data a text file, or a folder with some"
-    texts = {file: (root / file).read_bytes() for file in files}
-    texts = {file: text for file, text in texts.items() if text}
+    root = Path(path or sysconfig.get_path("stdlib"))
+    name = "Python standard library" if path is None else str(path)
+    files = _files(root, is_library=path is None)
+    contents = {file: (root / file).read_bytes() for file in files}
+    texts = {file: content for file, content in contents.items() if content}
     if not texts:
         state = "holds no text" if root.exists() else "does not exist"
-        raise RequestError(f"{root} {state}; {advice}")
+        raise RequestError(f"{root} {state}; give --data a text file, or a folder")
     training, validation = _divide(texts)
     for part, text in (("training", training), ("validation", validation)):
         if len(text) <= seq:
@@ -110,47 +100,37 @@ def load_corpus(path: str | Path | None = None, *, seq: int) -> Corpus:
     )
 
 
-def is_held_out(file: str) -> bool:
-    """True if a file is for validation, by its path below the folder, with ``/``.
-
-    Adding or removing other files changes nothing: no text ever changes sides.
-    """
+def _is_held_out(file: str) -> bool:
+    """True if a file is for validation, by its path alone: no text changes sides."""
     digest = hashlib.sha256(file.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < _HELD_OUT * 2**64
 
 
-def _files(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
+def _files(root: Path, *, is_library: bool) -> list[str]:
     """Paths of the files below a folder, with ``/`` and sorted; ``.`` for a file."""
     if root.is_file():
         return ["."]
+    skipped = _NOT_LIBRARY if is_library else {"__pycache__"}
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in skipped and name != "__pycache__" and name[0] != "."
-        ]
+        folders[:] = [x for x in folders if x[0] != "." and x not in skipped]
         files += [Path(folder, name) for name in names if name[0] != "."]
+    if is_library:  # and no record of how this Python was built
+        files = [x for x in files if x.suffix == ".py" and _RECORD not in x.name]
     return sorted(file.relative_to(root).as_posix() for file in files)
-
-
-def _is_source(file: str) -> bool:
-    """True for Python source, other than a record of how this Python was built."""
-    name = file.rpartition("/")[2]
-    return name.endswith(".py") and not name.startswith("_sysconfigdata")
 
 
 def _divide(
     texts: dict[str, bytes],
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Training and validation text."""
-    held_out = [text for file, text in texts.items() if is_held_out(file)]
-    kept = [text for file, text in texts.items() if not is_held_out(file)]
-    if len(texts) > 1 and held_out and kept:
-        return _joined(kept), _joined(held_out)
+    validation = [text for file, text in texts.items() if _is_held_out(file)]
+    training = [text for file, text in texts.items() if not _is_held_out(file)]
+    if len(texts) > 1 and validation and training:
+        return _joined(training), _joined(validation)
     whole = _joined(list(texts.values()))
-    n_kept = len(whole) - int(len(whole) * _HELD_OUT)
-    return whole[:n_kept], whole[n_kept:]
+    n_training = len(whole) - int(len(whole) * _HELD_OUT)
+    return whole[:n_training], whole[n_training:]
 
 
 def _joined(texts: list[bytes]) -> NDArray[np.uint8]:
