@@ -141,10 +141,10 @@ TABLE = (
     ("simulator", "a job of no time is a line", "simulator/figures.py",
      "if style.at_once and not x.width", "if not x.width"),
     # ---- schedules
-    ("schedules", "ZB-H2 starts one F fewer", "schedules/patterns/zb_h2.py",
-     "n_ahead=2 * (n_stages - stage) - 1", "n_ahead=2 * (n_stages - stage) - 2"),
+    ("schedules", "ZB-H2 starts one F fewer", "schedules/patterns/zb_h1.py",
+     "- (arms - 1)", "- 2 * (arms - 1)"),
     ("schedules", "VPP rounds groups up", "schedules/patterns/vpp.py",
-     "max(1, n_microbatches // n_stages)", "-(-n_microbatches // n_stages)"),
+     "max(1, n_microbatches // p)", "-(-n_microbatches // p)"),
     ("schedules", "a late message is awaited before V", "schedules/passes/lower.py",
      "max(column, check + 1)", "max(column, check)"),
     ("schedules", "parameters are gathered one pass late",

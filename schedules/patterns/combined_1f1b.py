@@ -18,8 +18,9 @@ Idle time of the slowest stage (p-1)(FB - 3F/2) when F = B = W and p divides m >
 the pairs of a stage's two chunks take FB, from 2F to 3F (checked on a grid).
 """  # noqa: E501  (a picture is one line a stage)
 
-from zbpp.core import Order, Pair, Pass, Placement, Schedule, Step
-from zbpp.schedules.patterns.vpp import interleaved_passes
+from zbpp.core import Placement, Schedule
+from zbpp.schedules.patterns.phases import Phases, in_phases
+from zbpp.schedules.patterns.vpp import interleaved_cells
 
 __all__ = ["plan_combined_1f1b"]
 
@@ -33,17 +34,12 @@ def plan_combined_1f1b(
         RequestError: there is no stage, no chunk or no micro-batch.
     """
     placement = Placement.interleaved(n_stages, chunks_per_stage)
-    orders = tuple(
-        _order(stage, placement, n_microbatches) for stage in range(n_stages)
-    )
-    return Schedule("Combined1F1B", placement, n_microbatches, orders)
 
+    def phases(stage: int) -> Phases:
+        forwards, backwards, n = interleaved_cells(stage, placement, n_microbatches)
+        n_warm_up = min(n + 1, len(forwards))
+        yield 1, forwards[:n_warm_up]  # warm-up: one F more than VPP
+        yield 1, [*zip(forwards[n_warm_up:], backwards, strict=False)]  # one beside one
+        yield 1, backwards[len(forwards) - n_warm_up :]  # cool-down: drain
 
-def _order(stage: int, placement: Placement, n_microbatches: int) -> Order:
-    forwards, backwards, n_ahead = interleaved_passes(stage, placement, n_microbatches)
-    n_warm_up = min(n_ahead + 1, len(forwards))
-    order: list[Pass | Pair] = [*forwards[:n_warm_up]]  # warm-up: one F more than VPP
-    for forward, backward in zip(forwards[n_warm_up:], backwards, strict=False):
-        order.append(Pair(forward, backward))  # steady: one in beside one out
-    order += backwards[len(forwards) - n_warm_up :]  # cool-down: drain
-    return (*order, Step(stage))
+    return in_phases("Combined1F1B", placement, n_microbatches, phases)

@@ -18,10 +18,8 @@ The order is that of torch's ``ScheduleDualPipeV``, job for job, after
 https://github.com/deepseek-ai/DualPipe (DeepSeek-V3, arXiv 2412.19437).
 """  # noqa: E501  (a picture is one line a stage)
 
-from collections import Counter, deque
-from collections.abc import Iterator
-
-from zbpp.core import Job, Pair, Pass, PassKind, Placement, Schedule, Step, passes_in
+from zbpp.core import PassKind, Placement, Schedule
+from zbpp.schedules.patterns.phases import Phases, in_phases
 
 __all__ = ["plan_dual_pipe_v"]
 
@@ -31,77 +29,38 @@ F, B, W, BW = PassKind
 def plan_dual_pipe_v(*, n_stages: int, n_microbatches: int) -> Schedule:
     """Plan DualPipeV; peak memory p + 1/2 M_B on every stage.
 
-    The pattern needs 2p micro-batches. If there are fewer, it is planned with some of
-    negative number in front, which are then left out: what remains of a valid schedule
-    is valid.
-
     Raises:
         RequestError: there is no stage or no micro-batch.
     """
-    orders = tuple(
-        (*_order(stage, n_stages, n_microbatches), Step(stage))
-        for stage in range(n_stages)
-    )
-    return Schedule("DualPipeV", Placement.wave(n_stages), n_microbatches, orders)
+    least = 2 * n_stages
+
+    def phases(stage: int) -> Phases:
+        return _phases(stage, n_stages, max(n_microbatches, least))
+
+    placement = Placement.wave(n_stages)
+    return in_phases("DualPipeV", placement, n_microbatches, phases, least=least)
 
 
-def _order(stage: int, n_stages: int, n_microbatches: int) -> Iterator[Job]:
-    first = min(0, n_microbatches - 2 * n_stages)
-    for job in _jobs(stage, n_stages, n_microbatches - first, first):
-        kept = [part for part in passes_in(job) if part.microbatch >= 0]
-        yield from [job] if len(kept) == 2 else kept
-
-
-def _jobs(
-    stage: int, n_stages: int, n_microbatches: int, first: int
-) -> Iterator[Pass | Pair]:
-    """Yield the jobs of a stage, micro-batches counted from ``first``."""
-    down, up = stage, 2 * n_stages - 1 - stage
+def _phases(stage: int, n_stages: int, n_microbatches: int) -> Phases:
+    """The phases of a stage, for 2p micro-batches or more."""
+    f, b, bw = [(kind, stage) for kind in (F, B, BW)]
+    f_up, b_up, bw_up = [(kind, 2 * n_stages - 1 - stage) for kind in (F, B, BW)]
+    w = (W, None)  # the one that waits longest
     below = n_stages - 1 - stage  # stages from the next one to the turn of the V
-    done: Counter[tuple[PassKind, int]] = Counter()
-    put_off: deque[Pass] = deque()
-
-    def run(kind: PassKind, chunk: int) -> Pass:
-        """The next micro-batch of a chunk; the W of a B is put off."""
-        key = (F if kind is F else B, chunk)
-        job = Pass(kind, chunk, first + done[key])
-        done[key] += 1
-        if kind is B:
-            put_off.append(Pass(W, chunk, job.microbatch))
-        return job
-
-    def pair(forward: int, backward: int) -> Pair:
-        return Pair(run(F, forward), run(BW, backward))
-
     # warm-up: fill the way down, then the way up, until the loss comes back
-    for _ in range(2 * below):
-        yield run(F, down)
-    for _ in range(stage + 1):
-        yield run(F, down)
-        yield run(F, up)
-    for _ in range(below):
-        yield run(B, up)
-        yield put_off.popleft()
-        yield run(F, up)
-
+    yield 2 * below, [f]
+    yield stage + 1, [f, f_up]
+    yield below, [b_up, w, f_up]
     # steady: one micro-batch goes down beside one that comes back, and the reverse
-    for i in range(n_microbatches - 2 * n_stages + stage + 1):
-        if i == 0 and below == 0:  # at the turn the other stages wait for this F
-            yield run(F, down)
-            yield run(BW, up)
-        else:
-            yield pair(down, up)
-        yield pair(up, down)
-    for _ in range(below):
-        yield run(BW, up)
-        yield pair(up, down)
-
+    at_turn = int(below == 0)  # the other stages wait for this F
+    yield at_turn, [f, bw_up, (f_up, bw)]
+    n_steady = n_microbatches - 2 * n_stages + stage + 1
+    yield n_steady - at_turn, [(f, bw_up), (f_up, bw)]
+    yield below, [bw_up, (f_up, bw)]
     # cool-down: hand the gradients on first; W's of the second half fill the end
     half = (stage + 1) // 2
-    for i in range(stage + 1):
-        yield run(B if i > half or (i == half and stage % 2 == 1) else BW, up)
-        yield run(B if i >= half else BW, down)
-    for _ in range(below):
-        yield put_off.popleft()
-        yield run(B, down)
-    yield from put_off
+    yield half, [bw_up, bw]
+    yield 1 - stage % 2, [bw_up, b]
+    yield half, [b_up, b]
+    yield below, [w, b]
+    yield stage + 1, [w]

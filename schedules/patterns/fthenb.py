@@ -11,7 +11,8 @@ Idle time (p-1)(F+B+W), as 1F1B, but every stage holds all m activations: the si
 schedule, and the one to compare memory with (Huang et al., arXiv 1811.06965).
 """
 
-from zbpp.core import Order, Pass, PassKind, Placement, Schedule, Step
+from zbpp.core import PassKind, Placement, Schedule
+from zbpp.schedules.patterns.phases import Phases, in_phases
 
 __all__ = ["plan_fthenb"]
 
@@ -24,11 +25,8 @@ def plan_fthenb(*, n_stages: int, n_microbatches: int) -> Schedule:
     Raises:
         RequestError: there is no stage or no micro-batch.
     """
-    orders = tuple(_order(stage, n_microbatches) for stage in range(n_stages))
-    return Schedule("FThenB", Placement.single(n_stages), n_microbatches, orders)
 
+    def phases(stage: int) -> Phases:
+        return (n_microbatches, [(F, stage)]), (n_microbatches, [(BW, stage)])
 
-def _order(stage: int, n_microbatches: int) -> Order:
-    forwards = [Pass(F, stage, i) for i in range(n_microbatches)]
-    backwards = [Pass(BW, stage, i) for i in range(n_microbatches)]
-    return (*forwards, *backwards, Step(stage))
+    return in_phases("FThenB", Placement.single(n_stages), n_microbatches, phases)

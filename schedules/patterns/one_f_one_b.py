@@ -11,9 +11,10 @@ Idle time (p-1)(F+B+W) when m >= p. Stage s holds at most p-s activations, whate
 that is what it gains over FThenB (Narayanan et al., arXiv 2006.09503).
 """
 
-from zbpp.core import Order, Pass, PassKind, Placement, Schedule, Step
+from zbpp.core import PassKind, Placement, Schedule
+from zbpp.schedules.patterns.phases import Phases, in_phases
 
-__all__ = ["plan_one_f_one_b"]
+__all__ = ["one_f_one_b_phases", "plan_one_f_one_b"]
 
 F, BW = PassKind.F, PassKind.BW
 
@@ -24,15 +25,16 @@ def plan_one_f_one_b(*, n_stages: int, n_microbatches: int) -> Schedule:
     Raises:
         RequestError: there is no stage or no micro-batch.
     """
-    orders = tuple(_order(stage, n_stages, n_microbatches) for stage in range(n_stages))
-    return Schedule("1F1B", Placement.single(n_stages), n_microbatches, orders)
+
+    def phases(stage: int) -> Phases:
+        return one_f_one_b_phases(stage, n_stages, n_microbatches)
+
+    return in_phases("1F1B", Placement.single(n_stages), n_microbatches, phases)
 
 
-def _order(stage: int, n_stages: int, n_microbatches: int) -> Order:
+def one_f_one_b_phases(stage: int, n_stages: int, n_microbatches: int) -> Phases:
+    """The phases of a stage."""
     n_warm_up = min(n_stages - 1 - stage, n_microbatches)
-    n_steady = n_microbatches - n_warm_up
-    order = [Pass(F, stage, i) for i in range(n_warm_up)]  # fill the stages below
-    for i in range(n_steady):  # steady: one in, one out
-        order += [Pass(F, stage, n_warm_up + i), Pass(BW, stage, i)]
-    order += [Pass(BW, stage, i) for i in range(n_steady, n_microbatches)]  # drain
-    return (*order, Step(stage))
+    yield n_warm_up, [(F, stage)]  # fill the stages below
+    yield n_microbatches - n_warm_up, [(F, stage), (BW, stage)]  # one in, one out
+    yield n_warm_up, [(BW, stage)]  # drain

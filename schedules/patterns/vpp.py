@@ -15,11 +15,13 @@ Idle time (p-1)(F+B+W)/v for v chunks a stage when m >= p (Narayanan et al., arX
 2104.04473; with these groups checked for every m from p on).
 """  # noqa: E501  (a picture is one line a stage)
 
-import itertools
+from collections.abc import Iterator
+from itertools import chain, pairwise
 
-from zbpp.core import Order, Pass, PassKind, Placement, Schedule, Step
+from zbpp.core import PassKind, Placement, Schedule
+from zbpp.schedules.patterns.phases import Cell, Phases, in_phases
 
-__all__ = ["interleaved_passes", "plan_vpp"]
+__all__ = ["interleaved_cells", "plan_vpp", "vpp_phases"]
 
 F, BW = PassKind.F, PassKind.BW
 
@@ -35,42 +37,38 @@ def plan_vpp(
         RequestError: there is no stage, no chunk or no micro-batch.
     """
     placement = Placement.interleaved(n_stages, chunks_per_stage)
-    orders = tuple(
-        _order(stage, placement, n_microbatches) for stage in range(n_stages)
-    )
-    return Schedule("VPP", placement, n_microbatches, orders)
+
+    def phases(stage: int) -> Phases:
+        return vpp_phases(stage, placement, n_microbatches)
+
+    return in_phases("VPP", placement, n_microbatches, phases)
 
 
-def _groups(n_stages: int, n_microbatches: int) -> list[range]:
-    """Deal the micro-batches to groups of at least p, their sizes 1 apart at most."""
-    n_groups = max(1, n_microbatches // n_stages)
-    bounds = [n_microbatches * group // n_groups for group in range(n_groups + 1)]
-    return [range(*pair) for pair in itertools.pairwise(bounds)]
+def vpp_phases(stage: int, placement: Placement, n_microbatches: int) -> Phases:
+    """The phases of a stage."""
+    forwards, backwards, n_ahead = interleaved_cells(stage, placement, n_microbatches)
+    n_steady = max(0, len(forwards) - n_ahead)
+    yield 1, forwards[:n_ahead]  # warm-up: fill the stages below
+    steady = zip(forwards[n_ahead:], backwards, strict=False)
+    yield 1, [*chain.from_iterable(steady)]  # one in, one out
+    yield 1, backwards[n_steady:]  # cool-down: drain
 
 
-def interleaved_passes(
+def interleaved_cells(
     stage: int, placement: Placement, n_microbatches: int
-) -> tuple[list[Pass], list[Pass], int]:
+) -> tuple[list[Cell], list[Cell], int]:
     """The F's and BW's of a stage in their order, and how many F's go ahead."""
-    chunks = placement.chunks_of[stage]
-    groups = _groups(placement.n_stages, n_microbatches)
-    forwards = [Pass(F, c, i) for group in groups for c in chunks for i in group]
-    backwards = [
-        Pass(BW, c, i) for group in groups for c in reversed(chunks) for i in group
-    ]
+    p, chunks = placement.n_stages, placement.chunks_of[stage]
+    n_groups = max(1, n_microbatches // p)  # of at least p, sizes 1 apart at most
+    ends = [n_microbatches * group // n_groups for group in range(n_groups + 1)]
+    sizes = [end - start for start, end in pairwise(ends)]
+
+    def cells(kind: PassKind, chunks: tuple[int, ...]) -> Iterator[Cell]:
+        for size in sizes:
+            for chunk in chunks:
+                yield from [(kind, chunk)] * size
+
     # a group must be through all chunks before its first BW; on the way down to stage
     # p-1 and back up, stage s can begin two more passes for each stage below it
-    group = max(len(group) for group in groups)
-    n_ahead = (len(chunks) - 1) * group + 2 * (placement.n_stages - 1 - stage)
-    return forwards, backwards, n_ahead
-
-
-def _order(stage: int, placement: Placement, n_microbatches: int) -> Order:
-    forwards, backwards, n_ahead = interleaved_passes(stage, placement, n_microbatches)
-    n_warm_up = min(n_ahead, len(forwards))
-    n_steady = len(forwards) - n_warm_up
-    order = forwards[:n_warm_up]  # warm-up: fill the stages below
-    for i in range(n_steady):  # steady: one in, one out
-        order += [forwards[n_warm_up + i], backwards[i]]
-    order += backwards[n_steady:]  # cool-down: drain
-    return (*order, Step(stage))
+    n_ahead = (len(chunks) - 1) * max(sizes) + 2 * (p - 1 - stage)
+    return [*cells(F, chunks)], [*cells(BW, chunks[::-1])], n_ahead

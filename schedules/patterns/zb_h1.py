@@ -15,9 +15,12 @@ Idle time (p-1)(F+B-W) when W <= F and m >= p (Qi et al., arXiv 2401.10241; chec
 a grid; for larger W the order must adapt, which a fixed one does not).
 """
 
-from zbpp.core import Order, Pass, PassKind, Placement, Schedule, Step
+from itertools import pairwise
 
-__all__ = ["plan_zb_h1", "put_off_order"]
+from zbpp.core import PassKind, Placement, Schedule
+from zbpp.schedules.patterns.phases import Phases, in_phases
+
+__all__ = ["plan_zb_h1", "zb_h_phases"]
 
 F, B, W = PassKind.F, PassKind.B, PassKind.W
 
@@ -30,32 +33,24 @@ def plan_zb_h1(*, n_stages: int, n_microbatches: int) -> Schedule:
     Raises:
         RequestError: there is no stage or no micro-batch.
     """
-    orders = tuple(
-        put_off_order(stage, n_microbatches, n_ahead=n_stages - stage, n_put_off=stage)
-        for stage in range(n_stages)
-    )
-    return Schedule("ZBH1", Placement.single(n_stages), n_microbatches, orders)
+
+    def phases(stage: int) -> Phases:
+        return zb_h_phases(stage, n_stages, n_microbatches, arms=1)
+
+    return in_phases("ZBH1", Placement.single(n_stages), n_microbatches, phases)
 
 
-def put_off_order(
-    stage: int, n_microbatches: int, *, n_ahead: int, n_put_off: int
-) -> Order:
-    """Order of a stage whose F runs ahead of B and whose W follows a later B.
+def zb_h_phases(stage: int, n_stages: int, n_microbatches: int, *, arms: int) -> Phases:
+    """The phases of a stage whose F runs ahead of B and whose W follows a later B.
 
-    Args:
-        stage: the stage, and its only chunk.
-        n_microbatches: micro-batches in a step.
-        n_ahead: forwards before the first B.
-        n_put_off: W_i follows B_(i + n_put_off).
+    Each further stage runs F ahead by so many arms less, and puts W off by more.
     """
-    n_warm_up = min(n_ahead, n_microbatches)
-    order = [Pass(F, stage, i) for i in range(n_warm_up)]  # fill the stages below
-    for i in range(n_microbatches):  # steady, later without F: drain
-        order.append(Pass(B, stage, i))
-        if i >= n_put_off:
-            order.append(Pass(W, stage, i - n_put_off))
-        if n_warm_up + i < n_microbatches:
-            order.append(Pass(F, stage, n_warm_up + i))
-    n_done = max(0, n_microbatches - n_put_off)
-    order += [Pass(W, stage, i) for i in range(n_done, n_microbatches)]  # fill the end
-    return (*order, Step(stage))
+    m, (f, b, w) = n_microbatches, [(kind, stage) for kind in (F, B, W)]
+    n_ahead = min(arms * (n_stages - stage) - (arms - 1), m)
+    n_put_off = min(arms * stage, m)
+    yield n_ahead, [f]  # fill the stages below
+    for i, end in pairwise(sorted({0, n_put_off, m - n_ahead, m})):
+        # steady: one in, one out; later without F: drain
+        weight, forward = [w] * (i >= n_put_off), [f] * (i < m - n_ahead)
+        yield end - i, [b, *weight, *forward]
+    yield n_put_off, [w]  # fill the end

@@ -17,7 +17,8 @@ checked on a grid; for larger W the order must adapt).
 """
 
 from zbpp.core import Placement, Schedule
-from zbpp.schedules.patterns.zb_h1 import put_off_order
+from zbpp.schedules.patterns.phases import Phases, in_phases
+from zbpp.schedules.patterns.zb_h1 import zb_h_phases
 
 __all__ = ["plan_zb_h2"]
 
@@ -30,13 +31,8 @@ def plan_zb_h2(*, n_stages: int, n_microbatches: int) -> Schedule:
     Raises:
         RequestError: there is no stage or no micro-batch.
     """
-    orders = tuple(
-        put_off_order(
-            stage,
-            n_microbatches,
-            n_ahead=2 * (n_stages - stage) - 1,
-            n_put_off=2 * stage,
-        )
-        for stage in range(n_stages)
-    )
-    return Schedule("ZBH2", Placement.single(n_stages), n_microbatches, orders)
+
+    def phases(stage: int) -> Phases:
+        return zb_h_phases(stage, n_stages, n_microbatches, arms=2)
+
+    return in_phases("ZBH2", Placement.single(n_stages), n_microbatches, phases)

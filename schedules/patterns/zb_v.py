@@ -16,11 +16,10 @@ No idle time when F = B = W, no communication and m >= 2p-1 (Qi et al., arXiv
 2401.10241, section 6; the pattern is fixed, for other times it must adapt).
 """
 
-from collections.abc import Iterator
+from zbpp.core import PassKind, Placement, Schedule
+from zbpp.schedules.patterns.phases import Phases, in_phases
 
-from zbpp.core import Order, Pass, PassKind, Placement, Schedule, Step
-
-__all__ = ["plan_zb_v", "zb_v_cells"]
+__all__ = ["plan_zb_v", "zb_v_phases"]
 
 F, B, W = PassKind.F, PassKind.B, PassKind.W
 
@@ -28,51 +27,32 @@ F, B, W = PassKind.F, PassKind.B, PassKind.W
 def plan_zb_v(*, n_stages: int, n_microbatches: int) -> Schedule:
     """Plan ZB-V; peak memory min(p, m) M_B on every stage, for any M_W <= M_B.
 
-    The pattern needs 2p-1 micro-batches. If there are fewer, it is planned with some
-    of negative number in front, which are then left out: what remains of a valid
-    schedule is valid.
-
     Raises:
         RequestError: there is no stage or no micro-batch.
     """
-    orders = tuple(_order(stage, n_stages, n_microbatches) for stage in range(n_stages))
-    return Schedule("ZBV", Placement.wave(n_stages), n_microbatches, orders)
+    least = 2 * n_stages - 1
+
+    def phases(stage: int) -> Phases:
+        return zb_v_phases(stage, n_stages, max(n_microbatches, least))
+
+    placement = Placement.wave(n_stages)
+    return in_phases("ZBV", placement, n_microbatches, phases, least=least)
 
 
-def _order(stage: int, n_stages: int, n_microbatches: int) -> Order:
-    cells = zb_v_cells(stage, n_stages, n_microbatches)
-    return (*(Pass(kind, chunk, i) for kind, chunk, i in cells), Step(stage))
-
-
-def zb_v_cells(
-    stage: int, n_stages: int, n_microbatches: int
-) -> Iterator[tuple[PassKind, int, int]]:
-    """Yield the kind, the chunk and the micro-batch of every pass of a stage."""
-    first = min(0, n_microbatches - (2 * n_stages - 1))
-    down, up = stage, 2 * n_stages - 1 - stage
+def zb_v_phases(stage: int, n_stages: int, n_microbatches: int) -> Phases:
+    """The phases of a stage, for 2p-1 micro-batches or more."""
+    f, b, w = [(kind, stage) for kind in (F, B, W)]
+    f_up, b_up, w_up = [(kind, 2 * n_stages - 1 - stage) for kind in (F, B, W)]
     below = n_stages - stage  # stages from here to the turn of the V
-    phases = (
-        # warm-up: fill the way down, then the way up, until the loss comes back
-        (2 * below - 1, [(F, down)]),
-        (stage, [(F, up), (F, down)]),
-        (below, [(F, up), (B, up), (W, up)]),
-        # steady: one micro-batch through both chunks; later no F is left to begin
-        (
-            n_microbatches - first - 2 * n_stages + 1 + stage,
-            [(F, down), (B, down), (W, down), (F, up), (B, up), (W, up)],
-        ),
-        (below - 1, [(B, down), (W, down), (F, up), (B, up), (W, up)]),
-        # cool-down: hand the gradients on first, fill the end with W
-        (stage, [(B, down), (B, up)]),
-        (below, [(B, down), (W, down)]),
-        (stage, [(W, up)]),
-        (stage, [(W, down)]),
-    )
-    done = {(kind, chunk): first for kind in (F, B, W) for chunk in (down, up)}
-    for times, cells in phases:
-        for _ in range(times):
-            for cell in cells:
-                microbatch = done[cell]
-                done[cell] = microbatch + 1
-                if microbatch >= 0:
-                    yield *cell, microbatch
+    # warm-up: fill the way down, then the way up, until the loss comes back
+    yield 2 * below - 1, [f]
+    yield stage, [f_up, f]
+    yield below, [f_up, b_up, w_up]
+    # steady: one micro-batch through both chunks; later no F is left to begin
+    yield n_microbatches - 2 * n_stages + 1 + stage, [f, b, w, f_up, b_up, w_up]
+    yield below - 1, [b, w, f_up, b_up, w_up]
+    # cool-down: hand the gradients on first, fill the end with W
+    yield stage, [b, b_up]
+    yield below, [b, w]
+    yield stage, [w_up]
+    yield stage, [w]

@@ -23,6 +23,7 @@ from itertools import accumulate, chain
 from typing import TypeAlias
 
 from zbpp.core import (
+    KINDS,
     ChunkCosts,
     Lane,
     Order,
@@ -160,6 +161,12 @@ class PlacementProblem:
         n = self.n_chunks
         kind = (PassKind.F, PassKind.B, PassKind.W)[q // n]
         return Pass(kind, q if q < n else n - 1 - q % n, microbatch)
+
+    def numbers_of(self, kind: PassKind, chunk: int) -> list[int]:
+        """The number of a pass, and of both that a BW is."""
+        b = 2 * self.n_chunks - 1 - chunk
+        parts = {PassKind.F: chunk, PassKind.B: b, PassKind.W: b + self.n_chunks}
+        return [parts[each] for each in KINDS[kind].work]
 
     def pieces_of(self, q: int) -> Sequence[tuple[Lane, float]]:
         """The lane and the time of each part of a number; without parts, of the pass.

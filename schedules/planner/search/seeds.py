@@ -33,20 +33,23 @@ half of them gives, and each setting, is measured by `benchmarks/planner/ablatio
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, count, starmap
 from typing import NamedTuple, TypeAlias
 
-from zbpp.core import Job, Pass, PassKind, Placement
-from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
-from zbpp.schedules.patterns.vpp import plan_vpp
-from zbpp.schedules.patterns.zb_v import zb_v_cells
+from zbpp.core import Placement
+from zbpp.schedules.patterns.one_f_one_b import one_f_one_b_phases
+from zbpp.schedules.patterns.phases import Phases
+from zbpp.schedules.patterns.vpp import vpp_phases
+from zbpp.schedules.patterns.zb_h1 import zb_h_phases
+from zbpp.schedules.patterns.zb_v import zb_v_phases
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.limits import micro_batch
 from zbpp.schedules.planner.search.critical_path import timed
 from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
-from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Row, Rows
+from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
 
 __all__ = [
     "LINE_RULES",
@@ -60,7 +63,6 @@ __all__ = [
     "rows_by_starts",
     "seeds",
     "settings_of",
-    "stretched_order",
 ]
 
 Attempt: TypeAlias = "Settings | Rows"
@@ -116,42 +118,27 @@ def _planned(
 
 def _attempts(problem: PlacementProblem) -> Iterator[Attempt]:
     """All seeds, the most useful first."""
-    p, placement = problem.n_stages, problem.placement
+    hand_made = hand_made_rows(problem)
     if is_line(problem):
-        yield from line_rows(problem)
-    elif placement == Placement.wave(p):
-        yield from _v_orders(problem)
-    elif placement == Placement.interleaved(p, placement.n_chunks // p):
-        yield vpp_rows(problem)
-    if not is_line(problem):
-        yield known_order(stretched_order(problem, 1.0), 1.0)
-    yield from _rules(problem)
-
-
-def _v_orders(problem: PlacementProblem) -> Iterator[Attempt]:
-    m, last = problem.n_microbatches, 2 * problem.n_chunks - 1
-    rows = zb_v_rows(problem)
-    zb_v = [array("i", [q for q in row if q <= last]) for row in rows]
-    v_min = [array("i", row) for row in v_min_rows(problem.numbers, m)]
-    v_half = [array("i", row) for row in v_half_rows(problem.numbers, m)]
-    yield known_order(zb_v, 0.5)
-    yield known_order(zb_v, 0.25, is_fair=True)
-    yield known_order(zb_v, 0.75)
-    yield known_order(v_min, 0.0)
-    yield known_order(v_half, 0.75)
-    yield rows
-
-
-def _rules(problem: PlacementProblem) -> Iterator[Settings]:
-    if not is_line(problem):
-        yield from (settings_of(problem, rule) for rule in RULES)
+        yield from hand_made
+        little = _has_little(problem)
+        # below p M_B, those of at most d forwards first
+        for line_rule in sorted(LINE_RULES, key=lambda rule: little and rule.is_deep):
+            yield line_settings_of(problem, line_rule)
         return
+    last = 2 * problem.n_chunks - 1
+    for rows in hand_made:
+        order = [array("i", [q for q in row if q <= last]) for row in rows]
+        yield known_order(order, 0.25, is_fair=True)
+        yield rows
+    for rule in RULES:
+        yield settings_of(problem, rule)
+
+
+def _has_little(problem: PlacementProblem) -> bool:
     p, memory = problem.n_stages, problem.costs
     pairs = zip(memory.limit, problem.beyond, memory.m_b, strict=True)
-    has_little = any(limit - beyond < p * m_b for limit, beyond, m_b in pairs)
-    # below p M_B, those of at most d forwards first
-    for rule in sorted(LINE_RULES, key=lambda rule: has_little and rule.is_deep):
-        yield line_settings_of(problem, rule)
+    return any(limit - beyond < p * m_b for limit, beyond, m_b in pairs)
 
 
 @dataclass(frozen=True)
@@ -315,18 +302,6 @@ def known_order(rows: Rows, overrun: float, *, is_fair: bool = False) -> Setting
     )
 
 
-def stretched_order(problem: PlacementProblem, stretch: float) -> Rows:
-    """Order the F's and B's of every stage by i T + stretched start."""
-    members = range(problem.n_microbatches)
-    return rows_by_starts(
-        problem,
-        [
-            [i * problem.unit + start for i in members]
-            for start in problem.chain_starts(stretch)
-        ],
-    )
-
-
 def _returns(problem: PlacementProblem) -> list[float]:
     """Count the F's of a stage that take the time until its first B can arrive."""
     starts, last = problem.chain_starts(), 2 * problem.n_chunks - 1
@@ -346,77 +321,35 @@ def rows_by_starts(
     ]
 
 
-def zb_v_rows(problem: PlacementProblem) -> Rows:
-    """Order all passes of every stage as ZB-V does, for a V."""
-    p, m = problem.n_stages, problem.n_microbatches
-    return [
-        _numbered(problem, s, ((kind, chunk) for kind, chunk, _ in zb_v_cells(s, p, m)))
-        for s in range(p)
-    ]
+def hand_made_rows(problem: PlacementProblem) -> Iterator[Rows]:
+    """Rows of all passes by hand; they may not fit the memory."""
+    p, m, placement = problem.n_stages, problem.n_microbatches, problem.placement
+    if is_line(problem):
+        yield _rows(problem, lambda s: zb_h_phases(s, p, m, arms=2))
+        yield _rows(problem, lambda s: zb_h_phases(s, p, m, arms=1))
+        yield _rows(problem, lambda s: one_f_one_b_phases(s, p, m))
+    elif placement == Placement.wave(p):
+        least = max(m, 2 * p - 1)
+        yield _rows(problem, lambda s: zb_v_phases(s, p, least), n_left_out=least - m)
+    elif placement == Placement.interleaved(p, problem.n_chunks // p):
+        yield _rows(problem, lambda s: vpp_phases(s, placement, m))
 
 
-def vpp_rows(problem: PlacementProblem) -> Rows:
-    """Order all passes as VPP does, for interleaved chunks; W's follow their B's."""
-    p = problem.n_stages
-    schedule = plan_vpp(
-        n_stages=p,
-        n_microbatches=problem.n_microbatches,
-        chunks_per_stage=problem.n_chunks // p,
-    )
-    return [
-        _numbered(problem, stage, _cells(order))
-        for stage, order in enumerate(schedule.orders)
-    ]
-
-
-def _cells(order: Iterable[Job]) -> Iterator[tuple[PassKind, int]]:
-    for job in order:
-        if isinstance(job, Pass) and job.kind is PassKind.BW:
-            yield PassKind.B, job.chunk
-            yield PassKind.W, job.chunk
-        elif isinstance(job, Pass):
-            yield job.kind, job.chunk
-
-
-def _numbered(
-    problem: PlacementProblem, stage: int, cells: Iterable[tuple[PassKind, int]]
-) -> Row:
-    """Write kinds and chunks as numbers, without W's where B's are joint."""
-    n = problem.n_chunks
-    last = (2 if problem.joint[stage] else 3) * n
-    row = (
-        chunk if kind is PassKind.F else (2 + (kind is PassKind.W)) * n - 1 - chunk
-        for kind, chunk in cells
-    )
-    return array("i", [q for q in row if q < last])
-
-
-def line_rows(problem: PlacementProblem) -> Iterator[Rows]:
-    """Order all passes as ZB-H2, ZB-H1 and 1F1B do; they may not fit the memory.
-
-    F runs ahead of B, and W follows a later B; see `patterns.zb_h1`.
-    """
-    p = problem.n_stages
-    for arm, put_off in ((2, 2), (1, 1), (1, 0)):
-        yield [
-            _put_off_row(problem, s, arm * (p - s) - (arm - 1), put_off * s)
-            for s in range(p)
-        ]
-
-
-def _put_off_row(
-    problem: PlacementProblem, stage: int, n_ahead: int, n_put_off: int
-) -> Row:
-    m, p = problem.n_microbatches, problem.n_stages
-    f, b, w = stage, 2 * p - 1 - stage, 3 * p - 1 - stage
-    n_warm_up, n_put_off = min(n_ahead, m), min(n_put_off, m)
-    splits = not problem.joint[stage]
-    row = array("i", [f]) * n_warm_up
-    for i, end in pairwise(sorted({0, n_put_off, m - n_warm_up, m})):
-        weight = [w] if splits and i >= n_put_off else []
-        forward = [f] if n_warm_up + i < m else []
-        row += array("i", [b, *weight, *forward]) * (end - i)
-    return row + array("i", [w] * splits) * n_put_off
+def _rows(
+    problem: PlacementProblem, phases: Callable[[int], Phases], n_left_out: int = 0
+) -> Rows:
+    """Write phases as numbers, without the first passes of each number."""
+    n, rows = problem.n_chunks, []
+    for stage, splits in enumerate(problem.costs.splits):
+        row = array("i")
+        for times, cells in phases(stage):
+            numbers = chain.from_iterable(starmap(problem.numbers_of, cells))
+            row += array("i", [q for q in numbers if splits or q < 2 * n]) * times
+        if n_left_out:
+            number: dict[int, Iterator[int]] = defaultdict(count)
+            row = array("i", [q for q in row if next(number[q]) >= n_left_out])
+        rows.append(row)
+    return rows
 
 
 def _aheads(problem: PlacementProblem, rule: Rule) -> Iterator[float]:
