@@ -29,7 +29,7 @@ from zbpp.simulator.metrics import step_time, waste
 from zbpp.simulator.plot import plot_comparison
 from zbpp.simulator.svg import area, bars, curve
 
-__all__ = ["charts_html", "timelines_html", "write_page"]
+__all__ = ["charts_html", "tables_html", "timelines_html", "write_page"]
 
 _FEWEST_POINTS = 3  # of a chart: two modes are compared in the table
 _COLOURS = PALETTE | {"idle": "var(--idle)"}
@@ -70,7 +70,7 @@ def write_page(
         f"<h1>{escape(title)}</h1>",
         f'<p class="muted">{escape(subtitle)}</p>' if subtitle else "",
         _command(command) if command else "",
-        *_tables(entries, time_unit, by_microbatches or {}),
+        *tables_html(entries, time_unit, by_microbatches or {}),
         '<div id="timelines"></div>',
         '<footer>Written by zbpp.</footer><div id="tip" hidden></div>',
         f'<script type="text/plain" id="packed">{packed}</script>' if timelines else "",
@@ -94,16 +94,16 @@ def _command(command: str) -> str:
     )
 
 
-def _tables(
-    entries: Sequence[PageEntry], time_unit: str, series: Series
+def tables_html(
+    entries: Sequence[PageEntry], time_unit: str = "", series: Series | None = None
 ) -> Iterator[str]:
-    """A table and the charts of each group; those over m stand with the first one."""
+    """Write a table and the charts of each group; those over m stand with the first."""
     for group in dict.fromkeys(entry.group for entry in entries):
         members = [entry for entry in entries if entry.group == group]
         yield f"<h2>{escape(group) or 'Modes'}</h2>"
         table = modes_table(members, time_unit=time_unit)
         yield f'<div class="wide">{table.html()}</div>'
-        yield _charts(members, series if group == entries[0].group else {})
+        yield _charts(members, (series or {}) if group == entries[0].group else {})
 
 
 def _charts(entries: Sequence[PageEntry], series: Series) -> str:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from http.client import HTTPConnection
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 from pool import PATIENCE_S
@@ -119,94 +119,59 @@ def address():
 def ask(address):
     """Ask the server; gives the status, the type and the text of its reply."""
 
-    def request(method, path, body=None):
+    def get(path, **settings):
         connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
-        connection.request(method, path, body)
+        connection.request("GET", f"{path}?{urlencode(settings)}")
         reply = connection.getresponse()
         content = reply.read().decode()
         connection.close()
         return reply.status, reply.getheader("Content-Type"), content
 
-    return request
+    return get
 
 
 SETTINGS = {
-    "stages": 4, "microbatches": 8, "f": 1, "b": 1, "w": 1, "comm": 0, "limit": 0,
-    "speeds": [1, 1, 1, 1],
+    "stages": 4, "microbatches": 8, "f": 0.7, "b": 1, "w": 1.9, "comm": 0.35,
+    "memory_limit": 0,
 }  # fmt: skip
-UNEVEN = SETTINGS | {"f": 0.7, "w": 1.9, "comm": 0.35, "speeds": [0.5, 1, 1.75, 1]}
-
-
-@pytest.fixture
-def answer(ask):
-    def question(do, *modes, **settings):
-        body = {"do": do, "settings": SETTINGS | settings, "modes": modes}
-        status, kind, text = ask("POST", "/answer", json.dumps(body))
-        assert (status, kind) == (200, "application/json; charset=utf-8")
-        return json.loads(text)
-
-    return question
 
 
 def test_the_page_and_all_that_it_names_are_served(ask):
-    status, kind, page = ask("GET", "/")
+    status, kind, page = ask("/")
     assert (status, kind) == (200, "text/html; charset=utf-8")
     names = re.findall(r'(?:src|href)="([\w.]+)"', page)
-    assert len(names) >= 3
+    assert len(names) >= 2
     for name in names:
-        assert ask("GET", f"/{name}")[0] == 200, name
-    assert ask("GET", "/../pyproject.toml")[0] == 404
+        assert ask(f"/{name}")[0] == 200, name
+    assert set(re.findall(r'name="(\w+)" min', page)) == SETTINGS.keys()
+    assert ask("/../pyproject.toml")[0] == 404
 
 
-@pytest.mark.parametrize(
-    ("mode", "settings"),
-    [("ZBH1", {}), ("VMin", UNEVEN), ("auto", {"limit": 2.5}), ("ZBH1", {"limit": 2})],
-    ids=str,
-)
-def test_answers_are_those_of_the_command_line(answer, zbpp, mode, settings):
-    chosen = SETTINGS | settings
-    times = {k: chosen[k] for k in ("f", "b", "w", "comm")}
-    speed = [1 / factor for factor in chosen["speeds"]]
-    (zbpp.folder / "costs.json").write_text(json.dumps(times | {"speed": speed}))
-    line = f"{mode} -p 4 -m 8 --costs costs.json"
-    if chosen["limit"]:
-        line += f" --memory_limit {chosen['limit']}"
-    found = answer("plan", mode, **settings)
-    if "reason" in found:
-        zbpp(f"plan {line} -o plan.json", code=2)
-        assert (mode, chosen["limit"]) == ("ZBH1", 2)
-        assert found["reason"] in zbpp.err.replace("\n", " ")
-        return
-    zbpp(f"plan {line} -o plan.json")
-    file = json.loads((zbpp.folder / "plan.json").read_text())
-    assert json.loads(found["file"]) == file
-    shown = zbpp.json(f"show {line}")
-    assert found["bubble"] == shown["bubble_rate"]
-    assert (found["peak"], found["gap"]) == (max(shown["peak_memory"]), shown["gap"])
+@pytest.mark.parametrize("limit", [0, 3.5])
+def test_a_report_has_the_figures_of_the_command_line(ask, zbpp, limit):
+    status, _, report = ask("/report", **SETTINGS | {"memory_limit": limit})
+    assert status == 200
+    rows = dict(re.findall(r'<tr[^>]*><th scope="row">(\w+)</th>(.*?)</tr>', report))
+    costs = {name: SETTINGS[name] for name in ("f", "b", "w", "comm")}
+    (zbpp.folder / "costs.json").write_text(json.dumps(costs))
+    flags = f" --memory_limit {limit}" if limit else ""
+    data = zbpp.json(f"compare -p 4 -m 8 --costs costs.json{flags}")
+    (compared,) = data["comparisons"]
+    refused = 0
+    for row in compared["modes"]:
+        if "reason" in row:
+            refused += 1
+            assert "needs memory" in rows[row["mode"]]
+        else:
+            assert f"{row['bubble_rate']:.2%}" in rows[row["mode"]]
+            assert f"<b>{row['mode']}</b>" in report, "a timeline"
+    assert (refused > 0) == (limit > 0)
 
 
-def test_timelines_have_a_panel_a_mode(answer):
-    drawn = answer("draw", "1F1B", "ZBV")
-    assert re.findall(r"<b>(.*?)</b>", drawn["html"]) == ["1F1B", "ZBV"]
-    lengths = re.findall(r"(\S+) from start to end", drawn["html"])
-    assert lengths == ["33", "25.5"]
-
-
-@pytest.mark.needs("matplotlib")
-def test_a_chart_has_a_label_a_mode(answer):
-    html = answer("chart", "1F1B", "ZBV")["html"]
-    assert ">1F1B</text>" in html and ">ZBV</text>" in html
-
-
-def test_settings_without_a_plan_have_a_reason(answer):
-    assert "too many for a page" in answer("plan", "ZBV", microbatches=10**6)["reason"]
-    assert "did you mean" in answer("plan", "ZBW")["reason"]
-
-
-@pytest.mark.parametrize("body", ["no JSON", "{}", " " * 100_001])
-def test_requests_that_are_no_questions_are_refused(ask, body):
-    assert ask("POST", "/answer", body)[0] == 400
-    assert ask("GET", "/")[0] == 200
+@pytest.mark.parametrize("wrong", [{"f": "x"}, {"microbatches": 10**6}])
+def test_settings_that_no_slider_has_are_refused(ask, wrong):
+    assert ask("/report", **SETTINGS | wrong)[0] == 400
+    assert ask("/report")[0] == 400
 
 
 def test_a_port_that_is_taken_is_refused(address, zbpp):

@@ -19,7 +19,7 @@ from zbpp.cli.estimate import EstimateCommand
 from zbpp.cli.mesh import Mesh
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.plan import Plan
-from zbpp.cli.playground.command import Playground
+from zbpp.cli.playground import Playground
 from zbpp.cli.profile import Profile
 from zbpp.cli.show import Show
 from zbpp.cli.train import Train

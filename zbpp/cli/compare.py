@@ -20,14 +20,14 @@ from zbpp.simulator.page import write_page
 from zbpp.training import options
 from zbpp.training.options import Microbatches, Names, Paths, Stages, Switch
 
-__all__ = ["Compare"]
+__all__ = ["Compare", "Comparison", "Planned"]
 
 _MOST_PASSES = 2048  # stages x micro-batches of a plan for the chart over m
 _MOST_SHOWN = 4  # timelines that a page shows at first
 
 
 @dataclass(frozen=True)
-class _Planned:
+class Planned:
     """A mode with its plan and figures."""
 
     plan: Plan
@@ -40,7 +40,7 @@ class _Planned:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class Comparison:
     """Modes that were planned for the same costs.
 
     Args:
@@ -51,11 +51,11 @@ class _Comparison:
     """
 
     name: str
-    rows: Mapping[str, _Planned | str]
+    rows: Mapping[str, Planned | str]
     post_validation: bool | None = None
 
     @property
-    def planned(self) -> dict[str, _Planned]:
+    def planned(self) -> dict[str, Planned]:
         """The modes that have a plan."""
         return {
             mode: row for mode, row in self.rows.items() if not isinstance(row, str)
@@ -78,7 +78,7 @@ class _Comparison:
             "modes": [self._mode_data(mode, row) for mode, row in self.rows.items()],
         }
 
-    def _mode_data(self, mode: str, row: _Planned | str) -> dict[str, Any]:
+    def _mode_data(self, mode: str, row: Planned | str) -> dict[str, Any]:
         if isinstance(row, str):
             return {"mode": mode, "reason": row}
         data = asdict(row.summary) | asdict(row.steady)
@@ -153,9 +153,9 @@ class Compare(PlanFlags):
             if not self.json:
                 print(self.out)
 
-    def _compare(self, path: Path | None) -> _Comparison:
+    def _compare(self, path: Path | None) -> Comparison:
         flags = self._for(path)
-        rows: dict[str, _Planned | str] = {}
+        rows: dict[str, Planned | str] = {}
         for name in self.modes:
             mode = name if is_file(name) else canonical(name)
             try:
@@ -163,7 +163,7 @@ class Compare(PlanFlags):
             except RequestError as error:
                 rows[mode] = str(error).partition("\n")[0]
         validates = self.enable_optimizer_post_validation
-        comparison = _Comparison("" if path is None else str(path), rows, validates)
+        comparison = Comparison("" if path is None else str(path), rows, validates)
         if not comparison.planned:
             raise RequestError(f"no mode can be had: {next(iter(rows.values()))}")
         return comparison
@@ -172,14 +172,14 @@ class Compare(PlanFlags):
         """The flags with one costs file."""
         return replace(self, costs=path)  # type: ignore[arg-type]
 
-    def _plan(self, mode: str) -> _Planned:
+    def _plan(self, mode: str) -> Planned:
         """Plan a mode, or read a file; with a layers file, split the layers for it."""
         has_chunks = is_file(mode) or MODES[mode].chunks is not None
         chunks = None if has_chunks else self.chunks_per_stage
         plan = replace(self, chunks_per_stage=chunks).plan(mode)
-        return _Planned(plan, summarize(plan.schedule, plan.costs))
+        return Planned(plan, summarize(plan.schedule, plan.costs))
 
-    def _print(self, comparison: _Comparison, name: str) -> None:
+    def _print(self, comparison: Comparison, name: str) -> None:
         validates = self.enable_optimizer_post_validation
         rows, planned = comparison.rows, comparison.planned
         title = f"{self.stages} stages, {self.microbatches} micro-batches"
@@ -204,9 +204,7 @@ class Compare(PlanFlags):
             than = "" if gain is None else f": {gain_text(gain)} than even chunks"
             print(f"{mode:{widest}}  split {split}{than}")
 
-    def _draw(
-        self, out: Path, comparisons: Sequence[_Comparison], command: str
-    ) -> None:
+    def _draw(self, out: Path, comparisons: Sequence[Comparison], command: str) -> None:
         """Write a page, or a picture of the charts of the first costs."""
         series = self._over_m(comparisons[0])
         if out.suffix.lower() != ".html":
@@ -232,7 +230,7 @@ class Compare(PlanFlags):
             by_microbatches=series,
         )
 
-    def _over_m(self, comparison: _Comparison) -> dict[str, list[tuple[int, float]]]:
+    def _over_m(self, comparison: Comparison) -> dict[str, list[tuple[int, float]]]:
         """Bubble rates for other numbers of micro-batches, by quick plans."""
         p = self.stages
         near = {p * factor // 2 for factor in (1, 2, 4, 8, 16)}
