@@ -64,7 +64,7 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.text import mistake
-from zbpp.schedules.passes.posting import Posting, in_time, when_sent
+from zbpp.schedules.passes.posting import Columns, Posting, in_time, when_sent
 from zbpp.schedules.passes.segments import in_segments
 
 __all__ = ["check_channels", "lower", "lower_forward"]
@@ -127,7 +127,7 @@ def lower(
     placement = schedule.placement
     _check_validation(placement, orders)
     times = (costs or Costs()).on(placement)
-    columns = None if cut is None else (cut.starts, cut.ends)
+    columns = None if cut is None else Columns(cut.starts, cut.ends, cut.numbers)
     posting = (
         when_sent(orders, times, columns=columns)
         if on_device

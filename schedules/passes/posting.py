@@ -18,32 +18,35 @@ than those that end before it, and none for itself:
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from zbpp.core import (
     Check,
     ChunkCosts,
     Collective,
+    Costs,
     Job,
     JobGraph,
     Message,
-    Pass,
     Segment,
     Step,
     TiedGradient,
-    begun_by,
-    ended_by,
     reader,
-    reads,
-    writes,
 )
 
 __all__ = ["Posting", "in_time", "when_sent"]
 
 Orders = Sequence[Sequence[Job | Segment]]
 
-Columns = tuple[list[list[float]], list[list[float]]]
-"""Starts and ends of the columns of all orders."""
+
+class Columns(NamedTuple):
+    """When the columns of all orders run."""
+
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
+    numbers: Sequence[Sequence[float]]
+    """None runs before one with a smaller number, where times are the same."""
 
 
 class Posting(Protocol):
@@ -75,7 +78,7 @@ def in_time(
         orders: of all stages.
         times: of the jobs and messages.
         ahead: jobs before the reader; collectives and further segments do not count.
-        columns: starts and ends, if they are known.
+        columns: when they run, if it is known; else there are no segments.
     """
     places = [
         [c for c, job in enumerate(order) if not _goes_on(job)] for order in orders
@@ -83,7 +86,7 @@ def in_time(
     if not any(times.hops):
         columns = None
     elif columns is None:
-        columns = _starts_and_ends(orders, times)
+        columns = _columns_of(orders, times)
 
     def column(
         stage: int, message: Message, *, need: int, sender: tuple[int, int]
@@ -92,7 +95,7 @@ def in_time(
         early = places[stage][place]
         if columns is None or isinstance(message, TiedGradient):
             return early
-        starts, ends = columns
+        starts, ends, _ = columns
         delay = times.delay(message.chunk, reader(message))
         return min(early, bisect_right(ends[stage], starts[stage][early] - 2 * delay))
 
@@ -110,8 +113,8 @@ def when_sent(
     The arguments are those of `in_time`.
     """
     if columns is None:
-        columns = _starts_and_ends(orders, times)
-    numbers = _in_order_of_ends(orders, columns[1], times.placement.n_chunks)
+        columns = _columns_of(orders, times)
+    numbers = _in_order_of_ends(orders, columns)
 
     def column(
         stage: int, message: Message, *, need: int, sender: tuple[int, int]
@@ -127,54 +130,32 @@ def _goes_on(job: Job | Segment) -> bool:
     return isinstance(job, Collective) or (isinstance(job, Segment) and not job.begins)
 
 
-def _starts_and_ends(orders: Orders, times: ChunkCosts) -> Columns:
+def _columns_of(orders: Orders, times: ChunkCosts) -> Columns:
     """Time every column of every order; what is no pass takes no time."""
-    passes = [[x for x in order if isinstance(x, Pass)] for order in orders]
-    rows = JobGraph(passes, times).run().slots()
-    starts: list[list[float]] = [[] for _ in orders]
-    ends: list[list[float]] = [[] for _ in orders]
-    for stage, order in enumerate(orders):
-        slots, now = iter(rows[stage]), 0.0
-        for job in order:
-            start = now
-            if isinstance(job, Pass):
-                slot = next(slots)
-                start, now = slot.start, slot.end
-            starts[stage].append(start)
-            ends[stage].append(now)
-    return starts, ends
+    rows = [[job for job in x if not isinstance(job, Segment)] for x in orders]
+    none = (0.0,) * times.placement.n_chunks
+    passes_alone = replace(
+        times, optimizer=none, validation=none, all_gather=none, reduce_scatter=none
+    )
+    run = JobGraph(rows, passes_alone, barrier=False).run()
+    # passes of equal length: each starts later than all that it waits for
+    equal = JobGraph(rows, Costs().on(times.placement), barrier=False).run()
+    return Columns(*map(run.by_row, (run.starts, run.ends, equal.starts)))
 
 
-def _in_order_of_ends(
-    orders: Orders, ends: Sequence[Sequence[float]], n_chunks: int
-) -> list[list[int]]:
+def _in_order_of_ends(orders: Orders, columns: Columns) -> list[list[int]]:
     """Number all jobs in an order in which they can end; by stage and column.
 
     What stands before the V's comes first, as it may be replayed without the rest, and
     the Steps last, as they wait for all stages.
     """
-    jobs: list[tuple[int, float, int, int, int]] = []
-    written: set[object] = set()
-    phases = [0] * len(orders)
-    columns = [0] * len(orders)
-    before = None
-    while before != columns:
-        before = list(columns)
-        for stage, order in enumerate(orders):
-            for column in range(columns[stage], len(order)):
-                job = order[column]
-                begun, ended = begun_by(job), ended_by(job)
-                if begun and not written.issuperset(reads(begun, n_chunks)):
-                    break
-                if ended:
-                    written.update(writes(ended, n_chunks))
-                if isinstance(job, Check | Step):
-                    phases[stage] = 1 if isinstance(job, Check) else 3
-                entry = phases[stage], ends[stage][column], len(jobs), stage, column
-                jobs.append(entry)
-                columns[stage] += 1
-                if isinstance(job, Check):
-                    phases[stage] = 2
+    jobs: list[tuple[int, float, float, int, int]] = []
+    for stage, order in enumerate(orders):
+        check = order.index(Check(stage)) if Check(stage) in order else -1
+        for column, job in enumerate(order):
+            phase = (column >= check) + (column > check) + isinstance(job, Step)
+            end, number = columns.ends[stage][column], columns.numbers[stage][column]
+            jobs.append((phase, end, number, stage, column))
     numbers = [[0] * len(order) for order in orders]
     for number, (*_, stage, column) in enumerate(sorted(jobs)):
         numbers[stage][column] = number

@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 
 from zbpp.core import (
     ChunkCosts,
@@ -58,11 +59,13 @@ class SegmentedOrders:
     Args:
         orders: of all stages, their O's and V's included.
         starts, ends: of each column.
+        numbers: of each column; one that is waited for has a smaller one.
     """
 
     orders: list[list[Job | Segment]]
     starts: list[list[float]]
     ends: list[list[float]]
+    numbers: list[list[int]]
 
     @property
     def span(self) -> float:
@@ -99,12 +102,16 @@ def in_segments(
         stages.append(_Stage(row, joint, times, adds_up))
     written: dict[Value, float] = {}
     starts = [stage.choose(written) for stage in stages]
+    numbers: list[list[int]] = [[] for _ in stages]
+    n_run = count()
     while (first := min(starts)) < math.inf:
         number = starts.index(first)
         changed = {number}
         for value, end in stages[number].run().items():
             written[value] = end
             changed.add(placement.stage_of[reader(value)])
+        n_new = len(stages[number].order) - len(numbers[number])
+        numbers[number] += islice(n_run, n_new)
         for number in changed:
             starts[number] = stages[number].choose(written)
     assert all(stage.is_done for stage in stages), "stages wait for one another"
@@ -112,6 +119,7 @@ def in_segments(
         [stage.order for stage in stages],
         [stage.starts for stage in stages],
         [stage.ends for stage in stages],
+        numbers,
     )
 
 

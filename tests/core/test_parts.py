@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from textwrap import dedent
 
@@ -12,7 +11,6 @@ from moe import C, N, moe_costs
 
 from zbpp.core import (
     Costs,
-    JobGraph,
     Lane,
     LayerCosts,
     Part,
@@ -308,15 +306,3 @@ def test_parts_that_compute_in_a_row_are_one_and_those_of_no_time_none():
     assert merged.b == ((C, 1.0), (N, 1.0), (C, 2.5), (N, 1.0), (C, 1.5))
     fast = Costs(parts=Parts(EXCHANGE, EXCHANGE), speed=2).on(Placement.single(1))
     assert fast.parts[0].f == ((C, 0.5), (N, 0.5), (C, 0.5))
-
-
-@pytest.mark.parametrize("n_jobs", list(product((0, 1, 2), repeat=2)))
-def test_a_replay_that_comes_to_no_end_is_refused(n_jobs):
-    schedule = plan("1F1B", n_stages=2, n_microbatches=2)
-    orders = [order[:n] for order, n in zip(schedule.orders, n_jobs, strict=True)]
-    graph = JobGraph(orders, Costs().on(schedule.placement))
-    if n_jobs[0] or not n_jobs[1]:
-        assert tuple(map(len, graph.run().slots())) == n_jobs
-    else:
-        with pytest.raises(RequestError, match=r"1F0 never starts: what it waits"):
-            graph.run()

@@ -170,14 +170,6 @@ def test_counts_are_checked_first():
         build("0F0 0BW0", stage_of=(0, 1))
 
 
-def test_a_stage_of_two_chunks_may_deadlock_with_itself():
-    build("0F0 1F0 1BW0 0BW0", stage_of=(0, 0))
-    with pytest.raises(ScheduleError, match="deadlock: stage 0 waits at 1F0"):
-        build("1F0 0F0 1BW0 0BW0", stage_of=(0, 0))
-    with pytest.raises(ScheduleError, match="deadlock: stage 0 waits at 0BW0"):
-        build("0F0 1F0 0BW0 1BW0", stage_of=(0, 0))
-
-
 def test_gradients_are_summed_after_the_last_w():
     row, sums = "0F0 0F1 0B0 0B1 0W1 {} 0W0 {} O", "0REDUCE_GRAD 0REDUCE_WAIT"
     build(row.format("", sums), m=2)

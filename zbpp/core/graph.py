@@ -18,11 +18,11 @@ when the last has ended. But where W has a part for each part of B that computes
 waits for that one alone (`ChunkCosts.source_of`).
 """
 
+from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -37,7 +37,6 @@ from zbpp.core.jobs import (
     PassKind,
     State,
     Step,
-    Value,
     What,
     bulk_construct,
     gc_paused,
@@ -48,7 +47,6 @@ from zbpp.core.jobs import (
     output_of,
     passes_in,
     place_of,
-    reader,
     reads,
     writes,
 )
@@ -74,38 +72,15 @@ class Wait(NamedTuple):
     from_start: bool = False
 
 
-Writers = dict[int, int]
-"""By micro-batch the node that writes a value of a chunk."""
-
-
 class _Shape(NamedTuple):
     """What the passes of one kind and chunk have in common."""
 
     times: tuple[float, float]
     """Its own time, and that of the message that it waits for."""
-    message: Writers | None
-    """Of the value that it reads of another chunk."""
-    output: Writers | None
-    """Of the value that it writes for another chunk."""
-
-
-class _Shapes(dict[int, _Shape]):
-    """The shapes of the passes of one kind, by chunk."""
-
-    def __init__(self, kind: PassKind, graph: "JobGraph") -> None:
-        self._kind, self._graph = kind, graph
-
-    def __missing__(self, chunk: int) -> _Shape:
-        times, writers = self._graph.times, self._graph.writers
-        job, n_chunks = Pass(self._kind, chunk, 0), times.placement.n_chunks
-        read, written = input_of(job, n_chunks), output_of(job, n_chunks)
-        delay = 0.0 if read is None else times.delay(read.chunk, chunk)
-        shape = self[chunk] = _Shape(
-            (times.of_pass(self._kind, chunk), delay),
-            None if read is None else writers[read.what, read.chunk],
-            None if written is None else writers[written.what, written.chunk],
-        )
-        return shape
+    message: dict[int, int] | None
+    """By micro-batch the nodes that write what it reads of another chunk."""
+    output: dict[int, int] | None
+    """The same of what it writes for another chunk."""
 
 
 _NOTHING, _SEVERAL = -1, -2  # no source of a node, and its waits are listed
@@ -138,74 +113,100 @@ class JobGraph:
         self.all_gradients, self.verdict, self.missing = range(n_jobs, n_jobs + 3)
         self.gradients: list[int] = []
         """Nodes that end the last gradients of the stages."""
-        self.writers: dict[tuple[What, int], Writers] = defaultdict(dict)
-        self._step_source = self.all_gradients if barrier else _NOTHING
-        self._shapes = {kind: _Shapes(kind, self) for kind in PassKind}
-        self._sources: list[int] = []
-        """What each job waits for besides the one before it in its row."""
+        self._has_barrier = barrier
+        self._waits: dict[int, list[Wait]] = {}
+        """By node; those of rows of whole passes are listed when they are asked for."""
+        self._sources = array("q")
+        """What each job of such rows waits for, besides the one before it."""
         self._times: list[tuple[float, float]] = []
         """Of each job, and of the message of its source."""
-        self._waits: dict[int, list[Wait]] = {}
-        """All that a job waits for, where one source does not tell it."""
+        self._writers: dict[tuple[What, int], dict[int, int]] = defaultdict(dict)
+        """By value and chunk, then by micro-batch: the nodes that write values."""
         self._readers: list[set[int]] = [set() for _ in rows]
         """The stages that each stage sends to."""
         for stage, other in pairwise(times.placement.stage_of):
             self._readers[stage].add(other)
             self._readers[other].add(stage)
+        chunks = range(times.placement.n_chunks)
+        shapes = {x: [self._shape(x, c) for c in chunks] for x in PassKind}
         is_plain = [set(map(type, row)) <= {Pass, Step, Check} for row in rows]
-        for begin, row, plain in zip(self.first, rows, is_plain, strict=False):
-            (self._add_passes if plain else self._add_jobs)(begin, row)
-        for begin, row, plain in zip(self.first, rows, is_plain, strict=False):
-            (self._add_sources if plain else self._add_values)(begin, row)
+        for stage, plain in enumerate(is_plain):
+            if plain:
+                self._note_outputs(stage, shapes)
+            else:
+                self.gradients += self._list_waits(stage)
+        for stage, plain in enumerate(is_plain):
+            if plain:
+                self._add_sources(stage, shapes)
+            else:
+                self._list_values(stage)
+                self._sources.extend([_SEVERAL] * len(rows[stage]))
+                self._times += [(times.of(job), 0.0) for job in rows[stage]]
 
-    def _add_passes(self, begin: int, row: Sequence[Job]) -> None:
+    def _shape(self, kind: PassKind, chunk: int) -> _Shape:
+        job, times = Pass(kind, chunk, 0), self.times
+        n_chunks, writers = times.placement.n_chunks, self._writers
+        read, written = input_of(job, n_chunks), output_of(job, n_chunks)
+        delay = 0.0 if read is None else times.delay(read.chunk, chunk)
+        return _Shape(
+            (times.of_pass(kind, chunk), delay),
+            None if read is None else writers[read.what, read.chunk],
+            None if written is None else writers[written.what, written.chunk],
+        )
+
+    def _note_outputs(self, stage: int, shapes: dict[PassKind, list[_Shape]]) -> None:
         """Note who writes what in a row whose jobs wait for the one before them."""
-        shapes = self._shapes
-        for node, job in enumerate(row, begin):
+        for node, job in enumerate(self.rows[stage], self.first[stage]):
             if job.__class__ is Pass:
                 output = shapes[job.kind][job.chunk].output
                 if output is not None:
                     output[job.microbatch] = node
-        for node in range(begin + len(row) - 1, begin - 1, -1):
-            if kind_of(row[node - begin]).gradients_due < 0:
+        for node in range(self.first[stage + 1] - 1, self.first[stage] - 1, -1):
+            if kind_of(self.job(node)).gradients_due < 0:
                 self.gradients.append(node)
                 break
 
-    def _add_sources(self, _: int, row: Sequence[Job]) -> None:
+    def _add_sources(self, stage: int, shapes: dict[PassKind, list[_Shape]]) -> None:
         """Add the messages that passes wait for, and the states of other jobs."""
-        shapes, sources, times = self._shapes, self._sources, self._times
-        for job in row:
+        sources, times, missing = self._sources, self._times, self.missing
+        step_source = self.all_gradients if self._has_barrier else _NOTHING
+        for job in self.rows[stage]:
             if job.__class__ is Pass:
                 shape = shapes[job.kind][job.chunk]
                 times.append(shape.times)
                 if shape.message is None:
                     sources.append(_NOTHING)
                 else:
-                    sources.append(shape.message.get(job.microbatch, self.missing))
+                    sources.append(shape.message.get(job.microbatch, missing))
             else:
                 times.append((self.times.of(job), 0.0))
-                is_check = isinstance(job, Check)
-                sources.append(self.verdict if is_check else self._step_source)
+                sources.append(self.verdict if isinstance(job, Check) else step_source)
 
-    def _add_jobs(self, begin: int, row: Sequence[Job]) -> None:
-        """Add the waits of any jobs for others of their stage; note who writes what."""
+    def _list_waits(self, stage: int) -> Iterator[int]:
+        """List the waits of jobs for others of their stage, and note who writes what.
+
+        Yields the nodes that end the last gradients, one a lane.
+        """
         n_chunks = self.times.placement.n_chunks
-        last: dict[Hashable, int] = {}  # by lane, by state and place, and see below
+        last: dict[Hashable, int] = {(State.VERDICT, stage): self.verdict}
+        """By lane, by state and place, by pass, and by part of a pass."""
+        if self._has_barrier:
+            last[State.ALL_GRADIENTS, stage] = self.all_gradients
         gradients: dict[Lane, int] = {}
-        for node, job in enumerate(row, begin):
-            lanes = {*lanes_of(job), *(() if _is_part(job) else (Lane.COMPUTE,))}
+        for node, job in enumerate(self.rows[stage], self.first[stage]):
+            begins_in_turn = () if isinstance(job, Part) else (Lane.COMPUTE,)
+            lanes = dict.fromkeys((*begins_in_turn, *lanes_of(job)))
             waits = [Wait(last[lane], "lane") for lane in lanes if lane in last]
             for member in members_of(job):
-                for state in kind_of(member).awaits:
-                    source = self._source_of(state, place_of(member), last)
-                    waits += [] if source == _NOTHING else [Wait(source, "state")]
-            last |= dict.fromkeys(lanes_of(job), node)
+                states = ((x, place_of(member)) for x in kind_of(member).awaits)
+                waits += [Wait(last[x], "state") for x in states if x in last]
             if isinstance(job, Part):
                 waits += self._waits_of_part(job, last)
                 last[job.of] = last[job.of, job.index] = node
                 if job.index == 0:
                     last["begun"] = node
             self._waits[node] = waits
+            last |= dict.fromkeys(lanes_of(job), node)
             for done in self._done_with(job):
                 kind = kind_of(done)
                 if kind.sets is not None:
@@ -213,15 +214,8 @@ class JobGraph:
                 if kind.gradients_due < 0:
                     gradients |= dict.fromkeys(lanes_of(job), node)
                 for value in writes(done, n_chunks) if isinstance(done, Pass) else ():
-                    self.writers[value.what, value.chunk][value.microbatch] = node
-        self.gradients += gradients.values()
-
-    def _source_of(self, state: State, place: int, last: dict[Hashable, int]) -> int:
-        if state is State.VERDICT:
-            return self.verdict
-        if state is State.ALL_GRADIENTS:
-            return self._step_source
-        return last.get((state, place), _NOTHING)
+                    self._writers[value.what, value.chunk][value.microbatch] = node
+        yield from gradients.values()
 
     def _waits_of_part(self, job: Part, last: dict[Hashable, int]) -> Iterator[Wait]:
         if job.index:
@@ -243,16 +237,14 @@ class JobGraph:
         has_w = job.kind is not PassKind.B or bool(self.times.parts_of(w))
         return (job.of,) if has_w else (job.of, w)
 
-    def _add_values(self, begin: int, row: Sequence[Job]) -> None:
-        """Add the waits of any jobs for values."""
-        for node, job in enumerate(row, begin):
-            self._sources.append(_SEVERAL)
-            self._times.append((self.times.of(job), 0.0))
+    def _list_values(self, stage: int) -> None:
+        """Add the values that jobs read to their waits."""
+        for node, job in enumerate(self.rows[stage], self.first[stage]):
             if isinstance(job, Part) and (job.index or job.kind is PassKind.W):
                 continue
             for part in passes_in(job):
                 for value in reads(part, self.times.placement.n_chunks):
-                    writers = self.writers[value.what, value.chunk]
+                    writers = self._writers[value.what, value.chunk]
                     source = writers.get(value.microbatch, self.missing)
                     delay = self.times.delay(value.chunk, part.chunk)
                     self._waits[node].append(Wait(source, "value", delay))
@@ -272,32 +264,11 @@ class JobGraph:
         if node >= self.first[-1]:
             is_sum = node == self.all_gradients
             return [Wait(x, "state") for x in (self.gradients if is_sum else ())]
-        source, job = self._sources[node], self.job(node)
-        if source == _SEVERAL:
-            return self._waits[node]
-        waits = [Wait(node - 1, "lane")] if self.place(node)[1] else []
-        if not isinstance(job, Pass):
-            return waits if source == _NOTHING else [*waits, Wait(source, "state")]
-        if source != _NOTHING:
-            waits.append(Wait(source, "value", self._times[node][1]))
-        stored = reads(job, self.times.placement.n_chunks)
-        return waits + [
-            Wait(self._stored[value], "value")
-            for value in stored
-            if value in self._stored
-        ]
-
-    @cached_property
-    def _stored(self) -> dict[Value, int]:
-        """Nodes that write the values that stay in their chunk."""
-        n_chunks = self.times.placement.n_chunks
-        return {
-            value: node
-            for node, job in enumerate(chain.from_iterable(self.rows))
-            if isinstance(job, Pass)
-            for value in writes(job, n_chunks)
-            if reader(value) == value.chunk
-        }
+        if node not in self._waits:
+            stage, _ = self.place(node)
+            list(self._list_waits(stage))
+            self._list_values(stage)
+        return self._waits[node]
 
     def run(
         self,
@@ -317,8 +288,8 @@ class JobGraph:
             ScheduleError: jobs wait for one another; the message names them.
         """
         first, sources, times = self.first, self._sources, self._times
-        starts, ends = [inf] * first[-1], [inf] * first[-1]
-        ends += [inf, verdict, inf]
+        starts = array("d", [inf]) * first[-1]
+        ends = starts + array("d", [inf, verdict, inf])
         least = [0.0] * len(self.rows) if free is None else free
         at, stops = first[:-1], first[1:]
         to_try = list(range(len(at)))[::-1]
@@ -397,14 +368,12 @@ class JobGraph:
         )
 
 
-def _is_part(job: Job) -> bool:
-    return isinstance(job, Part)
-
-
 class JobTimes:
     """Starts of the jobs of a graph, and ends of all its nodes."""
 
-    def __init__(self, graph: JobGraph, starts: list[float], ends: list[float]) -> None:
+    def __init__(
+        self, graph: JobGraph, starts: Sequence[float], ends: Sequence[float]
+    ) -> None:
         self.graph, self.starts, self.ends = graph, starts, ends
 
     @property
@@ -453,13 +422,17 @@ class JobTimes:
         # what begins with another job waited for the same as that one
         return self.decided_by(latest.source) if latest.from_start else latest.source
 
+    def by_row(self, values: Sequence[float]) -> list[list[float]]:
+        """Starts or ends of each row."""
+        return [list(values[a:b]) for a, b in pairwise(self.graph.first)]
+
     def slots(self) -> list[list[Slot]]:
         """The jobs of each row in time."""
-        places = zip(self.graph.first, self.graph.first[1:], strict=False)
+        rows = zip(
+            self.graph.rows, *map(self.by_row, (self.starts, self.ends)), strict=True
+        )
         with gc_paused():
             return [
-                bulk_construct(
-                    Slot, len(row), job=row, start=self.starts[a:b], end=self.ends[a:b]
-                )
-                for row, (a, b) in zip(self.graph.rows, places, strict=True)
+                bulk_construct(Slot, len(row), job=row, start=starts, end=ends)
+                for row, starts, ends in rows
             ]
