@@ -44,30 +44,17 @@ class Channel(NamedTuple):
 
 @dataclass
 class Groups:
-    """The groups that one process of a pipeline is in.
+    """The groups that one process of a pipeline is in; channels by the other stage."""
 
-    Args:
-        on_device: messages are moved on the device's streams, as NCCL does; False: by
-            the host, as gloo does.
-        device: where tensors must be to be moved.
-        everyone: all processes that step together.
-        hosts: the same processes, for numbers of the host (gloo).
-        numbers: channels of this group, by the stage at the other end.
-        sends: channels for tensors, by the stage that receives.
-        receives: by the stage that sends.
-        opened: all groups, in an order that is the same on all members.
-        store: for these processes alone.
-    """
-
-    on_device: bool
-    device: torch.device
+    on_device: bool  # messages move on streams, as NCCL's do; else by the host (gloo)
+    device: torch.device  # where tensors must be to be moved
     everyone: Group
-    hosts: Group
+    hosts: Group  # the same processes, for numbers of the host (gloo)
     numbers: dict[int, Channel]
     sends: dict[int, Channel]
     receives: dict[int, Channel]
-    opened: list[Group]
-    store: Any
+    opened: list[Group]  # in the same order on all members
+    store: Any  # for these processes alone
 
     def abort(self) -> None:
         """Let all other members fail at once, not when this process ends."""

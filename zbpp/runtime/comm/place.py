@@ -48,11 +48,7 @@ FLATTENED = "+"
 
 
 class Place:
-    """The place of this process on a mesh.
-
-    Args:
-        mesh: of the pipeline; None: this process is alone, without process groups.
-    """
+    """The place of this process on a mesh; without one it is alone."""
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self.mesh = mesh

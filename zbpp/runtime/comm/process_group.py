@@ -21,14 +21,7 @@ def initialise(device: torch.device, *, timeout_s: float) -> None:
 
     Does nothing where the process group exists, or where this process is alone. NCCL
     and its likes serve accelerators, gloo CPUs and accelerators that processes share.
-
-    Args:
-        device: of this process.
-        timeout_s: how long to wait for the other processes, and for operations that
-            have no time-out of their own.
-
-    Raises:
-        PeerError: a process has not come.
+    The time-out is also that of operations without another one.
     """
     if runs_ahead(device) and device.index is not None:
         torch.accelerator.set_device_index(device)  # NCCL takes the current one

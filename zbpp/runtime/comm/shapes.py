@@ -125,12 +125,7 @@ class Shapes:
             self._specs[kind, What.GRADIENT, value.chunk + 1] = spec.gradients()
 
     def header(self, value: Value, tensors: Tensors) -> bytes | None:
-        """Return what the receiver must know before a value comes; None: it knows.
-
-        Raises:
-            ShapeError: the value cannot be sent, or was another one for a micro-batch
-                of the same kind.
-        """
+        """Return what the receiver must know before a value comes; None: it knows."""
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                 _refuse_others(value, tensor)

@@ -113,9 +113,7 @@ class LocalStages:
     ) -> Iterator[None]:
         """Tell the other processes of an error that leaves this block.
 
-        Args:
-            doing: the call that is under way; None: that which began last.
-            of_requests: False: not of a `RequestError`, which they find themselves.
+        Where ``of_requests`` is False, all find a `RequestError` themselves.
         """
         self.transport.doing = doing or self.transport.doing
         try:

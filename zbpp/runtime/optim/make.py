@@ -30,9 +30,6 @@ def check_optimizer(optimizer: Any) -> None:
 
     An optimizer that is made already is refused: stages need several, and learning-rate
     schedulers of the one would change none of them.
-
-    Raises:
-        RequestError: the line to write stands in the message.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
@@ -54,15 +51,7 @@ def check_optimizer(optimizer: Any) -> None:
 def made_optimizers(
     make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]
 ) -> list[torch.optim.Optimizer]:
-    """Call the function with one stage's parameters.
-
-    Args:
-        make: as `zbpp.Pipeline` takes it.
-        named: the parameters by the model's own names.
-
-    Raises:
-        RequestError: it gives something else, or what cannot step a pipeline.
-    """
+    """Call the function with one stage's parameters, and check what it returns."""
     made = _call(make, named)
     optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:

@@ -27,12 +27,9 @@ def squared_norms(
 ) -> Tensor:
     """Squared gradient norm of each layer of the model, (n_layers,) in float64.
 
-    Args:
-        stage: the gradients of its layers are there; others have 0.
-        counted: parameters whose gradients count, once each. Those of them that are in
-            no layer (a loss may have some) count with the stage's last layer.
-        n_layers: layers of the whole model.
-        peers: processes of the stage. A gradient of several of them counts on one.
+    Layers of other stages have 0. Gradients of ``counted`` count once each, those of
+    parameters that are in no layer (a loss may have some) with the stage's last layer,
+    and those that several processes of the stage have on one of them.
     """
     *_, (last, _) = stage.numbered()
     places: list[tuple[int, Tensor]]

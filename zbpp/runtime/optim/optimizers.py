@@ -33,9 +33,6 @@ class _GroupValues:
 
     An option that is not now what it was after the speculative step has been changed by
     the caller, and stays; any other becomes what the second step makes of it.
-
-    Args:
-        optimizer: the speculative step comes between this and `end`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -71,16 +68,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 class StageOptimizers:
-    """All optimizers of a stage; false if there are none.
-
-    Args:
-        stage: whose parameters are stepped.
-        make_optimizer: builds one or several; None: gradients are the caller's.
-        own_name: names the parameters to a builder that asks for names.
-
-    Raises:
-        RequestError: the builder gives something else.
-    """
+    """All optimizers of a stage; false if there are none."""
 
     def __init__(
         self, stage: Stage, make_optimizer: MakeOptimizer | None, *, own_name: OwnName

@@ -37,11 +37,7 @@ _ODD = 2654435761
 class SameSamples:
     """Digests of the batch of a step, and their comparison.
 
-    Args:
-        peers: processes of the stage.
-        ends: whether this process reads the inputs, and whether it reads the targets.
-        parameters: of the stage.
-        device: of the stage.
+    ``ends`` tell whether this process reads the inputs, and whether the targets.
     """
 
     def __init__(
@@ -57,11 +53,7 @@ class SameSamples:
         self._numbers = torch.zeros(4, dtype=torch.int64, device=device)
 
     def note(self, inputs: Any, targets: Any, key: Any, *, is_first: bool) -> None:
-        """Note the batch of a step, or of a part of one.
-
-        Raises:
-            RequestError: the key does not hold whole numbers.
-        """
+        """Note the batch of a step, or of a part of one."""
         if not any(self._ends):
             return
         rank = torch.tensor(dist.get_rank() + 1)
@@ -79,11 +71,9 @@ class SameSamples:
         return torch.cat([is_plain, *ends]).double()
 
     def difference(self, rows: Tensor, step: int) -> str | None:
-        """Compare the sums of all processes; None: they read the same samples.
+        """Compare the numbers of each process of a stage, summed over the stages.
 
-        Args:
-            rows: the numbers of each process of a stage, summed over the stages.
-            step: number of the step.
+        None: they read the same samples.
         """
         first, last = rows[:, 1:5], rows[:, 5:]
         differs = _differs(first, last)

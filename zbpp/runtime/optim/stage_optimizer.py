@@ -36,18 +36,13 @@ __all__ = ["StageOptimizer"]
 
 @dataclass
 class _Pending:
-    """A step whose gradients are there and whose decision is not known yet.
-
-    Args:
-        result: sums of all stages, under way.
-        gradients: of the step, taken from the parameters at O; None: no optimizer has
-            stepped yet.
-        marks: of the parameters after O, as long as nobody may write to them.
-    """
+    """A step whose gradients are there and whose decision is not known yet."""
 
     result: StepResult
     gradients: Sequence[tuple[Tensor, Tensor | None]] | None = None
+    """Taken from the parameters at O; None: no optimizer has stepped yet."""
     marks: Sequence[tuple[Tensor, object]] = ()
+    """Of the parameters after O, as long as nobody may write to them."""
 
 
 def _mark(parameter: Tensor) -> object:
@@ -60,13 +55,8 @@ def _mark(parameter: Tensor) -> object:
 class StageOptimizer:
     """One stage's share of the optimizer step.
 
-    Args:
-        stage: whose parameters are stepped.
-        make_optimizer: builds one or several; None leaves gradients to the caller.
-        n_layers: layers of the whole model.
-        policy: ``post_validation`` is False where the schedule has no V's.
-        clip_grad_norm: largest norm of all gradients; None: any.
-        own_name: the model's own names of parameters.
+    ``post_validation`` of the policy is False where the schedule has no V's. Without a
+    builder of optimizers gradients are left to the caller.
     """
 
     def __init__(

@@ -36,9 +36,6 @@ def bind_parallel(
 
     The chunks that are returned know the parameter behind each leaf. Other stages add
     to the gradients of ``tied``; ``aliases`` share their memory.
-
-    Raises:
-        RequestError: a layer is wrapped, and there is no mesh, or not over its groups.
     """
     alternating, sums_each = replicas.alternating_buffers, reduces_every(replicas.shard)
     every_tied = {*tied, *aliases}
@@ -113,11 +110,7 @@ def _widen(units: Sequence[Unit]) -> None:
 
 
 def _check_managed(index: int, layer: nn.Module, place: Place) -> None:
-    """Check that what wraps a layer sums gradients over all that must be.
-
-    Raises:
-        RequestError: it sums over fewer.
-    """
+    """Check that what wraps a layer sums gradients over all that must be."""
     for module in units_in(layer):
         for p, mesh in managed(module):
             ranks = set(mesh.mesh.flatten().tolist())

@@ -37,9 +37,8 @@ _PARTS = {
 def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
     """Broadcast parameters and buffers; all processes of the stage must call.
 
-    Raises:
-        RequestError: plain parameters differ along ``tp`` or ``ep``: broadcast, parts
-            of a tensor would become copies of the first.
+    Plain parameters that differ along ``tp`` or ``ep`` are refused: parts of a tensor
+    would become copies of the first.
     """
     differ: dict[str, list[str]] = {}
     seen: set[Tensor] = set()

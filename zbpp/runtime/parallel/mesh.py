@@ -103,11 +103,7 @@ def make_mesh(
 def find_place(
     mesh: DeviceMesh | None, device: torch.device, *, n_stages: int | None
 ) -> Place:
-    """Find the place of this process on a mesh; None: all processes are stages.
-
-    Raises:
-        RequestError: a pipeline of so many stages cannot run on the mesh.
-    """
+    """Find the place of this process on a mesh; None: all processes are stages."""
     if mesh is not None:
         _check_mesh(mesh, n_stages)
     elif dist.group.WORLD is not None:

@@ -111,11 +111,8 @@ class Buckets:
 class ChunkCollectives(Progress):
     """The collectives of one chunk.
 
-    Args:
-        layers: by index, in order, what is wrapped of a layer, and what is not.
-        layer_of: layer of every leaf of the chunk.
-        sums_each: sum after every W, not after the last one.
-        now: reads the clock by which the stage's jobs are timed.
+    ``layers`` are in order, each with what is wrapped of it and what is not. With
+    ``sums_each`` every W sums, not the last one alone.
     """
 
     def __init__(
@@ -193,12 +190,7 @@ class ChunkCollectives(Progress):
 
 
 class Collectives:
-    """Runs the collectives of a stage.
-
-    Args:
-        chunks: those that have any.
-        tied: parameters whose gradients other stages add to first.
-    """
+    """Runs the collectives of a stage: of chunks that have any, and of tied weights."""
 
     def __init__(
         self, chunks: Mapping[int, ChunkCollectives], tied: Buckets | None = None

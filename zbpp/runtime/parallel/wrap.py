@@ -23,11 +23,7 @@ __all__ = ["check_bare", "check_shard", "wrap"]
 
 
 def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
-    """Check how replicas are to share.
-
-    Raises:
-        RequestError: they cannot.
-    """
+    """Refuse a way in which replicas cannot share."""
     if shard not in SHARDS:
         choices = ", ".join(map(repr, SHARDS))
         raise RequestError(f"shard is {shard!r}; choose one of {choices}")
@@ -44,11 +40,7 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
 
 
 def check_bare(chunks: Iterable[Chunk]) -> None:
-    """Check that layers can share buffers.
-
-    Raises:
-        RequestError: one is wrapped already, or has experts.
-    """
+    """Refuse alternating buffers for layers that are wrapped, or have experts."""
     for chunk in chunks:
         for index, layer in chunk.numbered():
             if any(units_in(layer)):
@@ -71,9 +63,6 @@ def wrap(
 
     Experts are dealt out over the processes that hold the same ones, module by module;
     where there are no others they stay whole, as ``tied`` parameters do.
-
-    Raises:
-        RequestError: experts cannot be dealt out apart from others.
     """
     if shard == "none":
         return
@@ -104,11 +93,7 @@ def wrap(
 
 
 def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The largest modules in a layer that hold nothing but experts.
-
-    Raises:
-        RequestError: a module has other parameters too.
-    """
+    """The largest modules in a layer that hold nothing but experts."""
     parameters = set(layer.parameters())
     if not parameters & experts:
         return

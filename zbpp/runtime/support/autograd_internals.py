@@ -102,12 +102,8 @@ def run_backward(
 ) -> tuple[Tensor | None, ...]:
     """Run a backward, without torch's checks of its arguments, which take 50 us.
 
-    Args:
-        ends: leaves or edges where it starts.
-        gradients: of these.
-        wanted: leaves or edges where it ends; empty: at all leaves.
-        accumulates: add to ``.grad``, as ``torch.autograd.backward`` does, and return
-            nothing; False returns gradients, as ``torch.autograd.grad`` does.
+    It ends at the wanted leaves or edges, at all leaves where there are none. Where it
+    accumulates, it adds to ``.grad`` and returns nothing.
     """
     if _run_engine is not None and all([dy is not None for dy in gradients]):
         found: tuple[Tensor | None, ...] = _run_engine(

@@ -66,14 +66,9 @@ def device_name(device: torch.device) -> str:
 
 
 def check_kind(name: str, *, auto: bool = True) -> None:
-    """Look at what ``--device`` names; a run asks later whether it is there.
+    """Refuse a kind of device that torch does not know, or one with a number.
 
-    Args:
-        name: "cpu", or an accelerator without a number: a process takes its own one.
-        auto: True allows "auto".
-
-    Raises:
-        RequestError: torch knows no such kind of device.
+    A run asks later whether it is there.
     """
     if auto and name == "auto":
         return
@@ -92,14 +87,8 @@ def own_device(asked: torch.device | str | None = None) -> torch.device:
     To be asked before the process group is made: NCCL takes the current GPU. It is the
     one that the script has made current, else that of ``LOCAL_RANK`` among those that
     the process sees: Slurm and Ray show each process its own alone, as number 0. Where
-    processes see fewer GPUs than they need, they share them.
-
-    Args:
-        asked: ``"cuda"``, or another accelerator's kind, is this process's one; None:
-            that, or the CPU where there is none.
-
-    Raises:
-        RequestError: torch finds no such device, or is built without it.
+    processes see fewer GPUs than they need, they share them. Without a kind it is the
+    CPU where there is no accelerator.
     """
     device = torch.device(asked or accelerator() or "cpu")
     if device.index is not None:
@@ -115,13 +104,6 @@ def own_device(asked: torch.device | str | None = None) -> torch.device:
 
 
 def asked_device(name: str) -> torch.device:
-    """Return this process's device for ``--device``.
-
-    Args:
-        name: "auto", "cpu" or an accelerator's kind; see `own_device`.
-
-    Raises:
-        RequestError: torch finds no such device, or is built without it.
-    """
+    """Return this process's device for ``--device``: auto, cpu or another kind."""
     check_kind(name)
     return own_device(None if name == "auto" else name)

@@ -21,11 +21,7 @@ T = TypeVar("T")
 
 
 class ThreadState:
-    """The state of the thread that makes this object.
-
-    Args:
-        device: whose autocast and current stream are a part of it.
-    """
+    """The state of the thread that makes this object; of a device too."""
 
     def __init__(self, device: torch.device) -> None:
         self._context = contextvars.copy_context()
