@@ -20,13 +20,7 @@ from torch.distributed.pipelining import pipe_split, pipeline
 
 from zbpp.core import RequestError
 from zbpp.models.blocks import find_blocks, is_under, modules_above
-from zbpp.models.hugging_face import (
-    cut_batch,
-    initialiser_of,
-    is_pretrained,
-    model_loss,
-    weigh_of,
-)
+from zbpp.models.hugging_face import initialiser_of, is_pretrained, losses_of
 from zbpp.models.layered import Layered, shared_buffers
 from zbpp.models.weights import Source, Weights, reset
 from zbpp.runtime.support.pytree import TreeSpec, flatten_tree, unflatten_tree
@@ -100,9 +94,7 @@ def cut_by_export(
             return [parts[index] for index in indices]
         return [parts[index].with_weights(source, units) for index in indices]
 
-    more: dict[str, Any] = {}
-    if is_pretrained(model):
-        more = {"loss_fn": model_loss, "weigh": weigh_of(model), "cut_batch": cut_batch}
+    losses = losses_of(model) if is_pretrained(model) else {}
     return Layered(
         len(parts),
         build,
@@ -111,7 +103,7 @@ def cut_by_export(
         own_name=_own_name,
         ties=find_ties(parts),
         buffers=shared_buffers(parts, _own_name),
-        **more,
+        **losses,
     )
 
 
@@ -216,9 +208,10 @@ def _export(
     names = [node.name for node in nodes if node.op == "placeholder"]
     outputs = [x.name for x in end.args[0]]
     graphs = [pipe.split_gm.get_submodule(node.target) for node in calls]
+    modules = {f"model.{name}".rstrip("."): x for name, x in model.named_modules()}
     for graph in graphs:
         use_generated_code(graph)
-        _use_tensors_of(model, graph)
+        _use_tensors_of(modules, graph)
     steps: list[_Step] = []
     later = set(outputs)
     for node in reversed(calls):
@@ -239,9 +232,8 @@ def _split(*_: Any) -> None:
     pipe_split()  # type: ignore[no-untyped-call]
 
 
-def _use_tensors_of(model: nn.Module, graph: nn.Module) -> None:
-    """Give a part the model's own parameters and buffers: some are copies."""
-    modules = {f"model.{name}".rstrip("."): x for name, x in model.named_modules()}
+def _use_tensors_of(modules: Mapping[str, nn.Module], graph: nn.Module) -> None:
+    """Give a part the parameters and buffers of the model: some are copies."""
     for name, part in graph.named_modules():
         original = modules.get(_SECOND_CALL.sub("", name))
         for key in [*part._buffers]:

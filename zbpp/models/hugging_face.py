@@ -18,8 +18,7 @@ __all__ = [
     "initialiser_of",
     "is_peft",
     "is_pretrained",
-    "model_loss",
-    "weigh_of",
+    "losses_of",
 ]
 
 
@@ -58,7 +57,7 @@ def base_of(model: Any) -> tuple[str, nn.Module]:
     return f"{prefix}.", base
 
 
-def model_loss(outputs: Any, targets: Any) -> Tensor:
+def _model_loss(outputs: Any, targets: Any) -> Tensor:
     """The loss that the model has computed in its last layer.
 
     Raises:
@@ -98,7 +97,7 @@ def _count_labels(labels: Any) -> float:
     return float((labels != IGNORED).sum())
 
 
-def weigh_of(model: Any) -> Weigh | None:
+def _weigh_of(model: Any) -> Weigh | None:
     """Count, from its labels, what a model takes the mean of its loss over.
 
     A batch's loss is then that of the plain model on the whole batch, however its
@@ -118,6 +117,12 @@ _BY_TOKENS: dict[str | None, Weigh] = {
     "ForMaskedLM": _count_labels,
     "ForTokenClassification": _count_labels,
 }
+
+
+def losses_of(model: nn.Module) -> dict[str, Any]:
+    """The batch and the loss of a model of transformers, as fields of `Layered`."""
+    functions = {"loss_fn": _model_loss, "cut_batch": cut_batch}
+    return {**functions, "weigh": _weigh_of(model)}
 
 
 def initialiser_of(model: Any) -> Callable[[str, nn.Module], None]:

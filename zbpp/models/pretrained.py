@@ -21,12 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from zbpp.core import RequestError
 from zbpp.models.blocks import find_blocks, is_under, modules_above
-from zbpp.models.hugging_face import (
-    cut_batch,
-    initialiser_of,
-    model_loss,
-    weigh_of,
-)
+from zbpp.models.hugging_face import initialiser_of, losses_of
 from zbpp.models.layered import Layered, shared_buffers
 from zbpp.models.weights import Source, Weights
 from zbpp.runtime.support.collectives import groups_kept
@@ -53,9 +48,6 @@ _FAILS = (
     *(RuntimeError, TypeError, ValueError),
 )
 """Errors of a model's code; `NotImplementedError` is one of them."""
-
-_MAX_LOOKS = 64
-"""Shapes of batches whose checks are remembered."""
 
 
 def takes_embeddings(model: Any) -> bool:
@@ -117,10 +109,6 @@ class _Elsewhere(nn.Module):
         """Return NaN of the hidden state's shape."""
         like: Tensor = self.__dict__["_skeleton"].hidden
         return torch.full_like(like, torch.nan, requires_grad=False)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 class _Skeleton(nn.Module):
@@ -226,9 +214,9 @@ class _Calls:
         )
         if not self._seen or self._seen[0] != seen:
             self._calls = []
-            batch = {k: x for k, x in batch.items() if k != "labels"}
+            zeros = torch.zeros_like(hidden)
             with torch.no_grad():
-                self.skeleton.run(self._note, batch, torch.zeros_like(hidden))
+                self.skeleton.run(self._note, _without_labels(batch), zeros)
             self._seen = seen, tensors  # which keeps the identities alive
         return self._calls
 
@@ -247,38 +235,37 @@ class _Calls:
 # ---- Layers.
 
 
-class _Looks:
-    """Remembers the shapes of batches that were checked."""
+class _Layer(nn.Module):
+    """A layer that is checked once for the names of a batch, in each mode."""
 
-    def __init__(self) -> None:
-        self._looks: set[Any] = set()
+    compiles: str | None = None
+    """The compiled part of the layer: a module in it. Front and back are more Python
+    than kernels."""
 
-    def is_new(self, batch: Value, *, training: bool) -> bool:
-        """True the first time for the names and shapes of a batch."""
-        shapes = [(k, getattr(x, "shape", None)) for k, x in batch.items()]
-        look = training, *shapes
-        if look in self._looks:
-            return False
-        if len(self._looks) == _MAX_LOOKS:
-            self._looks.clear()
-        self._looks.add(look)
-        return True
-
-
-class _Front(nn.Module):
-    """The work of the model before its first block."""
-
-    compiles = None
-    """Nothing of it is compiled: its forward is more Python than kernels."""
-
-    def __init__(self, skeleton: _Skeleton, calls: _Calls) -> None:
+    def __init__(self, calls: _Calls) -> None:
         super().__init__()
-        self.skeleton = skeleton
-        self._calls, self._looks = calls, _Looks()
+        self._calls = calls
+        self._checked: set[Any] = set()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._calls.move(fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def is_unchecked(self, batch: Value, hidden: Tensor) -> bool:
+        """True the first time, for tensors that have numbers."""
+        key = self.training, *batch
+        is_new = key not in self._checked and not is_fake(hidden)
+        if is_new:
+            self._checked.add(key)
+        return is_new
+
+
+class _Front(_Layer):
+    """The work of the model before its first block."""
+
+    def __init__(self, skeleton: _Skeleton, calls: _Calls) -> None:
+        super().__init__(calls)
+        self.skeleton = skeleton
 
     def forward(self, batch: Value) -> Value:
         """From a micro-batch to the first hidden state."""
@@ -288,27 +275,21 @@ class _Front(nn.Module):
             first.append((hidden, call))
             raise _Stop
 
-        self.skeleton.run(stop, {k: x for k, x in batch.items() if k != "labels"})
+        self.skeleton.run(stop, _without_labels(batch))
         ((hidden, call),) = first
-        if self._looks.is_new(batch, training=self.training) and not is_fake(hidden):
+        if self.is_unchecked(batch, hidden):
             _check_call(call, self._calls.of(batch, hidden)[0])
         return {"hidden": hidden, "batch": batch}
 
 
-class _Block(nn.Module):
+class _Block(_Layer):
     """One block of the model."""
 
-    place_attributes = frozenset({"_index"})
     compiles = "block"
-    """The compiled part of the layer: a module in it."""
 
     def __init__(self, block: nn.Module, index: int, calls: _Calls) -> None:
-        super().__init__()
-        self.block, self._index, self._calls = block, index, calls
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._calls.move(fn)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super().__init__(calls)
+        self.block, self._index = block, index
 
     def forward(self, value: Value) -> Value:
         """From a hidden state to the next one."""
@@ -320,24 +301,25 @@ class _Block(nn.Module):
         return {**value, "hidden": output}
 
 
-class _Back(nn.Module):
+class _Back(_Layer):
     """The work of the model after its last block, with its loss if it has labels."""
 
-    compiles = None
-
-    def __init__(self, skeleton: _Skeleton) -> None:
-        super().__init__()
+    def __init__(self, skeleton: _Skeleton, calls: _Calls) -> None:
+        super().__init__(calls)
         self.skeleton = skeleton
-        self._looks = _Looks()
 
     def forward(self, value: Value) -> dict[str, Tensor]:
         """From the last hidden state to the tensors of the model's output."""
         hidden, batch = value["hidden"], value["batch"]
         output = self.skeleton.run(lambda *_: hidden, batch, hidden)
         tensors = {k: x for k, x in output.items() if isinstance(x, Tensor)}
-        if self._looks.is_new(batch, training=self.training) and not is_fake(hidden):
+        if self.is_unchecked(batch, hidden):
             _check_numbers(hidden, tensors)
         return tensors
+
+
+def _without_labels(batch: Value) -> Value:
+    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def _check_call(real: Call, computed: Call) -> None:
@@ -407,9 +389,7 @@ def cut_pretrained(
         own_name=cut.own_name,
         ties=find_ties(layers),
         buffers=shared_buffers(layers, cut.own_name),
-        loss_fn=model_loss,
-        cut_batch=cut_batch,
-        weigh=weigh_of(model),
+        **losses_of(model),
     )
 
 
@@ -489,11 +469,13 @@ class _Cut:
         def real(name: str, module: nn.Module) -> nn.Module:
             return module if weights is None else weights.make(name)
 
-        tables = {
-            name: copy.deepcopy(real(name, child), groups_kept(child)).eval()
-            for name, child in self._children.items()
-            if name in self._before and not _has_parameters(child)
-        }
+        tables = {}
+        for name, child in self._children.items():
+            if name in self._before and not any(True for _ in child.parameters()):
+                table = real(name, child)  # with weights it is a copy already
+                if weights is None:
+                    table = copy.deepcopy(table, groups_kept(table))
+                tables[name] = table.eval()
         calls = _Calls(self._skeleton({}, tables), len(self._blocks))
         keys, layers = list(self._blocks), list[nn.Module]()
         for index in indices:
@@ -508,7 +490,7 @@ class _Cut:
                 if (name in self._before) == (index == 0)
             }
             skeleton = self._skeleton(modules, tables)
-            layers.append(_Back(skeleton) if index else _Front(skeleton, calls))
+            layers.append((_Back if index else _Front)(skeleton, calls))
         return layers
 
     def own_name(self, layer: int, name: str) -> str:
