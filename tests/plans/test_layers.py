@@ -316,3 +316,19 @@ def test_modes_that_cannot_be_had_are_named_with_their_reason():
     assert "1F1B" in {lost.mode for lost in bounded.rejected if lost.is_planned}
     with pytest.raises(LimitError, match="smallest limit"):
         pick(blocks(memory_limit=2 * GIB))
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "auto"])
+def test_the_limit_that_an_error_names_works(mode):
+    random = Random(mode)
+    for p, m in ((2, 8), (3, 4), (4, 6)):
+        columns = {
+            name: tuple(random.uniform(1, 3) for _ in range(8))
+            for name in ("f", "m_b", "m_fixed")
+        }
+        layers = LayerCosts(n_layers=8, memory_limit=2.0, **columns)
+        with pytest.raises(LimitError) as error:
+            plan_layers(mode, layers, p, m)
+        limit = error.value.smallest * (1 + 1e-9)
+        chosen = plan_layers(mode, replace(layers, memory_limit=limit), p, m)
+        assert chosen.peak <= limit

@@ -15,6 +15,7 @@ from functools import partial
 from zbpp.core import (
     Costs,
     LayerCosts,
+    LimitError,
     Placement,
     RequestError,
     Schedule,
@@ -43,11 +44,16 @@ _LITTLE = 0.02  # of a step: less than this is no help
 
 
 def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
-    """Plan a mode with a split, or with parts that are recomputed."""
+    """Plan a mode with a split, or with parts that are recomputed.
+
+    Raises:
+        LimitError: nothing fits the memory limit; a plan fits the limit that it names.
+    """
     if isinstance(request.costs, LayerCosts):
-        if mode.place is None and request.by_mode:
-            return _best_of_modes(request, request.costs)
-        return _best_split(mode, request)
+        try:
+            return _for_layers(mode, request, request.costs)
+        except LimitError as error:
+            raise _that_works(error, mode, request, request.costs) from None
     preset = request.schedule if isinstance(request.schedule, Schedule) else None
     if preset is not None and request.recompute == "auto":
         raise RequestError(
@@ -66,6 +72,31 @@ def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
     costs = recomputed(request.chunk_costs, schedule)
     has_costs = request.costs is not None
     return Plan(schedule, costs, mode.name, has_costs, split=schedule.split)
+
+
+def _for_layers(mode: Mode, request: PlanRequest, layers: LayerCosts) -> Plan:
+    if mode.place is None and request.by_mode:
+        return _best_of_modes(request, layers)
+    return _best_split(mode, request)
+
+
+def _that_works(
+    error: LimitError, mode: Mode, request: PlanRequest, layers: LayerCosts
+) -> LimitError:
+    """Raise the limit that an error names until a plan fits.
+
+    A split needs a limit for one micro-batch at a time; the orders of a mode may hold
+    more of them.
+    """
+    limit = error.smallest
+    while True:
+        enough = replace(layers, memory_limit=limit)
+        try:
+            _for_layers(mode, replace(request, costs=enough, effort="fast"), enough)
+        except LimitError as more:
+            limit = max(more.smallest, limit * (1 + _TRUST))
+        else:
+            return LimitError(error.reason, limit)
 
 
 def _best_split(mode: Mode, request: PlanRequest) -> Plan:
