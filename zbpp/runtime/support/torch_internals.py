@@ -2,8 +2,6 @@
 
 import importlib
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,7 +18,6 @@ except ImportError:
 
 __all__ = [
     "arrived",
-    "copying",
     "data_parallel",
     "has_plain_step",
     "has_step_hooks",
@@ -28,7 +25,6 @@ __all__ = [
     "is_fake",
     "is_in_ddp",
     "mark_called",
-    "outside_fake_mode",
     "plain_step",
     "profiling",
     "run_graphs_on",
@@ -74,28 +70,6 @@ def is_fake(tensor: Tensor) -> bool:
     """True for a `FakeTensor`, which has sizes and no data, parameters included."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and type(tensor) is getattr(module, "FakeTensor", None)
-
-
-def outside_fake_mode() -> AbstractContextManager[object]:
-    """Within this, new tensors are real, even in a mode of fake ones."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    unset = getattr(module, "unset_fake_temporarily", None)
-    return nullcontext() if unset is None else unset()
-
-
-def copying(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Within this, a deep copy of these tensors has fake ones for fake ones.
-
-    A plain deep copy of a fake tensor copies its mode, too, and corrupts memory;
-    torch's mode for copies makes new fake tensors of the old mode.
-    """
-    modes = (getattr(tensor, "fake_mode", None) for tensor in tensors)
-    mode = next((mode for mode in modes if mode is not None), None)
-    if mode is None:
-        return outside_fake_mode()
-    module: Any = sys.modules["torch._subclasses.fake_tensor"]
-    copy_mode: AbstractContextManager[object] = module.FakeCopyMode(mode)
-    return copy_mode
 
 
 _DATA_PARALLEL = {
