@@ -49,6 +49,20 @@ def test_the_columns_of_blocks_are_those_of_a_pencil() -> None:
     assert costs.of("m_r")[1:-1] == (SIZE,) * 4
 
 
+def test_an_estimate_is_the_same_whatever_memory_torch_takes_anew() -> None:
+    """Storages of other sizes come where those of before were."""
+    widths = (1, 4, 1, 2)
+    layers = [
+        nn.Sequential(nn.Linear(D, D * n), nn.GELU(), nn.Linear(D * n, D))
+        for n in widths
+    ]
+    costs = [layer_memory(layers, batch(), mse_loss, optimizer=sgd) for _ in range(8)]
+    # W reads x and dy of both products; of these the input of layer 0 is the batch
+    ends = [(2 * n + 2) * SIZE for n in widths[1:-1]]
+    assert costs[0].of("m_w")[1:-1] == tuple(ends)
+    assert costs == [costs[0]] * 8
+
+
 @pytest.mark.parametrize(
     ("settings", "n_weights", "more"),
     [

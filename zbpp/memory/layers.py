@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from zbpp.core import LayerCosts, RequestError, a_kind
 from zbpp.memory.fakes import FakeModel, fake_model, reading_fakes
-from zbpp.memory.tracking import Tracker, bytes_of, storages_of
+from zbpp.memory.tracking import Tracker, bytes_of
 from zbpp.models.entry import AnyModel, layered_of, model_to_build
 from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.layer_random import LayerRandom
@@ -380,12 +380,13 @@ class Layers:
                 x = None if value is None else with_tensors(value, map(_like, value))
                 y = stage.forward(index, m, x)
                 peak_f = tracker.most - base
-                x_keys, y_keys = (set(storages_of(t or ())) for t in (x, y))
+                in_x, in_y = tracker.entries(x or ()), tracker.entries(y)
+                only_in_y = {key: in_y[key] for key in in_y.keys() - in_x.keys()}
                 message = sum(bytes_of([t], self.block) for t in y)
             with self.fake.mode:
                 sent = with_tensors(y, [_like(t) for t in y])
             del x, y
-            kept = tracker.counted(x_keys), tracker.counted(y_keys - x_keys)
+            kept = tracker.counted(in_x), tracker.counted(only_in_y)
             left[m] = tracker.now - base - sum(kept)
             base = tracker.restart()
             with tracker:
@@ -398,7 +399,7 @@ class Layers:
                 peak_b = tracker.most - base
                 del dx, dy
                 # the output is the next layer's input, which has its own B
-                freed = kept[1] - tracker.counted(y_keys - x_keys)
+                freed = kept[1] - tracker.counted(only_in_y)
                 change = tracker.now - base + freed
                 base = tracker.restart()
                 stage.backward_weight(index, m)

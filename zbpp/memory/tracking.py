@@ -1,7 +1,7 @@
 """Count the bytes of tensors while they live: every storage once, aliases never."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ _REORDERING = {
 """Kernels of CPUs that copy what they read to a layout of their own, and how many of
 their first arguments; the next one is the weight. A product of points copies none."""
 
+Entry = tuple[int, Any]
+"""Bytes of a storage, and a weak reference to it."""
+
 
 class Tracker(TorchDispatchMode):
     """While it is entered, new storages are counted until they are freed.
@@ -44,7 +47,7 @@ class Tracker(TorchDispatchMode):
         self.most = 0
         """Most since `restart`."""
         self._block = block
-        self._known: dict[int, tuple[int, Any]] = {}
+        self._known: dict[int, Entry] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -77,9 +80,13 @@ class Tracker(TorchDispatchMode):
         for key, storage in storages_of(tensors).items():
             self._watch(key, storage, 0)
 
-    def counted(self, keys: Iterable[int]) -> int:
-        """Bytes in `now` of some storages, by `storages_of`."""
-        return sum(self._known[key][0] for key in keys if key in self._known)
+    def entries(self, tensors: Iterable[Tensor]) -> dict[int, Entry]:
+        """The entries of the storages behind tensors, for `counted`."""
+        return {x: self._known[x] for x in storages_of(tensors) if x in self._known}
+
+    def counted(self, entries: Mapping[int, Entry]) -> int:
+        """Bytes in `now` of some storages; another one may have the number by now."""
+        return sum(x[0] for key, x in entries.items() if self._known.get(key) is x)
 
     def _note(self, tensor: Tensor, least: int = 0) -> None:
         for key, storage in storages_of([tensor]).items():
