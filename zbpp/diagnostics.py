@@ -1,13 +1,15 @@
-"""Reports on a pipeline's last steps: times, memory, split; read between two steps.
+"""Reports on a pipeline's steps: times, memory, split; read between two steps.
 
 timeline, timelines            jobs of the last steps, with their times
 measured_costs                 costs of the last steps
 prediction                     the simulated and the measured step
+profile                        costs of every layer: some steps, and each layer alone
 split_report, split_summary    the gradients that W computes, and their share
 """
 
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -23,17 +25,25 @@ from zbpp.core import (
     Timeline,
 )
 from zbpp.core.timeline import off_lane
+from zbpp.profiling.alone import WARM_UP, LayerTimes, noted_inputs, time_layers
+from zbpp.profiling.join import join
+from zbpp.profiling.links import Wires, measure_wires
 from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
-from zbpp.profiling.window import Wires, measure_wires, window_costs
+from zbpp.profiling.profile import Profile
+from zbpp.profiling.steps import StepTimes, read_steps
+from zbpp.runtime.driver.build import Settings
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.job_times import clock_offsets
+from zbpp.runtime.microbatches import Batch
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.devices import device_name
 
 __all__ = [
     "RunningPipeline",
     "measured_costs",
     "prediction",
+    "profile",
     "split_report",
     "split_summary",
     "split_warning",
@@ -41,6 +51,9 @@ __all__ = [
     "timeline",
     "timelines",
 ]
+
+_KEPT = 10
+"""Steps whose times are there."""
 
 _wires: WeakKeyDictionary[LocalStages, Wires] = WeakKeyDictionary()
 """Links between the stages of each pipeline, measured once."""
@@ -52,6 +65,16 @@ class RunningPipeline(Protocol):
     schedule: Schedule
     device: Any
     stages: LocalStages
+    settings: Settings
+    split: tuple[range, ...]
+    n_layers: int
+
+    @property
+    def step(self) -> Callable[[Batch, Batch], Any]:
+        """Train on one batch."""
+
+    def synchronize(self) -> None:
+        """Settle the last step."""
 
 
 def timeline(pipeline: RunningPipeline) -> Timeline:
@@ -121,17 +144,87 @@ def measured_costs(
     Raises:
         RequestError: the schedule has passes that run B and W together.
     """
-    schedule, stages = pipeline.schedule, pipeline.stages
-    lines = timelines(pipeline, n)
+    return _step_times(pipeline, n).costs(joint=joint)
+
+
+def _step_times(pipeline: RunningPipeline, n: int) -> StepTimes:
+    """Read the times of the last steps (every rank must call)."""
+    stages = pipeline.stages
     executors = stages.executors
+    lines = timelines(pipeline, n)
     norms = stages.gather_dict(
         {s: x.times.norm_seconds(n) for s, x in executors.items()}
     )
     if stages not in _wires:
-        _wires[stages] = measure_wires(executors, schedule.placement)
+        _wires[stages] = measure_wires(executors, pipeline.schedule.placement)
     defers = stages.gather_dict({s: x.stage.defers for s, x in executors.items()})
     splits = [defers[stage] for stage in sorted(defers)]
-    return window_costs(lines, norms, splits=splits, wires=_wires[stages], joint=joint)
+    return read_steps(lines, norms, _wires[stages], splits)
+
+
+def profile(
+    pipeline: RunningPipeline,
+    inputs: Batch = None,
+    targets: Batch = None,
+    *,
+    rounds: int = 8,
+) -> Profile:
+    """Measure the costs of every layer on these devices (every rank must call).
+
+    It trains: some steps on the batch; then each layer runs alone on what it reads in a
+    step, which says how the times of the chunks are dealt to their layers. Make the
+    pipeline for it; no layer is recomputed in it from here on.
+
+    Args:
+        pipeline: of layers that are not sharded.
+        inputs: of a batch, as for `zbpp.Pipeline.step`.
+        targets: of the same batch.
+        rounds: runs of each layer alone that count, after two for warming up; as many
+            steps do, but 10 at most.
+
+    Raises:
+        RequestError: rounds is below 1, layers are sharded, or the batch does not fit.
+        PeerError: another stage died, did not answer, or does not profile.
+    """
+    if rounds < 1:
+        raise RequestError(f"rounds is {rounds}; it must be at least 1")
+    stages = pipeline.stages
+    executors = stages.executors
+    if any(x.collectives.has_units for x in executors.values()):
+        raise RequestError(
+            "layers that are sharded cannot be profiled, as they cannot run alone; "
+            "profile the bare ones, in a pipeline with shard='none': their passes "
+            "are the same"
+        )
+    for executor in executors.values():
+        executor.stage.recompute(())
+    with ExitStack() as noting:
+        inputs_of = {
+            s: noting.enter_context(noted_inputs(x.stage)) for s, x in executors.items()
+        }
+        pipeline.step(inputs, targets)
+    n = min(rounds, _KEPT)
+    for _ in range(WARM_UP - 1 + n):
+        pipeline.step(inputs, targets)
+    pipeline.synchronize()
+    times = _step_times(pipeline, n)
+    alone: dict[int, LayerTimes] = {}
+    with stages.running():
+        for s, executor in executors.items():
+            alone |= time_layers(
+                executor.stage,
+                inputs_of[s],
+                pipeline.settings,
+                n_layers=pipeline.n_layers,
+                rounds=rounds,
+            )
+        return join(
+            times,
+            stages.gather_dict(alone),
+            [*map(len, pipeline.split)],
+            rounds=rounds,
+            device=device_name(executor.stage.device),
+        )
 
 
 def prediction(

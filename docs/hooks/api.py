@@ -13,7 +13,7 @@ ABOUT = {
     "simulator": "Timelines of a schedule, their figures and pictures.",
     "schedules": "Planners, and passes over schedules.",
     "planning": "Modes, requests and plans.",
-    "profiling": "What `pipeline.profile` returns.",
+    "profiling": "What `zbpp.diagnostics.profile` returns.",
     "tuning": "When a running pipeline is planned again.",
     "core": "Jobs, costs, schedules, timelines and files; numpy at most.",
 }

@@ -19,6 +19,7 @@ from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, TensorDataset
 
 import zbpp
+from zbpp import diagnostics
 from zbpp.models import Layered
 
 M = 4
@@ -193,7 +194,7 @@ def test_a_model_may_cut_its_batch() -> None:
         layered, "ZBV", n_stages=2, n_microbatches=M, optimizer=None
     )
     whole = {**inputs, "labels": labels}
-    assert len(pipeline.profile(whole, rounds=2, most_s=1.0).layers.f) == N_LAYERS
+    assert len(diagnostics.profile(pipeline, whole, rounds=1).layers.f) == N_LAYERS
     assert pipeline.step(whole).losses == make(case).step(inputs, labels).losses
     assert torch.equal(
         pipeline.predict(inputs)["logits"], pipeline.predict(whole)["logits"]

@@ -265,14 +265,11 @@ def test_slices_weigh_by_their_tokens(pool: Pool) -> None:
     assert difference(first, second, is_exact=False) is not None
 
 
-def profile_and_train(kind: str) -> tuple[bool, Any, Any]:
-    case = MeshCase(kind=kind)
-    with pipeline_of(case) as pipeline:
-        profile = pipeline.profile(*share(pipeline, 0, "some"), rounds=5, most_s=0.01)
-        found = pipeline.step(*share(pipeline, 0, "some"))
-    times, expected = (*profile.layers.f, *profile.layers.w), run(case)
-    numbers = expected.losses[0], expected.norms[0]
-    return min(times) > 0, (found.loss, found.grad_norm), numbers
+def profiled(kind: str) -> bool:
+    with pipeline_of(MeshCase(kind=kind)) as pipeline:
+        batch = share(pipeline, 0, "some")
+        profile = diagnostics.profile(pipeline, *batch, rounds=2)
+    return min((*profile.layers.f, *profile.layers.w)) > 0
 
 
 @pytest.mark.slow
@@ -280,10 +277,7 @@ def profile_and_train(kind: str) -> tuple[bool, Any, Any]:
 def test_a_profile_measures_layers_that_wait_for_each_other(
     pool: Pool, kind: str
 ) -> None:
-    """All processes run as many rounds, however long theirs take, and train on."""
-    for is_timed, found, expected in pool.run(profile_and_train, 4, kind):
-        assert is_timed
-        assert found == expected
+    assert all(pool.run(profiled, 4, kind))
 
 
 class Meeting(nn.Module):

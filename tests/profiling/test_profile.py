@@ -126,7 +126,7 @@ def pipeline_of(
 def profiled(model: list[nn.Module], mode: str = "ZBV", **more: Any) -> Profile:
     x = torch.randn(4, WIDTH)
     with pipeline_of(model, mode, **more) as pipeline:
-        return pipeline.profile(x, x, rounds=5, memory=False)
+        return diagnostics.profile(pipeline, x, x, rounds=5)
 
 
 def close(parts: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_run_takes_what_its_profile_predicts(slower: float, away: str) -> None
     """The control: of costs that are too low the difference is in the line."""
     x = torch.randn(4, WIDTH)
     with pipeline_of(layers(), "ZBH1", n_stages=1) as pipeline:
-        costs = pipeline.profile(x, x, rounds=5, memory=False).costs()
+        costs = diagnostics.profile(pipeline, x, x, rounds=5).costs()
         for _ in range(3):
             pipeline.step(x, x)
         low = {name: slower * getattr(costs, name)[0] for name in ("f", "b", "w")}
@@ -291,25 +291,24 @@ def linears() -> list[nn.Module]:
     ]
 
 
-def test_a_heavy_layer_is_found_in_times_and_memory(
+def test_a_heavy_layer_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.randn(128, 64)
     with ClockOfNumbers() as numbers:
         monkeypatch.setattr("time.perf_counter", lambda: numbers.read)
         with pipeline_of(linears(), loss_fn=nn.functional.mse_loss) as pipeline:
-            profile = pipeline.profile(x, x, rounds=5, memory=True)
+            profile = diagnostics.profile(pipeline, x, x, rounds=5)
     for name in ("f", "b", "w", "optimizer"):
         times = profile.layers.of(name)
         assert max(times) == times[1] > 8 * max(times[:1] + times[2:])
     assert profile.layers.of("message") == (64 * 64 * 4.0,) * 3
-    heavy = profile.chunks[1]
-    inputs = (64 + 64 * 64) * 64 * 4  # of the two linears, of 64 samples
-    assert heavy.left["F"] == pytest.approx(inputs, rel=0.02)
-    assert heavy.left["W"] < 0 < heavy.peak["F"]
+    assert profile.memory is None, "a CPU's allocator counts nothing"
     data = json.loads(json.dumps(profile.as_dict()))
     assert data["unit"] == {"time": "ms", "memory": "bytes"}
-    assert data["chunks"][1]["times"]["F"]["median"] == heavy.times["F"].median
+    assert data["chunks"][1]["times"]["F"]["median"] == pytest.approx(
+        profile.chunks[1].times["F"].median
+    )
     assert len(profile.table.splitlines()) >= 4 + 3
 
 
@@ -328,18 +327,26 @@ def test_a_stage_whose_w_has_nothing_to_do_is_named() -> None:
     assert splits(one, other) == (True, True)
 
 
-def test_a_profile_comes_before_the_first_step_and_leaves_the_weights() -> None:
-    x = torch.randn(4, WIDTH)
-    with pipeline_of(layers(), "ZBH1") as pipeline:
-        before = {name: p.tolist() for name, p in pipeline.named_parameters()}
+def weights_of(model: list[nn.Module]) -> list[Any]:
+    """Of a model that has a buffer in its last layer."""
+    return [x.tolist() for layer in model for x in layer.state_dict().values()]
+
+
+def test_a_profile_trains_and_a_plan_leaves_the_weights() -> None:
+    """The control: the same steps without a plan around them."""
+    x, model = torch.randn(4, WIDTH), [*layers(), nn.BatchNorm1d(WIDTH)]
+    before = weights_of(model)
+    zbpp.plan_model(
+        model, "ZBV", n_stages=2, n_microbatches=2, loss_fn=loss_fn, optimizer=sgd,
+        example=(x, x), device="cpu",
+    )  # fmt: skip
+    assert weights_of(model) == before
+    assert all(p.grad is None for layer in model for p in layer.parameters())
+    with pipeline_of(model) as pipeline:
         with pytest.raises(RequestError, match="rounds is 0"):
-            pipeline.profile(x, x, rounds=0)  # the pipeline goes on
-        pipeline.profile(x, x, rounds=2, memory=False)
-        assert before == {name: p.tolist() for name, p in pipeline.named_parameters()}
-        pipeline.step(x, x)
-        assert before != {name: p.tolist() for name, p in pipeline.named_parameters()}
-        with pytest.raises(RequestError, match=r"before the first step.*measured_cost"):
-            pipeline.profile(x, x, rounds=1)
+            diagnostics.profile(pipeline, x, x, rounds=0)
+        diagnostics.profile(pipeline, x, x, rounds=1)
+    assert weights_of(model) != before
 
 
 COSTS = Costs(
@@ -352,7 +359,7 @@ def emulated(mode: str) -> tuple[dict[str, Any], Costs]:
     schedule = zbpp.plan(mode, n_stages=2, n_microbatches=2)
     pipeline = emulated_pipeline(schedule, COSTS, post_validation=False)
     batch = emulated_batch(pipeline)
-    profile = pipeline.profile(batch, batch, rounds=5)
+    profile = diagnostics.profile(pipeline, batch, batch, rounds=5)
     pipeline.step(batch, batch)
     pipeline.close()
     return profile.as_dict(), profile.costs()
@@ -370,7 +377,6 @@ def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Pool) -> None:
             getattr(costs, name), getattr(COSTS, name), strict=True
         ):
             assert found >= given
-    assert costs.f[0] + 1 < costs.b[0], "F and B are not mixed up"
     assert costs.reduction >= 4.0
     assert costs.on(Placement.single(2)).hops[0] > 0
     ((link,)) = data["links"]

@@ -310,8 +310,7 @@ def test_what_does_not_fit_the_calls_of_a_step_is_refused() -> None:
     text = refusal(pipeline.forward_backward, inputs[:8], targets[:8], n_calls=3)
     assert "n_calls is 3, and 2 in the first call" in text
     pipeline.forward_backward(inputs[:8], targets[:8], n_calls=2)
-    for call in (pipeline.evaluate, pipeline.profile):
-        assert "call it first" in refusal(call, inputs, targets)
+    assert "call it first" in refusal(pipeline.evaluate, inputs, targets)
     for call in (pipeline.step, partial(pipeline.forward_backward, n_calls=2)):
         assert "call optim_step()" in refusal(call, inputs[:8], targets[:8])
     pipeline.synchronize()  # harms nothing

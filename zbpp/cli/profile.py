@@ -1,6 +1,5 @@
 """The ``profile`` command: measure a costs file on the real devices."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -26,8 +25,9 @@ __all__ = ["Profile"]
 class Profile(RunOptions):
     """Measure a model's costs, per chunk and per layer, on the real devices.
 
-    F, B, W, the loss, O, V, norms, links and memory, with quartiles; of the model of
-    zbpp train, or of your own. Starts its own processes, or runs as one of torchrun's.
+    F, B, W, the loss, O, V, links and memory, from some steps, then from each layer
+    alone; of the model of zbpp train, or of your own. Starts its own processes, or
+    runs as one of torchrun's.
     """
 
     out: Annotated[Output, OUT]
@@ -36,8 +36,8 @@ class Profile(RunOptions):
     """Also write the costs of each layer, to plan the split with."""
     model: ModelName | None = None
     """Returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train."""
-    rounds: Count = 10
-    """Passes that are counted, after a warm-up."""
+    rounds: Count = 8
+    """Steps, and runs of each layer alone, that count after a warm-up."""
     json: Switch = False
     """Print one JSON object instead of the table."""
 
@@ -47,7 +47,6 @@ class Profile(RunOptions):
         from zbpp.training.profiled import run_profile
         from zbpp.training.setup import start_worker
 
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's memory profiler
         load = None if self.model is None else self._load
         worker = partial(
             run_profile,

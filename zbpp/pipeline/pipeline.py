@@ -45,10 +45,7 @@ from zbpp.pipeline.arguments import (
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.pipelines import choose_validation, plan_pipeline
-from zbpp.profiling.join import Profiled
-from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import is_out_of_memory
-from zbpp.profiling.profile import Profile
 from zbpp.runtime.backward.self_check import check_split
 from zbpp.runtime.driver.agreement import agreement
 from zbpp.runtime.driver.batches import Batches, StepPart, parts_of_step
@@ -178,7 +175,7 @@ class Pipeline:
                 self.layered.weigh
                 or ("tokens" if self.place.n_sequence_slices > 1 else "samples"),
             )
-            self._settings = Settings(
+            self.settings = Settings(
                 ties=TiePlan(
                     check_ties(set(self.layered.ties), self.n_layers),
                     self.split,
@@ -196,15 +193,15 @@ class Pipeline:
                 optimizer=optimizer,
                 device=self.device,
             )
-            ties = self._settings.ties
+            ties = self.settings.ties
             programs = lower(self.schedule, ties=ties.chunks)
             text = schedule_text(self.schedule)
             # overlap decides the order of the messages
             passes = execution.compile, execution.overlap
-            facts["schedules, splits or settings"] = text, self._settings, passes
+            facts["schedules, splits or settings"] = text, self.settings, passes
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
         self.stages = build(
-            self._settings,
+            self.settings,
             programs,
             self.place,
             self.layered.build,
@@ -377,7 +374,7 @@ class Pipeline:
     def _refuse_parts(self) -> None:
         """Refuse to take a step in parts where the engine cannot."""
         reason = None
-        if self._settings.optimizer is None:
+        if self.settings.optimizer is None:
             reason = "optimizer is None; clear the gradients, and call step()"
         elif self.place.sum_dims() or self.stages.first.collectives.has_units:
             reason = "replicas sum their gradients within the passes"
@@ -452,7 +449,7 @@ class Pipeline:
                 )
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
         lower(
-            schedule, ties=self._settings.ties.chunks
+            schedule, ties=self.settings.ties.chunks
         )  # it may be that it cannot be run
         layers = recomputed_layers(schedule, list(split))
         self.synchronize()
@@ -471,7 +468,7 @@ class Pipeline:
         has them where `fully_shard` has wrapped layers over a mesh of one: reductions
         then write the gradients.
         """
-        transport, settings = self.stages.transport, self._settings
+        transport, settings = self.stages.transport, self.settings
         overlaps, adds_up = settings.execution.overlap, False
         if not overlaps:
             schedule = replace(schedule, parts=None)
@@ -580,7 +577,7 @@ class Pipeline:
         self.synchronize()
         self._batches.begin(inputs, targets, call, reads_targets=reads_targets)
         modules = [layer for _, layer in self.stages.layers()]
-        modules += loss_modules(loss_fn or self._settings.loss_fn)
+        modules += loss_modules(loss_fn or self.settings.loss_fn)
         with self.stages.running(), eval_mode(modules):
             drive(self.stages.executors, programs, training=False)
             yield
@@ -596,7 +593,7 @@ class Pipeline:
     @property
     def ties(self) -> tuple[Tie, ...]:
         """Parameters that several layers share: (layer, name in it) of each."""
-        return self._settings.ties.ties
+        return self.settings.ties.ties
 
     @property
     def needs_inputs(self) -> bool:
@@ -644,48 +641,6 @@ class Pipeline:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank; they must be picklable."""
         return self.stages.transport.gather(value)
-
-    def profile(
-        self,
-        inputs: Batch | None = None,
-        targets: Batch | None = None,
-        *,
-        rounds: int = 10,
-        most_s: float = 20.0,
-        memory: bool = False,
-    ) -> Profile:
-        """Measure the costs of every layer on these devices (every rank must call).
-
-        It comes before the first step. Parameters and buffers are then as before.
-        During a training, `zbpp.diagnostics.measured_costs` returns costs of chunks.
-
-        Args:
-            inputs: of a batch, as for `step`; its first micro-batch is used.
-            targets: of the same batch.
-            rounds: passes to count, after a warm-up.
-            most_s: seconds after which fewer rounds will do, but 5 at least.
-            memory: also measure what the passes leave and need, on CPUs by a run of
-                torch's profiler (none other may run); on a GPU this resets
-                `torch.accelerator.max_memory_allocated`.
-
-        Raises:
-            RequestError: the batch does not fit, layers are sharded, or steps were
-                taken.
-            PeerError: another stage died, did not answer, or does not profile.
-        """
-        self._refuse_between_parts()
-        profiled = Profiled(
-            self.stages,
-            self.schedule,
-            tuple(map(len, self.split)),
-            self._settings,
-            self.n_steps,
-            self.place,
-        )
-        inputs, targets = self._batches.pair(inputs, targets)
-        return measure(
-            profiled, inputs, targets, rounds=rounds, most_s=most_s, memory=memory
-        )
 
     # State.
 

@@ -113,7 +113,12 @@ def plan_model(
             mesh=replicas.mesh,
             device=device,
             numerics=numerics,
-            step=StepPolicy(post_validation=step.post_validation),
+            step=StepPolicy(  # validated from the first step on, as most steps of a run
+                post_validation=step.post_validation is not False
+                and optimizer is not None
+                and (n_stages or place.n_stages) > 1,
+                max_consecutive_skips=None,
+            ),
             execution=replace(execution, watch=False),
         )
         estimate = partial(

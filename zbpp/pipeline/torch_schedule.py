@@ -126,7 +126,7 @@ class TorchSchedule:
         """The pipeline's loss function with keyword arguments; None: as it is."""
         if not loss_kwargs:
             return None
-        return partial(self.pipeline._settings.loss_fn, **loss_kwargs)
+        return partial(self.pipeline.settings.loss_fn, **loss_kwargs)
 
 
 def _inputs(

@@ -1,286 +1,157 @@
-"""Make one profile of what all ranks have found: layers scaled to their chunks."""
+"""Make one profile of steps and of layers alone: the layers, scaled to their chunks."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import Any
 
-from zbpp.core import LayerCosts, Pass, PassKind, Placement, Schedule
-from zbpp.profiling.links import Link, link_list
+from zbpp.core import LayerCosts, PassKind
+from zbpp.profiling.alone import LayerTimes
+from zbpp.profiling.links import link_list
+from zbpp.profiling.memory import columns_of_bytes
 from zbpp.profiling.points import layer_parts
-from zbpp.profiling.profile import ChunkProfile, Profile
-from zbpp.profiling.rehearsal import rehearsed_steps
-from zbpp.profiling.step_times import StepTimes, measure_step_times
-from zbpp.profiling.stopwatch import Spread
-from zbpp.profiling.window import Wires
-from zbpp.runtime.comm.place import Place
-from zbpp.runtime.driver.build import Settings
-from zbpp.runtime.driver.stages import LocalStages
-from zbpp.runtime.support.devices import device_name
+from zbpp.profiling.profile import ChunkProfile, Profile, spread
+from zbpp.profiling.steps import StepTimes
 
-__all__ = ["Profiled", "join", "most_in_flight"]
-
-
-@dataclass(frozen=True)
-class Profiled:
-    """The parts of a pipeline that a profile needs."""
-
-    stages: LocalStages
-    schedule: Schedule
-    split: Sequence[int]
-    options: Settings
-    step: int
-    place: Place
-
-
-def most_in_flight(schedule: Schedule, stage: int) -> int:
-    """The most forwards of one chunk, on a stage, whose backward is not done."""
-    held: Counter[int] = Counter()
-    most = 0
-    for job in schedule.orders[stage]:
-        if isinstance(job, Pass):
-            first, last = job.kind is PassKind.F, job.kind in (PassKind.W, PassKind.BW)
-            held[job.chunk] += first - last
-            most = max(most, held[job.chunk])
-    return most
+__all__ = ["join"]
 
 
 def join(
-    pipeline: Profiled,
-    parts: Sequence[dict[str, Any]],
-    wires: Wires,
+    times: StepTimes,
+    alone: Mapping[int, LayerTimes],
+    split: Sequence[int],
+    *,
+    rounds: int,
+    device: str,
 ) -> Profile:
-    """Make one profile of what all ranks have found."""
-    placement, links = pipeline.schedule.placement, wires.links
-    figures: dict[str, dict[int, Any]] = {
-        key: {k: v for part in parts for k, v in part[key].items()}
-        for key in (
-            "chunks",
-            "layers",
-            "nothing",
-            "steps",
-            "memory",
-            "bytes",
-            "shares",
-            "splits",
-            "rows",
-            "points",
-        )
+    """Make one profile of what all ranks have found.
+
+    Args:
+        times: of the steps.
+        alone: times of every layer.
+        split: layers of each chunk.
+        rounds: that were counted.
+        device: kind of the devices.
+    """
+    timeline = times.last
+    placement = timeline.placement
+    rows = [alone[i] for i in range(sum(split))]
+    ends = list(accumulate(split, initial=0))
+    inside = [range(first, end) for first, end in pairwise(ends)]
+    measured = [
+        _chunk_times(times, chunk, [rows[i] for i in layers])
+        for chunk, layers in enumerate(inside)
+    ]
+    # at most half of the shortest pass: the rest is that of its layers
+    overhead = {
+        kind: min(fmean(times.gaps), min(chunk[kind] for chunk in measured) / 2)
+        for kind in "fbw"
     }
-    sizes = figures["bytes"]
-    message_bytes = fmean(sizes.values()) if sizes else 0.0
-    rehearsed = rehearsed_steps(figures["rows"], pipeline.schedule)
-    seen = None
-    if rehearsed is not None:
-        seen = measure_step_times(
-            rehearsed,
-            links,
-            message_bytes=message_bytes,
-            one_clock=wires.one_clock,
+    scaled: dict[str, list[float]] = {"f": [], "b": [], "w": []}
+    chunks = []
+    for chunk, layers in enumerate(inside):
+        stage = placement.stage_of[chunk]
+        ratio = {}
+        for kind, column in scaled.items():
+            each = [getattr(rows[i], kind) for i in layers]
+            whole = measured[chunk][kind]
+            column += _dealt(whole - overhead[kind], each)
+            without_gap = whole - times.gaps[stage]
+            ratio[kind.upper()] = sum(each) / without_gap if without_gap > 0 else 1.0
+        passes = {
+            str(kind): spread(times.passes[kind, chunk])
+            for kind in PassKind
+            if times.passes.get((kind, chunk))
+        }
+        chunks.append(ChunkProfile(chunk, stage, passes, ratio))
+    last = rows[-1]
+    loss = scaled["f"][-1] * (last.loss / last.f if last.f > 0 else 0.0)
+    scaled["f"][-1] -= loss
+    links = {
+        pair: replace(
+            link,
+            delay=max(
+                0.0,
+                times.waits[pair] - fmean(x.message for x in rows) / link.bandwidth,
+            ),
         )
-    measured = _chunk_times(figures["chunks"], placement, links, seen)
-    each = _overheads(figures["nothing"], measured, seen)
-    chunks, layers = _scale(pipeline, figures, measured, each)
-    waited = _waited_for(links, seen, message_bytes) if seen else links
-    steps = [figures["steps"][stage] for stage in range(placement.n_stages)]
-    optimizer = _by_share(pipeline, figures["shares"], steps)
-    n_layers = sum(pipeline.split)
-    every = range(n_layers)
+        if pair in times.waits
+        else link
+        for pair, link in times.wires.links.items()
+    }
+    each_pass = zip(*scaled.values(), strict=True)
     costs = LayerCosts(
-        n_layers=n_layers,
-        f=tuple(layers[i]["F"] for i in every),
-        b=tuple(layers[i]["B"] for i in every),
-        w=tuple(layers[i]["W"] for i in every),
-        pass_f=each["F"],
-        pass_b=each["B"],
-        pass_w=each["W"],
-        loss=layers[n_layers - 1]["loss"],
-        optimizer=optimizer,
-        message=tuple(float(figures["bytes"][i]) for i in every[:-1]),
-        bandwidth=link_list(waited, placement.n_stages, "bandwidth") or None,
-        delay=link_list(waited, placement.n_stages, "delay"),
-        reduction=wires.reduction.mean,
-        validation=max(step["V"].mean for step in steps),
+        n_layers=len(rows),
+        f=tuple(scaled["f"]),
+        b=tuple(scaled["b"]),
+        w=tuple(scaled["w"]),
+        pass_f=overhead["f"],
+        pass_b=overhead["b"],
+        pass_w=overhead["w"],
+        loss=loss,
+        optimizer=_optimizer(times, inside, rows),
+        message=tuple(float(x.message) for x in rows[:-1]) or 0.0,
+        bandwidth=link_list(links, placement.n_stages, "bandwidth") or None,
+        delay=link_list(links, placement.n_stages, "delay"),
+        reduction=times.wires.reduction,
+        validation=max(times.validation),
         parts=layer_parts(
-            [figures["points"][i] for i in every], [layers[i] for i in every]
+            [x.parts for x in rows],
+            [
+                {"F": f, "B": b, "W": w, "loss": loss * (i == len(rows) - 1)}
+                for i, (f, b, w) in enumerate(each_pass)
+            ],
         ),
     )
+    memory = [x.memory for x in rows if x.memory is not None]
     return Profile(
         layers=costs,
+        memory=columns_of_bytes(memory) if len(memory) == len(rows) else None,
         placement=placement,
-        split=tuple(pipeline.split),
-        chunks=chunks,
-        optimizer=tuple(step["O"] + step["norm"] for step in steps),
-        validation=tuple(step["V"] for step in steps),
-        norm=tuple(step["norm"] for step in steps),
-        reduction=wires.reduction,
-        links=links,
-        splits=tuple(figures["splits"][stage] for stage in range(placement.n_stages)),
-        rounds=min(part["rounds"] for part in parts),
-        device=device_name(pipeline.options.device),
-        speculative=pipeline.schedule.is_post_validated,
+        split=tuple(split),
+        chunks=tuple(chunks),
+        optimizer=times.optimizer,
+        validation=times.validation,
+        links=times.wires.links,
+        splits=times.splits,
+        rounds=rounds,
+        device=device,
+        speculative=any(times.validation),
     )
 
 
 def _chunk_times(
-    alone: Mapping[int, Mapping[str, Spread]],
-    placement: Placement,
-    links: Mapping[tuple[int, int], Link],
-    seen: StepTimes | None,
-) -> dict[int, dict[str, Spread]]:
-    """Times of the passes as they are in a step, by chunk.
-
-    Their means are those of a rehearsal, with the host's time between two passes;
-    without one, what the passes took alone, with the host's time to send.
-    """
-    chunk_times = {}
-    for chunk, times in alone.items():
-        if seen is None:
-            sends = _sends(chunk, placement, links)
-            chunk_times[chunk] = {
-                k: spread + sends.get(k, 0.0) for k, spread in times.items()
-            }
-            continue
-        gap = seen.gaps[placement.stage_of[chunk]]
-        joint = seen.mean(PassKind.BW, chunk)
-        factor = _over(joint or 0.0, times["BW"].mean)
-        mean = {}
-        for kind in (PassKind.F, PassKind.B, PassKind.W):
-            in_step = seen.mean(kind, chunk)
-            alone_ms = times[kind].mean * factor
-            mean[str(kind)] = (alone_ms if in_step is None else in_step) + gap
-        mean["BW"] = mean["B"] + mean["W"] - gap  # one pass, one gap
-        if joint is not None:
-            mean["B"] -= gap / 2
-            mean["W"] -= gap / 2
-            mean["BW"] = joint + gap
-        chunk_times[chunk] = {
-            k: spread.with_mean(mean[k]) for k, spread in times.items()
-        }
-    return chunk_times
-
-
-def _overheads(
-    nothing: Mapping[int, Mapping[str, float]],
-    measured: Mapping[int, Mapping[str, Spread]],
-    seen: StepTimes | None,
+    times: StepTimes, chunk: int, layers: Sequence[LayerTimes]
 ) -> dict[str, float]:
-    """Time of a pass on top of its layers', by kind: a cut, and the host's between.
-
-    At most half of the shortest pass: the rest is that of its layers.
-    """
-    gap = 0.0 if seen is None else fmean(seen.gaps)
-    overheads = {}
-    for kind in "FBW":
-        cut = fmean([cuts[kind] for cuts in nothing.values()]) if nothing else 0.0
-        shortest = min(times[kind].mean for times in measured.values())
-        overheads[kind] = min(cut + gap, shortest / 2)
-    return overheads
-
-
-def _waited_for(
-    links: Mapping[tuple[int, int], Link], seen: StepTimes, n_bytes: float
-) -> dict[tuple[int, int], Link]:
-    """Links with the delays that messages had in a rehearsal, where jobs waited.
-
-    Args:
-        links: measured alone, which tells their bandwidth.
-        seen: times of the rehearsal.
-        n_bytes: of a message, by the layers' outputs.
-    """
+    """Times of a chunk's passes and the gap before each; a BW is dealt to B and W."""
+    gap = times.gaps[times.last.placement.stage_of[chunk]]
+    apart = {kind: times.mean(kind, chunk) for kind in PassKind}
+    f, b, w = (apart[kind] for kind in (PassKind.F, PassKind.B, PassKind.W))
+    both = apart[PassKind.BW]
+    if both is not None and w is None:
+        alone_b, alone_w = sum(x.b for x in layers), sum(x.w for x in layers)
+        in_w = alone_w / (alone_b + alone_w) if alone_b + alone_w > 0 else 0.5
+        b, w = both * (1 - in_w) - gap / 2, both * in_w - gap / 2  # one gap
     return {
-        pair: replace(link, delay=max(0.0, seen.waits[pair] - n_bytes / link.bandwidth))
-        if pair in seen.waits
-        else link
-        for pair, link in links.items()
+        name: max(0.0, (ms or 0.0) + gap) for name, ms in (("f", f), ("b", b), ("w", w))
     }
 
 
-def _scale(
-    pipeline: Profiled,
-    figures: Mapping[str, Mapping[int, Any]],
-    measured: Mapping[int, Mapping[str, Spread]],
-    each: Mapping[str, float],
-) -> tuple[tuple[ChunkProfile, ...], dict[int, dict[str, float]]]:
-    """Scale the times of layers to what their chunks take without an overhead.
-
-    Args:
-        pipeline: that was measured.
-        figures: all that were measured.
-        measured: times of the chunks, overheads included.
-        each: overhead of a pass, by kind.
-    """
-    chunks, layers = [], {}
-    cuts = list(figures["nothing"].values())
-    cut = {
-        k: fmean([stage_cuts[k] for stage_cuts in cuts]) if cuts else 0.0 for k in "FBW"
-    }
-    first = 0
-    for chunk, count in enumerate(pipeline.split):
-        indices = range(first, first + count)
-        first += count
-        times, alone = measured[chunk], figures["chunks"][chunk]
-        raw = {
-            (k, i): max(figures["layers"][i][k] - cut[k], figures["layers"][i][k] / 2)
-            for k in "FBW"
-            for i in indices
-        }
-        sums = {k: sum(raw[k, i] for i in indices) for k in "FBW"}
-        whole = {k: sum(figures["layers"][i][k] for i in indices) for k in "FBW"}
-        factor = {k: _over(times[k].mean - each[k], sums[k]) for k in "FBW"}
-        for i in indices:
-            scaled = {k: raw[k, i] * factor[k] for k in "FBW"}
-            scaled["loss"] = min(
-                scaled["F"], figures["layers"][i]["loss"] * factor["F"]
-            )
-            scaled["F"] -= scaled["loss"]
-            layers[i] = scaled
-        ratio = {k: _over(whole[k], alone[k].mean) for k in "FBW"}
-        memory = figures["memory"].get(chunk, {"left": {}, "peak": {}})
-        stage = pipeline.schedule.placement.stage_of[chunk]
-        chunks.append(ChunkProfile(chunk, stage, times, ratio, **memory))
-    return tuple(chunks), layers
+def _dealt(whole: float, each: Sequence[float]) -> list[float]:
+    """Deal the time of a chunk to its layers as they have taken it alone."""
+    total = sum(each)
+    return [whole * x / total if total > 0 else whole / len(each) for x in each]
 
 
-def _sends(
-    chunk: int, placement: Placement, links: Mapping[tuple[int, int], Link]
-) -> dict[str, float]:
-    """The host's time to send what F and B of a chunk put out, in ms."""
-    stage_of = placement.stage_of
-
-    def to(neighbour: int) -> float:
-        if (
-            not 0 <= neighbour < placement.n_chunks
-            or stage_of[neighbour] == stage_of[chunk]
-        ):
-            return 0.0
-        pair = sorted((stage_of[chunk], stage_of[neighbour]))
-        link = links.get((pair[0], pair[1]))
-        return 0.0 if link is None else link.send
-
-    return {"F": to(chunk + 1), "B": to(chunk - 1), "BW": to(chunk - 1)}
-
-
-def _by_share(
-    pipeline: Profiled, shares: Mapping[int, int], steps: Sequence[dict[str, Spread]]
+def _optimizer(
+    times: StepTimes, inside: Sequence[range], rows: Sequence[LayerTimes]
 ) -> tuple[float, ...]:
     """Deal the optimizer's time of each stage to its layers by their parameters."""
-    placement = pipeline.schedule.placement
-    stages = [
-        placement.stage_of[chunk]
-        for chunk, count in enumerate(pipeline.split)
-        for _ in range(count)
-    ]
-    totals = [0.0] * placement.n_stages
-    for layer, stage in enumerate(stages):
-        totals[stage] += shares[layer]
-    return tuple(
-        (steps[stage]["O"].mean + steps[stage]["norm"].mean)
-        * (shares[layer] / totals[stage] if totals[stage] else 1 / stages.count(stage))
-        for layer, stage in enumerate(stages)
-    )
-
-
-def _over(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator > 0 else 1.0
+    placement = times.last.placement
+    costs = [0.0] * len(rows)
+    for stage, in_step in enumerate(times.optimizer):
+        layers = [i for chunk in placement.chunks_of[stage] for i in inside[chunk]]
+        shares = _dealt(in_step, [rows[i].n_learning for i in layers])
+        for i, share in zip(layers, shares, strict=True):
+            costs[i] = share
+    return tuple(costs)

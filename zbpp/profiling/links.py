@@ -1,4 +1,4 @@
-"""Delay and bandwidth of the links between neighbouring stages.
+"""Links between neighbouring stages, and the sum over all stages, measured alone.
 
 A message of n bytes takes delay + n / bandwidth, one way. Both follow from the means
 of two sizes, sent to and fro while the other stages wait:
@@ -15,6 +15,7 @@ Both ends have posted their receive before the message comes, as in a step. The 
 the host and the copies to and from a GPU are a part of the time.
 """
 
+import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ from zbpp.profiling.stopwatch import robust_mean
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = ["FASTEST", "Link", "Ping", "fit", "link_list", "measure_links"]
+__all__ = ["FASTEST", "Link", "Wires", "fit", "link_list", "measure_wires"]
 
 _SMALL, _LARGE = 64, 2**20
 _ROUNDS = {_SMALL: 30}
 _FEW = 10
+_LOSSES = 64
+"""Numbers of a step's sum beside the norms, more or less."""
 _MS = 1e3
 FASTEST = 1e15
 """Bytes in a ms where a large message took no longer than a small one."""
@@ -43,47 +46,75 @@ _MESSAGE = TiedGradient(0, 0)
 
 
 @dataclass(frozen=True)
-class Ping:
-    """Seconds of one message, and of the host's part in sending it."""
-
-    one_way_s: float
-    send_s: float
-
-
-@dataclass(frozen=True)
 class Link:
-    """Delay in ms, bytes in a ms, and the host's time for a send in ms."""
+    """Delay in ms, and bytes in a ms."""
 
     delay: float
     bandwidth: float
-    send: float
 
     def time(self, n_bytes: float) -> float:
         """Time of a message, in ms."""
         return self.delay + n_bytes / self.bandwidth
 
 
-def fit(small: tuple[int, list[Ping]], large: tuple[int, list[Ping]]) -> Link:
-    """Delay and bandwidth from the means of two sizes (`robust_mean`).
+@dataclass(frozen=True)
+class Wires:
+    """Links between the stages; times in ms, sizes in bytes.
 
-    >>> link = fit((64, [Ping(1e-3, 0)]), (1000064, [Ping(3e-3, 1e-4)]))
-    >>> round(link.delay, 3), round(link.bandwidth), link.send
-    (1.0, 500000, 0.1)
+    Args:
+        links: by pair of stages; none where all stages are in one process.
+        reduction: the sum over the stages.
+        message: bytes that each chunk puts out.
+        one_clock: all stages read the same clock.
     """
-    short, long = (
-        _MS * robust_mean([p.one_way_s for p in pings]) for _, pings in (small, large)
-    )
-    per_byte = max(0.0, (long - short) / (large[0] - small[0]))
+
+    links: Mapping[tuple[int, int], Link]
+    reduction: float
+    message: Mapping[int, int]
+    one_clock: bool
+
+    def hop(self, pair: tuple[int, int], n_bytes: float | None = None) -> float:
+        """Time of a message between two stages; without a size, of the largest."""
+        link = self.links.get((min(pair), max(pair)))
+        if n_bytes is None:
+            n_bytes = max(self.message.values(), default=0)
+        return 0.0 if link is None else link.time(n_bytes)
+
+
+def fit(small: tuple[int, float], large: tuple[int, float]) -> Link:
+    """Delay and bandwidth from the times of two sizes, in ms.
+
+    >>> link = fit((64, 1.0), (1000064, 3.0))
+    >>> round(link.delay, 3), round(link.bandwidth)
+    (1.0, 500000)
+    """
+    per_byte = max(0.0, (large[1] - small[1]) / (large[0] - small[0]))
     bandwidth = 1 / per_byte if per_byte > 1 / FASTEST else FASTEST
-    delay = max(0.0, short - small[0] / bandwidth)
-    send = robust_mean([p.send_s for p in large[1]])
-    return Link(delay, bandwidth, _MS * send)
+    return Link(max(0.0, small[1] - small[0] / bandwidth), bandwidth)
 
 
-def measure_links(
+def measure_wires(executors: Mapping[int, Executor], placement: Placement) -> Wires:
+    """Measure links and the sum, between two steps (every rank must call).
+
+    Args:
+        executors: of this process; they have taken a step.
+        placement: of the chunks.
+    """
+    transport = next(iter(executors.values())).transport
+    parts = transport.gather((platform.node(), dict(transport.message_bytes())))
+    message = {chunk: n_bytes for _, part in parts for chunk, n_bytes in part.items()}
+    return Wires(
+        _measure_links(executors, placement, max(message.values(), default=0)),
+        _measure_sum(executors, placement.n_chunks + _LOSSES),
+        message,
+        one_clock=len({machine for machine, _ in parts}) == 1,
+    )
+
+
+def _measure_links(
     executors: Mapping[int, Executor], placement: Placement, n_bytes: int
 ) -> dict[tuple[int, int], Link]:
-    """Measure the links of a placement, one after the other (every rank must call).
+    """Measure the links of a placement, one after the other.
 
     Returns:
         By pair of stages, the lower one first; none if all are in one process.
@@ -94,51 +125,64 @@ def measure_links(
         return {}
     ((stage, executor),) = executors.items()
     measured: dict[tuple[int, int], Link] = {}
-    sizes = (_SMALL, max(_LARGE, n_bytes))
     for pair in pairs:
         executor.transport.gather(None)
         if stage not in pair:
             continue
-        peer = pair[1] if stage == pair[0] else pair[0]
-        leads = stage == pair[0]
-        pings = [
-            (size, _ping(executor, peer, size, _ROUNDS.get(size, _FEW), leads=leads))
-            for size in sizes
-        ]
-        if leads:
-            measured[pair] = fit(*pings)
+        small, large = (
+            (size, _ping(executor, sum(pair) - stage, size, leads=stage == pair[0]))
+            for size in (_SMALL, max(_LARGE, n_bytes))
+        )
+        if stage == pair[0]:
+            measured[pair] = fit(small, large)
     links: dict[tuple[int, int], Link] = {}
     for part in executor.transport.gather(measured):
         links |= part
     return links
 
 
-def _ping(
-    executor: Executor, peer: int, n_bytes: int, rounds: int, *, leads: bool
-) -> list[Ping]:
+def _ping(executor: Executor, peer: int, n_bytes: int, *, leads: bool) -> float:
     """Time messages to and fro, on the end that leads; the first one warms up."""
     transport, device = executor.transport, executor.stage.device
     tensors = (torch.zeros(max(1, n_bytes // 8), dtype=torch.float64, device=device),)
     expected = transport.post(_MESSAGE, peer, tensors)
-    pings = []
+    one_way = []
+    rounds = _ROUNDS.get(n_bytes, _FEW)
     for number in range(rounds + 1):
         start = time.perf_counter()
-        if not leads:
-            expected.receive("a ping")
-            if number < rounds:
-                expected = transport.post(_MESSAGE, peer, tensors)
-        sends = time.perf_counter()
-        transport.send(_MESSAGE, tensors, peer)
-        send_s = time.perf_counter() - sends
         if leads:
-            expected.receive("a ping")
-            if runs_ahead(device):
-                torch.accelerator.synchronize(device)
-            pings.append(Ping((time.perf_counter() - start) / 2, send_s))
-            if number < rounds:
-                expected = transport.post(_MESSAGE, peer, tensors)
+            transport.send(_MESSAGE, tensors, peer)
+        expected.receive("a ping")
+        if leads and runs_ahead(device):
+            torch.accelerator.synchronize(device)
+        one_way.append(_MS * (time.perf_counter() - start) / 2)
+        if number < rounds:
+            expected = transport.post(_MESSAGE, peer, tensors)
+        if not leads:
+            transport.send(_MESSAGE, tensors, peer)
     transport.flush()
-    return pings[1:]
+    return robust_mean(one_way[1:])
+
+
+def _measure_sum(executors: Mapping[int, Executor], length: int) -> float:
+    """Time the sum of a vector over the stages, in ms.
+
+    From the start of the stage that is the last one: that stage waits the least, so no
+    two clocks are compared. In one process there is nothing to wait for.
+    """
+    if len(executors) > 1:
+        return 0.0
+    (executor,) = executors.values()
+    transport, times = executor.transport, []
+    vector = torch.zeros(length, dtype=torch.float64, device=executor.stage.device)
+    for _ in range(_FEW + 1):
+        transport.gather(None)
+        start = time.perf_counter()
+        transport.reduce(vector.clone()).result()
+        times.append(_MS * (time.perf_counter() - start))
+    transport.end()
+    least = [min(row) for row in zip(*transport.gather(times), strict=True)]
+    return robust_mean(least[1:])
 
 
 def link_list(

@@ -1,66 +1,129 @@
-"""Memory that F, B and W of a chunk leave and need, by the allocator's own count.
+"""Bytes that F, B and W of a layer leave and need, by an accelerator's allocator."""
 
-On CPUs torch's profiler lists every allocation with what is held after it; on GPUs the
-allocator knows what it holds, and the most that it held.
-"""
-
+import gc
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
 
-from zbpp.profiling.passes import PassTiming
+from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.values import Tensors, mapped
 
 __all__ = [
-    "allocated_by",
+    "PassBytes",
+    "columns_of_bytes",
+    "copied",
     "is_out_of_memory",
-    "measure_memory",
+    "measure_bytes",
     "peak_held",
 ]
 
 _WORDS = ("can't allocate memory", "out of memory", "not enough memory")
 
 
-def measure_memory(
-    timing: PassTiming, device: torch.device
-) -> dict[int, dict[str, dict[str, float]]]:
-    """Run every chunk once more and count.
+class PassBytes(NamedTuple):
+    """Bytes of one layer's passes.
+
+    Args:
+        left: by F until B, without its input and output.
+        left_input: the part of the input that stays until B.
+        left_output: the same of the output.
+        change_b: what B leaves, less what it frees.
+        peak_f, peak_b, peak_w: most inside a pass above what was there before.
+    """
+
+    left: int
+    left_input: int
+    left_output: int
+    change_b: int
+    peak_f: int
+    peak_b: int
+    peak_w: int
+
+
+def measure_bytes(
+    stage: Stage, index: int, value: Tensors | None
+) -> tuple[PassBytes, Tensors]:
+    """Run F, B and W of a layer that is a chunk of its own; gradients exist already.
+
+    Args:
+        stage: has begun a step of one micro-batch.
+        index: of the layer, and of its chunk.
+        value: what it reads; layer 0 reads the batch.
 
     Returns:
-        For each chunk "left" and "peak", each by kind of pass, in bytes.
+        Its bytes, and its output.
     """
-    chunk_memory: dict[int, dict[str, dict[str, float]]] = {}
-    for chunk, jobs in timing.jobs().items():
-        left, peak = {}, {}
-        for kind, action in jobs:
-            left[kind], peak[kind] = allocated_by(action, device)
-        chunk_memory[chunk] = {"left": left, "peak": peak}
-    return chunk_memory
+    device = stage.device
+    base = _restart(device)
+    x = mapped(value, partial(_on, device)) if index and value is not None else None
+    size_x = _now(device) - base
+    y = stage.forward(index, 0, x)
+    peak_f = torch.accelerator.max_memory_allocated(device) - base
+    output = mapped(y, partial(_on, torch.device("cpu")))
+    with_both, x = _now(device), None
+    with_output, y = _now(device), ()
+    now = _now(device)
+    left_input = size_x - (with_both - with_output)
+    left_output = max(0, sum(t.nbytes for t in output) - (with_output - now))
+    left = now - base - left_input - left_output
+    base = _restart(device)
+    dy = tuple(t.new_zeros(t.shape, device=device) for t in output if t.requires_grad)
+    dx = stage.backward_input(index, 0, dy)
+    peak_b = torch.accelerator.max_memory_allocated(device) - base
+    del dx, dy
+    # the output is the next layer's input, which has its own B
+    change_b = _now(device) - base + left_output
+    base = _restart(device)
+    stage.backward_weight(index, 0)
+    peak_w = torch.accelerator.max_memory_allocated(device) - base
+    passes = PassBytes(left, left_input, left_output, change_b, peak_f, peak_b, peak_w)
+    return passes, output
 
 
-def allocated_by(
-    action: Callable[[], Any], device: torch.device
-) -> tuple[float, float]:
-    """Bytes that an action leaves (below 0: frees), and the most held inside it."""
-    if runs_ahead(device):
-        torch.accelerator.synchronize(device)
-        torch.accelerator.reset_peak_memory_stats(device)
-        before = torch.accelerator.memory_allocated(device)
-        action()
-        torch.accelerator.synchronize(device)
-        after = torch.accelerator.memory_allocated(device)
-        return after - before, torch.accelerator.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
-        action()
-    held = most = 0.0
-    for event in events.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return held, most
+def columns_of_bytes(
+    layers: Sequence[PassBytes],
+) -> Mapping[str, tuple[float, ...]]:
+    """Columns of `zbpp.core.LayerCosts`; a cut shares the memory of its message."""
+    inputs = [layers[0].left_input]
+    for before, layer in pairwise(layers):
+        inputs.append(max(before.left_output, layer.left_input))
+    m_b = [max(0, x.left + left) for x, left in zip(layers, inputs, strict=True)]
+    columns = {
+        "m_b": m_b,
+        "m_w": [max(0, m + x.change_b) for m, x in zip(m_b, layers, strict=True)],
+        "peak_f": [x.peak_f for x in layers],
+        "peak_b": [max(0, x.peak_b) for x in layers],
+        "peak_w": [max(0, x.peak_w) for x in layers],
+    }
+    return {name: tuple(map(float, column)) for name, column in columns.items()}
+
+
+def copied(tensors: Tensors) -> Tensors:
+    """Copy tensors: a layer may change in place what it reads."""
+    return mapped(tensors, lambda x: _on(x.device, x))
+
+
+def _on(device: torch.device, x: Tensor) -> Tensor:
+    return x.detach().to(device, copy=True).requires_grad_(x.requires_grad)
+
+
+def _now(device: torch.device) -> int:
+    gc.collect()  # graphs of earlier passes may be in circles
+    torch.accelerator.synchronize(device)
+    return torch.accelerator.memory_allocated(device)
+
+
+def _restart(device: torch.device) -> int:
+    """Return the bytes that are allocated; the peak counts from here on."""
+    allocated = _now(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    return allocated
 
 
 def peak_held(device: torch.device) -> float | None:

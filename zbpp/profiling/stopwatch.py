@@ -1,4 +1,4 @@
-"""Time pieces of work on one device; means, medians and quartiles of the times.
+"""Time pieces of work on one device; means and quartiles of the times.
 
 A step is a sum of passes, so its expectation follows from the mean of each pass's
 time. These times are skewed: most passes are about as fast as the machine can be, and
@@ -6,50 +6,22 @@ some wait for a core. A median leaves these out, and steps are then predicted sh
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from operator import add
-from statistics import fmean, median, quantiles
+from statistics import fmean, quantiles
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.overlap import marked
 
-__all__ = ["Spread", "Stopwatch", "robust_mean", "spread"]
+__all__ = ["Stopwatch", "robust_mean"]
 
 _T = TypeVar("_T")
 _MS = 1e3
 _FAR = 5.0
 """Quartile ranges above the upper quartile; exponential times lose .2 % there."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of some times, in ms, and the mean that costs are made of.
-
-    ``mean`` is that of `robust_mean`.
-    """
-
-    median: float
-    low: float
-    high: float
-    mean: float
-
-    def scaled(self, factor: float) -> "Spread":
-        """Return it times a factor."""
-        return Spread(*(factor * statistic for statistic in astuple(self)))
-
-    def with_mean(self, mean: float) -> "Spread":
-        """Return it times what makes the mean another."""
-        return self.scaled(mean / self.mean) if self.mean > 0 else self + mean
-
-    def __add__(self, more: "float | Spread") -> "Spread":
-        others = astuple(more) if isinstance(more, Spread) else (more,) * 4
-        return Spread(*map(add, astuple(self), others))
 
 
 def robust_mean(values: Sequence[float]) -> float:
@@ -69,23 +41,6 @@ def robust_mean(values: Sequence[float]) -> float:
     return fmean(min(value, far) for value in values)
 
 
-def spread(seconds: Iterable[float]) -> Spread:
-    """Median, quartiles and mean, in ms; nothing gives zeros.
-
-    >>> spread([0.001, 0.002, 0.003, 0.004, 0.1])
-    Spread(median=3.0, low=2.0, high=4.0, mean=4.8)
-    """
-    ordered = sorted(_MS * duration for duration in seconds)
-    if not ordered:
-        return Spread(0.0, 0.0, 0.0, 0.0)
-    return Spread(
-        median=median(ordered),
-        low=float(np.quantile(ordered, 0.25)),
-        high=float(np.quantile(ordered, 0.75)),
-        mean=robust_mean(ordered),
-    )
-
-
 class Stopwatch:
     """Notes when pieces of work run, by name; on GPUs with events, read at the end."""
 
@@ -94,19 +49,19 @@ class Stopwatch:
         self._marks: dict[Hashable, list[tuple[Any, ...]]] = defaultdict(list)
 
     def time(self, name: Hashable, action: Callable[..., _T], *args: Any) -> _T:
-        """Call something, and note its time; by several names in a tuple of them."""
+        """Call something, and note its time."""
         start = self._times.now()
         result = action(*args)
         self._marks[name].append((start, self._times.now()))
         return result
 
     def time_pass(
-        self, kind: str, name: Hashable, action: Callable[..., _T], *args: Any
+        self, name: Hashable, action: Callable[..., _T], *args: Any, is_forward: bool
     ) -> _T:
         """Call an F or a B; note also when it communicates, see `parts`."""
         now = self._times.now
         start = now()
-        with marked(now, is_forward=kind == "F") as points:
+        with marked(now, is_forward=is_forward) as points:
             result = action(*args)
         self._marks[name].append((start, *points, now()))
         return result
@@ -115,9 +70,9 @@ class Stopwatch:
         """Count nothing of what has been timed so far: it was the warm-up."""
         self._marks.clear()
 
-    def seconds(self, name: Hashable) -> list[float]:
-        """The times of one piece of work, in the order of the calls."""
-        return [_between(marks[0], marks[-1]) for marks in self._marks[name]]
+    def mean(self, name: Hashable) -> float:
+        """Robust mean of the times of one piece of work, in ms."""
+        return robust_mean([_ms(marks[0], marks[-1]) for marks in self._marks[name]])
 
     def parts(self, name: Hashable) -> list[float]:
         """Mean times, in ms, of what a pass computes, communicates, computes, ...
@@ -126,16 +81,15 @@ class Stopwatch:
         """
         calls = self._marks[name]
         if len(set(map(len, calls))) != 1:
-            return [spread(self.seconds(name)).mean]
+            return [self.mean(name)]
         columns = zip(*calls, strict=True)
         return [
-            spread(map(_between, starts, ends)).mean
-            for starts, ends in pairwise(columns)
+            robust_mean([*map(_ms, starts, ends)]) for starts, ends in pairwise(columns)
         ]
 
 
-def _between(start: Any, end: Any) -> float:
+def _ms(start: Any, end: Any) -> float:
     if isinstance(start, float):
-        return float(end) - start
+        return _MS * (float(end) - start)
     end.synchronize()
-    return float(start.elapsed_time(end)) / _MS
+    return float(start.elapsed_time(end))

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from zbpp.core import write_costs
+from zbpp.core import PassKind, write_costs
+from zbpp.diagnostics import profile
 from zbpp.planning import Plan
 from zbpp.training.options import TrainOptions
 from zbpp.training.setup import (
@@ -42,6 +44,10 @@ def run_profile(
     """
     torch.set_num_threads(1)  # as in training: the processes share the cores
     loaded = None if load is None else load()
+    if options.enable_optimizer_post_validation is None and plan.schedule.n_stages > 1:
+        # from the first step on, as most steps of a run
+        splits = plan.schedule.runs(PassKind.W)
+        options = replace(options, enable_optimizer_post_validation=splits)
     pipeline = build_pipeline(options, plan, loaded)
     m = pipeline.n_microbatches
     if loaded is None:
@@ -49,18 +55,18 @@ def run_profile(
     else:
         inputs = [loaded.inputs] * m
         targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
-    profile = pipeline.profile(inputs, targets, rounds=rounds, memory=True)
+    measured = profile(pipeline, inputs, targets, rounds=rounds)
     if pipeline.rank == 0:
         # another copy: the pipeline has released the layers of other processes
         memory = estimate_layers(options, None if load is None else load())
-        profile = profile.with_memory(memory)
-        write_costs(profile.costs(), out)
+        measured = measured.with_memory(memory)
+        write_costs(measured.costs(), out)
         if layers_out is not None:
-            write_costs(profile.layers, layers_out)
+            write_costs(measured.layers, layers_out)
         if as_json:
-            print(json.dumps(profile.as_dict()), flush=True)
+            print(json.dumps(measured.as_dict()), flush=True)
         else:
-            print(profile.table)
+            print(measured.table)
             per_layer = [] if layers_out is None else [f"{layers_out} (per layer)"]
             print(
                 "costs in ms and bytes:", ", ".join([str(out), *per_layer]), flush=True

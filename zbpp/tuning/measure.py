@@ -1,20 +1,24 @@
-"""Costs of a model's layers before its first step: measured times, estimated memory.
+"""Costs of a model's layers before its first step: measured times, and memory.
 
     model --> pipeline, one chunk a stage, even split --profile--> times, messages
-          --> fake tensors --layer_memory--> bytes
+          --> fake tensors --layer_memory--> bytes; on accelerators passes are measured
 
-The pipeline is closed again, and leaves parameters, optimizers and random generators
-as they were: layers may then go where the plan wants them.
+The pipeline trains some steps and is closed again. Layers that exist then have their
+parameters and buffers back, on the devices where they were, and random generators are
+as before: layers may go where the plan wants them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.core import CollectiveKind, LayerCosts, RequestError
+from zbpp.diagnostics import profile
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 from zbpp.runtime.support.random_state import random_state, set_random_state
 from zbpp.runtime.values import as_value
@@ -58,16 +62,34 @@ def measure_layers(
     pipeline = build(schedule=SAFE_MODE)
     m = pipeline.n_microbatches
     inputs, targets = split_inputs(example[0], m)[0], split_targets(example[1], m)[0]
-    times: LayerCosts = pipeline.profile(*example).layers
     kinds = {job.kind for job in pipeline.schedule.orders[0]}
+    with _values_restored([layer for _, layer in pipeline.stages.layers()]):
+        measured = profile(pipeline, *example)
     pipeline.close()
-    memory = estimate((as_value(inputs), targets))
+    costs = measured.with_memory(estimate((as_value(inputs), targets))).layers
     if not overlaps or CollectiveKind.UNSHARD in kinds:
-        times = replace(times, parts=None)
+        costs = replace(costs, parts=None)
     for layer, home in homes:
         layer.to(home)
     set_random_state(before, device)  # a builder may have drawn the weights
-    return times.with_memory_of(memory)
+    return costs
+
+
+@contextmanager
+def _values_restored(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Parameters and buffers are as they were in the end; the host has copies."""
+    values = [
+        (layer, name, x.detach().to("cpu", copy=True))
+        for layer in layers
+        for name, x in chain(layer.named_parameters(), layer.named_buffers())
+    ]
+    yield
+    with torch.no_grad():
+        for layer, name, value in values:
+            module, _, own_name = name.rpartition(".")
+            tensor: Tensor = getattr(layer.get_submodule(module), own_name)
+            if not tensor.is_inference():
+                tensor.copy_(value)
 
 
 def _homes(model: Any) -> list[tuple[nn.Module, torch.device]]:

@@ -1,0 +1,38 @@
+"""Bytes of passes by the device's own allocator are those of the estimate."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simgpu
+import zbpp
+from zbpp import diagnostics
+from zbpp.memory import layer_memory
+
+
+def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def test_measured_bytes_of_layers() -> None:
+    simgpu.begin("lazy")
+    layers = [
+        nn.Sequential(nn.Linear(256, 256 * n), nn.GELU(), nn.Linear(256 * n, 256))
+        for n in (1, 4, 1, 2)
+    ]
+    x = torch.randn(64, 256)
+    estimated = layer_memory(layers, (x[:32], x[:32]), loss_fn, device="cuda")
+    with zbpp.Pipeline(
+        layers, "ZBH1", n_stages=2, n_microbatches=2, device="cuda",
+        loss_fn=loss_fn, optimizer=torch.optim.AdamW,
+    ) as pipeline:  # fmt: skip
+        profile = diagnostics.profile(pipeline, x, x, rounds=1)
+    assert profile.memory is not None
+    for name, tolerance in dict(
+        m_b=0.05, peak_f=0.05, peak_b=0.05, peak_w=0.05, m_w=0.3
+    ).items():
+        expected = pytest.approx(estimated.of(name), rel=tolerance)
+        assert profile.memory[name] == expected, name
+    planned = profile.with_memory(estimated).layers
+    assert planned.m_b == profile.memory["m_b"] != estimated.m_b
+    assert planned.m_fixed == estimated.m_fixed
