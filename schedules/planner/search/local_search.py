@@ -14,6 +14,7 @@ Budgets are in passes placed, and bounded for large plans, whose moves take long
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.search.critical_path import (
@@ -31,6 +32,7 @@ from zbpp.schedules.planner.search.seeds import (
 )
 
 __all__ = [
+    "climb",
     "hill_climb",
     "improve_top_k",
     "intensify",
@@ -80,6 +82,9 @@ def improve_top_k(
 
 
 _CLIMB = 100  # passes placed for each pass of a plan
+_KINDS = "offset", "early", "overrun"
+_LEAST = {"max_in_flight": 1, "most_b": 1}
+_GO_ON = (0.0, 0.25, 0.5, 1.0, 2.0, 20.0)  # in the work of a micro-batch
 
 
 def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[Plan]:
@@ -94,44 +99,78 @@ def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[
     )
     if settings is None:  # known orders alone have come to their end
         return plans
-    n_passes, draws = problem.n_passes, XorShift64(0)
-    budget = Budget(min(_CLIMB * n_passes, 1e6 + 30 * n_passes))
-    while budget.is_left and plan.span > problem.target:
-        tried = _changed(problem, settings, draws)
-        budget.spend(problem.n_stages)
-        better = list_schedule(problem, tried, plan.span * (1 + 1e-12), budget)
-        if better is not None:
-            plan, settings = better, tried
+    budget = Budget(min(_CLIMB * problem.n_passes, 1e6 + 30 * problem.n_passes))
+    plan, _ = climb(problem, plan, settings, budget, XorShift64(0))
     return sorted([timed(problem, plan.rows).plan, *plans], key=lambda plan: plan.span)
 
 
+def climb(
+    problem: PlacementProblem,
+    plan: Plan,
+    settings: Settings,
+    budget: Budget,
+    draws: XorShift64,
+    kinds: Sequence[str] = _KINDS,
+) -> tuple[Plan, Settings]:
+    """Change settings while plans are not worse.
+
+    Args:
+        problem: to plan.
+        plan: of the settings.
+        settings: where to begin.
+        budget: in passes placed.
+        draws: random numbers.
+        kinds: of changes: fields of the settings, or "rank" of any pass of a stage.
+    """
+    while budget.is_left and plan.span > problem.target:
+        tried = _changed(problem, settings, draws, kinds)
+        budget.spend(problem.n_stages)
+        better = list_schedule(problem, tried, plan.span * (1 + 1e-12), budget)
+        if better is not None and better.span <= plan.span * (1 + 1e-9):
+            plan, settings = better, tried
+    return plan, settings
+
+
 def _changed(
-    problem: PlacementProblem, settings: Settings, draws: XorShift64
+    problem: PlacementProblem,
+    settings: Settings,
+    draws: XorShift64,
+    kinds: Sequence[str],
 ) -> Settings:
     """Change one to three entries, of a stage or of all from it on."""
-    p = problem.n_stages
+    p, numbers = problem.n_stages, problem.numbers
     for _ in range((1, 1, 2, 3)[draws.below(4)]):
         first = draws.below(p)
         stages = range(first, p if draws.below(3) == 0 else first + 1)
         step = (-2, -1, -1, 1, 1, 2)[draws.below(6)]
-        match draws.below(3):
-            case 0:
-                moved = {problem.numbers[stage][0] for stage in stages}
-                offset = [
-                    old - step * problem.unit * (q in moved)
-                    for q, old in enumerate(settings.offset)
-                ]
-                settings = replace(settings, offset=tuple(offset))
-            case 1:
-                early = list(settings.early)
+        kind = kinds[draws.below(len(kinds))]
+        after: Any
+        if kind in ("offset", "rank"):
+            at, share = 0, 1.0
+            if kind == "rank":
+                at, share = (
+                    draws.below(len(numbers[first])),
+                    (0.25, 1.0)[draws.below(2)],
+                )
+            moved = {numbers[stage][at] for stage in stages if at < len(numbers[stage])}
+            kind, by = "offset", step * share * problem.unit
+            after = tuple(
+                old - by * (q in moved) for q, old in enumerate(settings.offset)
+            )
+        elif kind == "go_on":
+            after = _GO_ON[draws.below(len(_GO_ON))] * problem.unit
+        elif kind == "most_open":
+            after = 1 + draws.below(4)
+        else:
+            entries = list(getattr(settings, kind))
+            if kind in ("overrun", "overrun_tail"):
+                of_all = _OVERRUNS[draws.below(len(_OVERRUNS))]
+                entries[stages.start : stages.stop] = [of_all] * len(stages)
+            else:
                 for stage in stages:
-                    early[stage] = max(0, early[stage] + step)
-                settings = replace(settings, early=tuple(early))
-            case _:
-                overrun = list(settings.overrun)
-                share = _OVERRUNS[draws.below(len(_OVERRUNS))]
-                overrun[stages.start : stages.stop] = [share] * len(stages)
-                settings = replace(settings, overrun=tuple(overrun))
+                    entries[stage] = max(_LEAST.get(kind, 0), entries[stage] + step)
+            after = tuple(entries)
+        settings = replace(settings, **{kind: after})
     return settings
 
 

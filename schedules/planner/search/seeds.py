@@ -61,6 +61,7 @@ __all__ = [
     "known_order",
     "line_settings_of",
     "rows_by_starts",
+    "rules",
     "seeds",
     "settings_of",
 ]
@@ -118,19 +119,23 @@ def _planned(
 
 def _attempts(problem: PlacementProblem) -> Iterator[Attempt]:
     """All seeds, the most useful first."""
-    hand_made = hand_made_rows(problem)
+    last = 2 * problem.n_chunks - 1
+    for rows in hand_made_rows(problem):
+        if not is_line(problem):
+            order = [array("i", [q for q in row if q <= last]) for row in rows]
+            yield known_order(order, 0.25, is_fair=True)
+        yield rows
+    yield from rules(problem)
+
+
+def rules(problem: PlacementProblem) -> Iterator[Settings]:
+    """The settings of all rules for the placement."""
     if is_line(problem):
-        yield from hand_made
         little = _has_little(problem)
         # below p M_B, those of at most d forwards first
         for line_rule in sorted(LINE_RULES, key=lambda rule: little and rule.is_deep):
             yield line_settings_of(problem, line_rule)
         return
-    last = 2 * problem.n_chunks - 1
-    for rows in hand_made:
-        order = [array("i", [q for q in row if q <= last]) for row in rows]
-        yield known_order(order, 0.25, is_fair=True)
-        yield rows
     for rule in RULES:
         yield settings_of(problem, rule)
 
