@@ -66,7 +66,7 @@ WRONG = {
     "none": ([], "0 gradients, and 2"),
     "three": ([torch.ones(2, 4)] * 3, "3 gradients, and 2"),
     "a missing list": (None, "only for scalar outputs"),
-    "another shape": ([torch.ones(4, 2), None], r"gradient 0 has the shape \[4, 2\]"),
+    "another shape": ([torch.ones(4, 2), None], r"got \[4, 2\] but expected"),
 }
 
 

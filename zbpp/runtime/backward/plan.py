@@ -71,13 +71,8 @@ class Product(NamedTuple):
     """Numbers of the node's edges that lead to the weights."""
     leaves: Sequence[Tensor]
     """The weights."""
-    operands: Sequence[str] = ()
-    settings: Sequence[str] = ()
-    """Attributes of the node that W reads."""
     raw: Sequence[str] = ()
-    """Attributes that show which of them a hook has packed."""
-    slot: int | None = None
-    """Number of a compiled node's result; None: an eager node."""
+    """Attributes of the node that show which saved tensors a hook has packed."""
     adds_transposed: bool | None = None
     """W may add to the only weight's ``.grad`` by itself: the weight has no other use,
     and is multiplied as it is (False) or transposed (True). None: autograd adds."""
@@ -118,10 +113,7 @@ def _make_plan(
     all_edges: Sequence[Sequence[Edge]],
     input_ids: Collection[int],
 ) -> Plan:
-    """Plan B and W of a graph.
-
-    `all_edges` has the edges that lead to its outputs, then those of each node.
-    """
+    """Plan B and W; `all_edges` has those to the outputs, then those of each node."""
     users: dict[Any, list[_Slot]] = {}
     for user, edges in zip((None, *nodes), all_edges, strict=True):
         for i, (node, *_) in enumerate(edges):
@@ -182,24 +174,17 @@ def _has_one_operand(node: Any) -> bool:
 def _sites_of(node: Any, waiting: Mapping[_Slot, Tensor]) -> Iterator[Site]:
     """Yield the products of a node whose weights all may wait."""
     kind, below = type(node), node.next_functions
-    rules: list[tuple[Rule, int | None]] = [
-        *((rule, None) for rule in RULES.get(kind.__name__, ())),
-        *((Rule(x.compute, (x.edge,)), x.slot) for x in pieces_of(node)),
-    ]
-    for rule, slot in rules:
+    pieces = (Rule(x.compute, (x.edge,), slot=x.slot) for x in pieces_of(node))
+    for rule in (*RULES.get(kind.__name__, ()), *pieces):
         first, *more = rule.weights
         edges = [first, *(i for i in more if below[i][0] is not None)]
         leaves = [waiting[node, i] for i in edges if (node, i) in waiting]
-        operands = [f"_saved_{name}" for name in rule.operands]
-        settings = [f"_saved_{name}" for name in rule.settings]
-        saved = [*operands, *settings]
+        saved = [*rule.operands, *rule.settings]
         raw = [f"_raw{name}" for name in saved if hasattr(kind, f"_raw{name}")]
         is_known = all(hasattr(kind, name) for name in saved)
-        waits = len(leaves) == len(edges)
-        if waits and is_known and may_be_read(node, raw):
-            product = Product(rule, edges, leaves, operands, settings, raw, slot)
-            yield node, product, [below[i] for i in edges]
-            if slot is None:
+        if len(leaves) == len(edges) and is_known and may_be_read(node, raw):
+            yield node, Product(rule, edges, leaves, raw), [below[i] for i in edges]
+            if rule.slot is None:
                 return
 
 
@@ -236,10 +221,7 @@ class PlanCache:
         """By signature: a plan, its products, and the numbers of their nodes."""
 
     def plan(self, ends: Sequence[Edge], inputs: Sequence[Tensor]) -> Plan:
-        """Plan B and W of the graph below some edges; `inputs` are leaves in it.
-
-        Every B calls it, so speed matters here.
-        """
+        """Plan B and W of the graph below some edges; every B does, so it is fast."""
         places = {id(x): ~i for i, x in enumerate(inputs)}
         nodes: list[Any] = []
         all_edges: list[Any] = [ends]

@@ -30,11 +30,13 @@ class Rule(NamedTuple):
     weights: tuple[int, ...] = ()
     """The node's operands whose gradients may wait; all but the first may need none."""
     operands: tuple[str, ...] = ()
-    """Names of the saved tensors that W needs."""
+    """Attributes of the node: the saved tensors that W needs."""
     settings: tuple[str, ...] = ()
-    """Names of other saved values."""
+    """Attributes with other saved values."""
     adds: bool = False
     """`gradients` can add the only weight's gradient to a `total` in its kernel."""
+    slot: int | None = None
+    """Number of a compiled node's result; None: an eager node."""
 
 
 def _is_column_major(sizes: Sizes, strides: Sizes) -> bool:
@@ -45,44 +47,39 @@ def _scaled(gradient: Tensor, alpha: Any) -> Tensor:
     return gradient if alpha == 1 else gradient * alpha.conjugate()
 
 
-# Matrices. torch computes a gradient in the layout of the weight.
-
-
-def _right(
-    dy: Tensor,
-    x: Tensor,
+def _matrix(
+    a: Tensor,
+    b: Tensor,
     sizes: Sizes,
     strides: Sizes,
     alpha: Any = 1,
     total: Tensor | None = None,
 ) -> tuple[Tensor]:
+    """dw = a b; torch computes a gradient in the layout of the weight."""
+    if total is not None:
+        return (total.addmm_(a, b, alpha=alpha.conjugate()),)
+    if _is_column_major(sizes, strides):
+        return (_scaled(b.t().mm(a.t()), alpha).t(),)
+    return (_scaled(a.mm(b), alpha),)
+
+
+def _grouped(
+    a: Tensor, b: Tensor, ends: Tensor | None, sizes: Sizes, strides: Sizes
+) -> tuple[Tensor]:
+    """The same for groups of rows."""
+    if _is_column_major(sizes, strides):
+        return (torch._grouped_mm(b.mT, a.mT, offs=ends).mT,)
+    return (torch._grouped_mm(a, b, offs=ends),)
+
+
+def _right(dy: Tensor, x: Tensor, *layout: Any, **total: Any) -> tuple[Tensor]:
     """y = x w."""
-    x = x.conj()
-    if total is not None:
-        return (total.addmm_(x.t(), dy, alpha=alpha.conjugate()),)
-    if _is_column_major(sizes, strides):
-        return (_scaled(dy.t().mm(x), alpha).t(),)
-    return (_scaled(x.t().mm(dy), alpha),)
+    return _matrix(x.conj().t(), dy, *layout, **total)
 
 
-def _left(
-    dy: Tensor,
-    x: Tensor,
-    sizes: Sizes,
-    strides: Sizes,
-    alpha: Any = 1,
-    total: Tensor | None = None,
-) -> tuple[Tensor]:
+def _left(dy: Tensor, x: Tensor, *layout: Any, **total: Any) -> tuple[Tensor]:
     """y = w x."""
-    x = x.conj()
-    if total is not None:
-        return (total.addmm_(dy, x.t(), alpha=alpha.conjugate()),)
-    if _is_column_major(sizes, strides):
-        return (_scaled(x.mm(dy.t()), alpha).t(),)
-    return (_scaled(dy.mm(x.t()), alpha),)
-
-
-# Batches of matrices, and of rows.
+    return _matrix(dy, x.conj().t(), *layout, **total)
 
 
 def _batched_right(dy: Tensor, x: Tensor, alpha: Any = 1) -> tuple[Tensor]:
@@ -93,20 +90,12 @@ def _batched_left(dy: Tensor, x: Tensor, alpha: Any = 1) -> tuple[Tensor]:
     return (_scaled(dy.bmm(x.transpose(1, 2).conj()), alpha),)
 
 
-def _grouped_right(
-    dy: Tensor, x: Tensor, ends: Tensor | None, sizes: Sizes, strides: Sizes
-) -> tuple[Tensor]:
-    if _is_column_major(sizes, strides):
-        return (torch._grouped_mm(dy.mT, x, offs=ends).mT,)
-    return (torch._grouped_mm(x.mT, dy, offs=ends),)
+def _grouped_right(dy: Tensor, x: Tensor, *layout: Any) -> tuple[Tensor]:
+    return _grouped(x.mT, dy, *layout)
 
 
-def _grouped_left(
-    dy: Tensor, x: Tensor, ends: Tensor | None, sizes: Sizes, strides: Sizes
-) -> tuple[Tensor]:
-    if _is_column_major(sizes, strides):
-        return (torch._grouped_mm(x, dy.mT, offs=ends).mT,)
-    return (torch._grouped_mm(dy, x.mT, offs=ends),)
+def _grouped_left(dy: Tensor, x: Tensor, *layout: Any) -> tuple[Tensor]:
+    return _grouped(dy, x.mT, *layout)
 
 
 def _convolution(
@@ -119,14 +108,19 @@ def _convolution(
     return tuple(found[1:])
 
 
+def _saved(*names: str) -> tuple[str, ...]:
+    return tuple(f"_saved_{name}" for name in names)
+
+
 def _layout(name: str) -> tuple[str, str]:
     return f"{name}_sym_sizes", f"{name}_sym_strides"
 
 
 def _matrices(left: str, right: str, first: int, *factor: str) -> tuple[Rule, Rule]:
+    layouts = [_saved(*_layout(weight), *factor) for weight in (right, left)]
     return (
-        Rule(_right, (first + 1,), (left,), (*_layout(right), *factor), adds=True),
-        Rule(_left, (first,), (right,), (*_layout(left), *factor), adds=True),
+        Rule(_right, (first + 1,), _saved(left), layouts[0], adds=True),
+        Rule(_left, (first,), _saved(right), layouts[1], adds=True),
     )
 
 
@@ -134,24 +128,24 @@ RULES: dict[str, Sequence[Rule]] = {
     "MmBackward0": _matrices("self", "mat2", 0),
     "AddmmBackward0": _matrices("mat1", "mat2", 1, "alpha"),
     "BmmBackward0": (
-        Rule(_batched_right, (1,), ("self",)),
-        Rule(_batched_left, (0,), ("mat2",)),
+        Rule(_batched_right, (1,), _saved("self")),
+        Rule(_batched_left, (0,), _saved("mat2")),
     ),
     "BaddbmmBackward0": (
-        Rule(_batched_right, (2,), ("batch1",), ("alpha",)),
-        Rule(_batched_left, (1,), ("batch2",), ("alpha",)),
+        Rule(_batched_right, (2,), _saved("batch1"), _saved("alpha")),
+        Rule(_batched_left, (1,), _saved("batch2"), _saved("alpha")),
     ),
     "GroupedMmBackward0": (
-        Rule(_grouped_right, (1,), ("self", "offs"), _layout("mat2")),
-        Rule(_grouped_left, (0,), ("mat2", "offs"), _layout("self")),
+        Rule(_grouped_right, (1,), _saved("self", "offs"), _saved(*_layout("mat2"))),
+        Rule(_grouped_left, (0,), _saved("mat2", "offs"), _saved(*_layout("self"))),
     ),
     "ConvolutionBackward0": (
         Rule(
             _convolution,
             (1, 2),  # one kernel computes both
-            ("input",),
-            ("weight", "bias_sym_sizes_opt", "stride", "padding", "dilation",
-             "transposed", "output_padding", "groups"),
+            _saved("input"),
+            _saved("weight", "bias_sym_sizes_opt", "stride", "padding", "dilation",
+                   "transposed", "output_padding", "groups"),
         ),
     ),
 }  # fmt: skip

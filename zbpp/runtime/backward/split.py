@@ -87,7 +87,7 @@ class Progress(Protocol):
 
 
 class _Work(NamedTuple):
-    """The second half of one product."""
+    """The second half of one product; see `Rule`."""
 
     product: Product
     edges: Sequence[Any]
@@ -95,7 +95,6 @@ class _Work(NamedTuple):
     tensors: Sequence[Any]
     """The gradient of the product, and the operands."""
     settings: Sequence[Any]
-    """See `Rule`."""
     versions: Sequence[int]
     """Of the tensors in B: a change in place raises them."""
 
@@ -138,11 +137,11 @@ class WeightQueue:
 
     def read(self, site: Site) -> tuple[list[Tensor], list[Any]]:
         """Read the operands and settings of a product before its backward."""
-        node, product, _ = site
-        operands = [getattr(node, name) for name in product.operands]
+        node, (rule, *_), _ = site
+        operands = [getattr(node, name) for name in rule.operands]
         # their graphs lead to the chunk's input
         operands = [None if x is None else x.detach() for x in operands]
-        return operands, [getattr(node, name) for name in product.settings]
+        return operands, [getattr(node, name) for name in rule.settings]
 
     def put(
         self, site: Site, tensors: Sequence[Any], settings: Sequence[Any] = ()
@@ -238,55 +237,41 @@ def _accumulate(
 
 
 def _run_work(work: _Work, in_place: bool) -> list[tuple[GradientEdge, Tensor]] | None:
-    """Compute and add the gradients of one product.
+    """Compute the gradients of one product; return them, with their edges.
 
-    Returns gradients that autograd has to accumulate, each with its edge.
+    None: they are added, as autograd would only add, too.
     """
-    product, edges, tensors, settings, versions = work
+    (rule, _, leaves, _, is_transposed), edges, tensors, settings, versions = work
     if _versions(tensors) != versions:
         raise RuntimeError(
             "a tensor that W needs was changed in place after B; change a copy"
         )
-    if in_place and _add_in_place(product, tensors, settings):
+    leaf = leaves[0] if is_transposed is not None and _only_adds(leaves[0]) else None
+    total = None if leaf is None else leaf.grad
+    if in_place and rule.adds and total is not None and total.dtype == tensors[0].dtype:
+        total = total.t() if is_transposed else total
+        rule.gradients(*tensors, *settings, total=total)
         return None
-    gradients = product.rule.gradients(*tensors, *settings)
-    if product.adds_transposed is not None and _only_adds(product.leaves[0]):
-        leaf, gradient = product.leaves[0], cast(Tensor, gradients[0])
-        gradient = gradient.t() if product.adds_transposed else gradient
-        total = leaf.grad
+    gradients = rule.gradients(*tensors, *settings)
+    if leaf is not None:
+        gradient = cast(Tensor, gradients[0])
+        gradient = gradient.t() if is_transposed else gradient
         if total is None and gradient.dtype == leaf.dtype == grad_dtype_of(leaf):
             is_alike = gradient.stride() == leaf.stride()
             leaf.grad = gradient if is_alike else torch.empty_like(leaf).copy_(gradient)
             return None
-        is_strided = total is not None and total.layout is torch.strided
-        if total is not None and is_strided and total.dtype == gradient.dtype:
+        if total is not None and total.dtype == gradient.dtype:
             total.add_(gradient)
             return None
     pairs = zip(edges, gradients, strict=False)
     return [(GradientEdge(*edge), dw) for edge, dw in pairs if dw is not None]
 
 
-def _add_in_place(
-    product: Product, tensors: Sequence[Any], settings: Sequence[Any]
-) -> bool:
-    """Add a gradient within the product's own kernel; False if that cannot be."""
-    rule, is_transposed = product.rule, product.adds_transposed
-    if not rule.adds or is_transposed is None or not _only_adds(product.leaves[0]):
-        return False
-    total = product.leaves[0].grad
-    if total is None or total.layout is not torch.strided:
-        return False
-    if total.dtype != tensors[0].dtype:
-        return False
-    total = total.t() if is_transposed else total
-    rule.gradients(*tensors, *settings, total=total)
-    return True
-
-
 def _only_adds(leaf: Tensor) -> bool:
     """True if autograd would only add to a leaf, which has no hooks."""
     has_hooks = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-    return leaf.requires_grad and not has_hooks
+    is_dense = leaf.grad is None or leaf.grad.layout is torch.strided
+    return leaf.requires_grad and is_dense and not has_hooks
 
 
 # ---- The graph of one forward.
@@ -320,13 +305,11 @@ class SplitGraph:
         plans: PlanCache | None = None,
     ) -> None:
         self._ends: list[Any] = []
-        self._shapes: list[torch.Size | None] = []
         for y in outputs:
             if y.requires_grad:
                 # torch needs nested tensors and subclasses themselves
                 is_plain = (type(y) is Tensor or is_fake(y)) and not y.is_nested
                 self._ends.append(get_gradient_edge(y) if is_plain else y)
-                self._shapes.append(None if y.is_nested else y.shape)
         self._inputs: list[Tensor] = []
         for x in inputs:
             if x.requires_grad:
@@ -360,10 +343,7 @@ class SplitGraph:
         return dict.fromkeys(leaves, IN_B) | dict.fromkeys(waiting, "W")
 
     def held_bytes(self) -> int:
-        """Memory of the operands that wait for W; shared memory counts once.
-
-        It is the least possible: for ``y = x w`` both ``x`` and ``dy``.
-        """
+        """Memory of the operands that wait for W; shared memory counts once."""
         tensors = [own_shard(x) for work in self._queue.work for x in work.tensors]
         storages = [x.untyped_storage() for x in tensors if x is not None]
         return sum({x._cdata: x.nbytes() for x in storages}.values())
@@ -383,9 +363,9 @@ class SplitGraph:
             One for each input that requires a gradient; None if it has no influence.
 
         Raises:
-            RuntimeError: B has run already, or needs a gradient for an output that is
-                no scalar; in this case B may be called again.
-            RequestError: the gradients do not fit the outputs; B may be called again.
+            RuntimeError: B has run already.
+            RequestError, RuntimeError: the gradients do not fit the outputs; B may be
+                called again.
         """
         return self._backward(gradients)
 
@@ -393,7 +373,10 @@ class SplitGraph:
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
     ) -> tuple[Tensor | None, ...]:
         """B and W in one full backward; arguments, result and errors as for B."""
-        input_gradients = self._backward(gradients, is_whole=True)
+        # W may add within its products' kernels, autograd cannot
+        input_gradients = self._backward(
+            gradients, Plan([], []) if self._is_exact else None
+        )
         if self._queue.work:
             self.backward_weight()
         return input_gradients
@@ -401,15 +384,14 @@ class SplitGraph:
     def _backward(
         self,
         gradients: Tensor | Sequence[Tensor | None] | None,
-        *,
-        is_whole: bool = False,
+        plan: Plan | None = None,
     ) -> tuple[Tensor | None, ...]:
         ends, dys = self._fitting(gradients)
         queue = self._queue
         input_gradients: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
-        plan = Plan([], []) if is_whole and self._is_exact else self._plan()
+        plan = self._plan() if plan is None else plan
         # a gradient is captured before hooks that the forward has set can change it
-        may_capture = plan.may_capture and not (is_whole or queue.lent)
+        may_capture = plan.may_capture and not queue.lent
         may_capture = may_capture and queue.n_hooks == hooks_made()
         if not ends:
             pass
@@ -417,7 +399,7 @@ class SplitGraph:
             input_gradients = self._capture(plan, ends, dys)
         else:
             with queue:
-                input_gradients = self._run_around(plan, ends, dys, adds=is_whole)
+                input_gradients = self._run_around(plan, ends, dys)
         self._ends, self._inputs, self.outputs = [], [], None
         self._is_done, self.defers = True, bool(queue.work)
         return input_gradients
@@ -469,30 +451,17 @@ class SplitGraph:
         """Return the ends that have influence, and their gradients."""
         if self._is_done:
             raise RuntimeError("B runs once: its graph is freed; run a new forward")
-        shapes = self._shapes
         if gradients is None:
             return self._ends, [None] * len(self._ends)
         if isinstance(gradients, Tensor):
             gradients = (gradients,)
-        if len(gradients) != len(shapes):
+        if len(gradients) != len(self._ends):
             raise RequestError(
-                f"B got {len(gradients)} gradients, and {len(shapes)} "
+                f"B got {len(gradients)} gradients, and {len(self._ends)} "
                 "outputs require one; give one for each, None where it has no influence"
             )
-        ends: list[Any] = []
-        dys: list[Tensor | None] = []
-        for i, dy in enumerate(gradients):  # without a zip: a part of every B
-            if dy is None:
-                continue
-            shape = shapes[i]
-            if shape is not None and dy.shape != shape:
-                raise RequestError(
-                    f"gradient {i} has the shape {list(dy.shape)}, and its output "
-                    f"{list(shape)}"
-                )
-            ends.append(self._ends[i])
-            dys.append(dy)
-        return ends, dys
+        ends = [self._ends[i] for i, dy in enumerate(gradients) if dy is not None]
+        return ends, [dy for dy in gradients if dy is not None]
 
     def _capture(
         self, plan: Plan, ends: list[Any], dys: list[Tensor | None]
@@ -511,30 +480,21 @@ class SplitGraph:
         return results[:first]
 
     def _run_around(
-        self,
-        plan: Plan,
-        ends: list[Any],
-        dys: list[Tensor | None],
-        *,
-        adds: bool = False,
+        self, plan: Plan, ends: list[Any], dys: list[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """B with a hook in front of each product, which keeps its operands.
-
-        With `adds` the hook does the work of W where W adds in place: the operands are
-        in the cache then.
-        """
+        """B with a hook in front of each product, which keeps its operands."""
         inputs = self._inputs
         wanted: list[Any] = []
         undo: list[Callable[[], object]] = []
         for site in plan.sites:
-            node, product, _ = site
+            node, slot = site[0], site[1].rule.slot
             wanted.append(GradientEdge(node, 0))
-            if product.slot is None:
-                hook = partial(self._take, site, adds)
+            if slot is None:
+                hook = partial(self._take, site)
                 undo.append(add_hook(node.register_prehook, hook).remove)
             else:
-                defer_piece(node, product.slot, partial(self._queue.put, site))
-                undo.append(partial(defer_piece, node, product.slot, None))
+                defer_piece(node, slot, partial(self._queue.put, site))
+                undo.append(partial(defer_piece, node, slot, None))
         if wanted:  # without any, all leaves are
             wanted += [*inputs, *(x for x in plan.leaves if x.requires_grad)]
         before = [x.grad for x in inputs]
@@ -549,12 +509,10 @@ class SplitGraph:
             for call in undo:
                 call()
 
-    def _take(self, site: Site, adds: bool, dys: Sequence[Tensor | None]) -> None:
+    def _take(self, site: Site, dys: Sequence[Tensor | None]) -> None:
         if dys[0] is not None:
             operands, settings = self._queue.read(site)
-            tensors = [dys[0], *operands]
-            if not (adds and _add_in_place(site[1], tensors, settings)):
-                self._queue.put(site, tensors, settings)
+            self._queue.put(site, [dys[0], *operands], settings)
 
 
 def _add_all(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -562,13 +520,11 @@ def _add_all(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
     totals: list[Tensor] = []
     added: list[Tensor] = []
     others: dict[Tensor, Tensor] = {}
-    strided = torch.strided
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
             continue
-        total = leaf.grad
-        is_sum = total is not None and total.dtype == gradient.dtype
-        if total is not None and is_sum and total.layout is gradient.layout is strided:
+        total, is_dense = leaf.grad, gradient.layout is torch.strided
+        if total is not None and is_dense and total.dtype == gradient.dtype:
             totals.append(total)
             added.append(gradient)
         else:
