@@ -385,7 +385,7 @@ TABLE = (
      "zbpp/runtime/backward/order.py",
      "if not (reports or self._n_running_apart) and", "if not reports and"),
     ("executor", "recomputed forwards change places", "zbpp/runtime/overlap.py",
-     "if of is not None and not of.is_forward:", "if of is self:"),
+     "if not self.is_forward:", "if self is None:"),
     ("executor", "the second thread has torch's defaults",
      "zbpp/runtime/support/thread_state.py",
      "return self._context.run(self._run, function)", "return function()"),

@@ -30,7 +30,6 @@ chunk, as its gradients are added in the order of the micro-batches.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from threading import Event, Semaphore, Thread
 from typing import Any, ParamSpec, TypeVar
@@ -55,36 +54,79 @@ class PassStoppedError(RuntimeError):
     """Ends a pass that stands at a point, in a step that has failed; nobody sees it."""
 
 
-class OpenPass:
-    """A pass in a thread of its own, which computes when it is told to go on.
+class _Watched:
+    """A forward that runs as a whole, and notes that it has points.
+
+    Args:
+        network: an accelerator's, for communications; None: they run where they are.
+    """
+
+    is_forward = True
+
+    def __init__(self, network: NetworkStream | None = None) -> None:
+        self.network = network
+        self.has_points = False
+
+    def leave(self) -> None:
+        """The pass begins to communicate: others compute; called in its thread."""
+
+    def come_back(self) -> None:
+        """The pass has communicated: wait until it may go on; called in its thread."""
+
+    def await_network(self) -> None:
+        """Wait while others communicate; called in its thread."""
+
+    def communicate(
+        self, run: Callable[[], T], tensors: Sequence[Tensor], on_device: bool
+    ) -> T:
+        """Run the communication of a forward, which reads tensors."""
+        self.has_points = True
+        if not self.is_forward:
+            # A recomputed forward: an F beside it would draw its random numbers.
+            self.await_network()
+            return run()
+        if self.network is None or not on_device:
+            self.leave()
+            result = run()
+            self.come_back()
+            return result
+        self.network.begin(tensors)
+        with self.network.stream:
+            result = run()
+        event = self.network.stream.record_event()
+        self.leave()
+        self.come_back()
+        self.network.end(event, tensors_in(result))
+        return result
+
+
+_pass: ContextVar[_Watched | None] = ContextVar("pass_with_points", default=None)
+"""The pass that runs in this thread; None where points mean nothing."""
+
+
+class OpenPass(_Watched):
+    """A pass in a thread of its own, which computes when `go_on` is called.
 
     No wait here has a time-out: what is waited for computes, or is in a communication,
     which has one.
-
-    Args:
-        overlap: of the stage.
-        compute: runs the pass.
-        is_forward: it is an F, and no backward.
     """
 
     def __init__(
         self, overlap: "Overlap", compute: Callable[[], None], *, is_forward: bool
     ) -> None:
+        super().__init__(overlap.network)
         self.is_forward = is_forward
-        self.has_ended = False
-        """As far as `go_on` has seen."""
         self._overlap = overlap
         self._has_communicated = Event()
         self._error: BaseException | None = None
         self._is_over = self._is_stopped = False
         self._go, self._back = Semaphore(0), Semaphore(0)
-        place, state = _Place(overlap.network, self), ThreadState(overlap.device)
-        run = partial(state.run, partial(self._run, compute, place))
+        run = partial(ThreadState(overlap.device).run, partial(self._run, compute))
         name = f"zbpp {'forward' if is_forward else 'backward'}"
         self._thread = Thread(target=run, name=name, daemon=True)
 
-    def go_on(self) -> None:
-        """Compute up to where the pass begins to communicate, or to its end.
+    def go_on(self) -> bool:
+        """Compute up to where the pass begins to communicate; True: to its end.
 
         Raises:
             BaseException: what the pass raises.
@@ -94,11 +136,12 @@ class OpenPass:
         else:
             self._go.release()
         self._back.acquire()
-        self.has_ended = self._is_over
-        if self._is_over:
+        is_over = self._is_over
+        if is_over:
             self._thread.join()  # else the next pass may begin beside its last moments
         if self._error is not None:
             raise self._error
+        return is_over
 
     def stop(self) -> None:
         """End the pass at the point where it stands, or comes to next."""
@@ -108,11 +151,7 @@ class OpenPass:
             self._thread.join()
 
     def leave(self) -> None:
-        """The pass begins to communicate: others compute; called in its thread.
-
-        Raises:
-            PassStoppedError: its step has failed.
-        """
+        """Let others compute, and wait for the communication before this one."""
         before = self._overlap.network_is_free
         self._has_communicated = self._overlap.network_is_free = Event()
         self._back.release()
@@ -120,25 +159,21 @@ class OpenPass:
         self._refuse_if_stopped()
 
     def come_back(self) -> None:
-        """The pass has communicated: wait until it may go on; called in its thread.
-
-        Raises:
-            PassStoppedError: its step has failed.
-        """
+        """Let the next one communicate, and wait for `go_on`."""
         self._has_communicated.set()
         self._go.acquire()
         self._refuse_if_stopped()
 
     def await_network(self) -> None:
-        """Wait while others communicate; called in its thread."""
+        """Wait for the communication that began last."""
         self._overlap.network_is_free.wait()
 
     def _refuse_if_stopped(self) -> None:
         if self._is_stopped:
             raise PassStoppedError
 
-    def _run(self, compute: Callable[[], None], place: "_Place") -> None:
-        _place.set(place)
+    def _run(self, compute: Callable[[], None]) -> None:
+        _pass.set(self)
         try:
             compute()
         except PassStoppedError:
@@ -150,26 +185,32 @@ class OpenPass:
         self._back.release()
 
 
-class _MarkedPass:
+class _MarkedPass(_Watched):
     """A pass that runs alone: notes when it communicates and computes, in turns."""
 
     def __init__(self, now: Callable[[], Any], *, is_forward: bool) -> None:
+        super().__init__()
         self.is_forward = is_forward
         self.noted: list[Any] = []
         self._now = now
 
     def leave(self) -> None:
-        """The pass begins to communicate, unless it does."""
         if len(self.noted) % 2 == 0:
             self.noted.append(self._now())
 
     def come_back(self) -> None:
-        """The pass has communicated, if it did."""
         if len(self.noted) % 2:
             self.noted.append(self._now())
 
-    def await_network(self) -> None:
-        """Note nothing: a forward that B runs again is in one piece."""
+
+@contextmanager
+def _as_pass(running: _Watched) -> Iterator[None]:
+    """Within this the points of a pass find it."""
+    token = _pass.set(running)
+    try:
+        yield
+    finally:
+        _pass.reset(token)
 
 
 @contextmanager
@@ -185,63 +226,9 @@ def marked(now: Callable[[], T], *, is_forward: bool) -> Iterator[list[T]]:
         When the first communication begins, when it has ended, and so on.
     """
     marks = _MarkedPass(now, is_forward=is_forward)
-    token = _place.set(_Place(None, marks))
-    try:
-        with torch.autograd.set_multithreading_enabled(False):  # nodes see the place
-            yield marks.noted
-    finally:
-        _place.reset(token)
-
-
-@dataclass
-class _Place:
-    """Where the points of a pass find what they need.
-
-    Args:
-        network: of an accelerator, for communications; None: they run where they are.
-        of: the pass that stops at its points, or notes them; None: it runs as a whole.
-    """
-
-    network: NetworkStream | None
-    of: OpenPass | _MarkedPass | None = None
-    has_points: bool = False
-
-    def communicate(
-        self, run: Callable[[], T], tensors: Sequence[Tensor], on_device: bool
-    ) -> T:
-        """Run the communication of a forward.
-
-        Args:
-            run: what communicates.
-            tensors: that it reads.
-            on_device: some are on an accelerator.
-        """
-        self.has_points = True
-        of = self.of
-        if of is not None and not of.is_forward:
-            # A recomputed forward: an F beside it would draw its random numbers.
-            of.await_network()
-            return run()
-        if self.network is not None and on_device:
-            self.network.begin(tensors)
-            with self.network.stream:
-                result = run()
-            event = self.network.stream.record_event()
-            if of is not None:
-                of.leave()
-                of.come_back()
-            self.network.end(event, tensors_in(result))
-            return result
-        if of is None:
-            return run()
-        of.leave()
-        result = run()
-        of.come_back()
-        return result
-
-
-_place: ContextVar[_Place | None] = ContextVar("overlap_place", default=None)
-"""Of the pass that runs in this thread; None where points mean nothing."""
+    # nodes run in this thread, and see the pass
+    with _as_pass(marks), torch.autograd.set_multithreading_enabled(False):
+        yield marks.noted
 
 
 def overlap_point(
@@ -272,17 +259,16 @@ def overlap_point(
     """
     if torch.compiler.is_compiling():
         return communicate(*args, **kwargs)
-    tensors = tensors_in((args, kwargs))
-    place = _place.get()
-    is_marked = place is not None and isinstance(place.of, _MarkedPass)
-    on_device = not is_marked and any(runs_ahead(x.device) for x in tensors)
+    tensors, here = tensors_in((args, kwargs)), _pass.get()
+    on_device = here is not None and here.network is not None
+    on_device = on_device and any(runs_ahead(x.device) for x in tensors)
 
     def run() -> T:
         arguments = _handed_on(_CommunicationEnds, (args, kwargs), on_device=on_device)
         result: T = map_tensors(communicate(*arguments[0], **arguments[1]), arrived)
         return result
 
-    result = run() if place is None else place.communicate(run, tensors, on_device)
+    result = run() if here is None else here.communicate(run, tensors, on_device)
     if any(x.requires_grad for x in tensors):  # else no node would say that it ends
         result = _handed_on(_CommunicationBegins, result, on_device=on_device)
     return result
@@ -346,19 +332,16 @@ class _CommunicationBegins(_HandsOn):
         return None, *gradients
 
 
-def _backward_here() -> OpenPass | _MarkedPass | None:
+def _backward_here() -> _Watched | None:
     """The backward whose points mean something in this thread; None: there is none."""
-    place = _place.get()
-    of = None if place is None else place.of
-    return None if of is None or of.is_forward else of
+    here = _pass.get()
+    return None if here is None or here.is_forward else here
 
 
 class Overlap:
     """Of one stage: which chunks have points, and which passes stand at theirs.
 
-    Args:
-        device: of the stage.
-        stops: False: no pass stops.
+    Without ``stops`` no pass stops.
     """
 
     def __init__(self, device: torch.device, *, stops: bool = True) -> None:
@@ -375,13 +358,10 @@ class Overlap:
     @contextmanager
     def watching(self, chunk: int) -> Iterator[None]:
         """A forward runs within this: learn if it has points."""
-        place = _place.get() or _Place(self.network)
-        token = _place.set(place)
-        try:
+        running = _pass.get() or _Watched(self.network)
+        with _as_pass(running):
             yield
-        finally:
-            _place.reset(token)
-        if place.has_points:
+        if running.has_points:
             self._with_points.add(chunk)
 
     def has_points(self, chunk: int) -> bool:
@@ -394,12 +374,7 @@ class Overlap:
         Programs have no other F open beside an F, which draws from the same generators,
         and no other backward of its chunk beside a backward.
         """
-        is_forward = job.kind is PassKind.F
-        alike = {x for x, run in self._open.items() if run.is_forward == is_forward}
-        beside = [x for x in alike if is_forward or x.chunk == job.chunk]
-        if beside:
-            raise RuntimeError(f"{job} begins while {beside[0]} is open")
-        self._open[job] = OpenPass(self, compute, is_forward=is_forward)
+        self._open[job] = OpenPass(self, compute, is_forward=job.kind is PassKind.F)
 
     def is_open(self, job: Pass) -> bool:
         """True if a pass has begun so, and not ended."""
@@ -409,11 +384,11 @@ class Overlap:
         """Let a pass compute up to its next point, or its end; see `OpenPass.go_on`."""
         run = self._open[job]
         try:
-            run.go_on()
+            is_over = run.go_on()
         except BaseException:
             self.failed = job
             raise
-        if run.has_ended:
+        if is_over:
             del self._open[job]
 
     def finish(self, job: Pass) -> None:
