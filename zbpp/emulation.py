@@ -79,7 +79,7 @@ def emulated_pipeline(
         if post_validation is not None:
             _delay_sums(executor.transport, times, stage)
         sleeping = _SleepingCollectives(times, executor.stage.chunks.values())
-        executor.use_network(executor.transport, sleeping)
+        executor.collectives = sleeping
     return pipeline
 
 

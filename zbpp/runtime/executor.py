@@ -123,11 +123,6 @@ class Executor:
 
     # ---- Steps.
 
-    def use_network(self, transport: Transport, collectives: Collectives) -> None:
-        """Let messages and collectives take other ways from the next step on."""
-        self.transport = transport
-        self.collectives = collectives
-
     def begin(self, batch: MicroBatches) -> None:
         """Begin a step or an evaluation."""
         self.batch = batch

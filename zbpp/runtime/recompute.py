@@ -10,7 +10,7 @@ called. A layer that writes to its input is refused; writes through ``buffer.dat
 other state of a layer, as a counter in Python, change twice.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.core import RequestError
-from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom
-from zbpp.runtime.support.pytree import map_tensors, tensors_in
+from zbpp.runtime.support.pytree import flatten_tree, map_tensors, unflatten_tree
 
-__all__ = ["Buffers", "Recomputed", "recomputed_of"]
+__all__ = ["Buffers", "Recomputed"]
 
 
 class Buffers:
@@ -56,23 +55,16 @@ class Buffers:
 
 
 class Recomputed:
-    """Runs a layer so that B computes it again.
-
-    Args:
-        layer: any module.
-        name: of the layer, with its index, in errors.
-        random: seeds the layer.
-        call: what runs its forward.
-    """
+    """Runs a layer, by ``call``, so that B computes it again."""
 
     def __init__(
         self,
         layer: nn.Module,
-        name: str,
+        title: str,
         random: LayerRandom,
         call: Callable[[object], object],
     ) -> None:
-        self._layer, self._name = layer, name
+        self._layer, self._title = layer, title
         self._random, self._call = random, call
 
     def __call__(self, value: object) -> object:
@@ -83,16 +75,14 @@ class Recomputed:
         """
         if not torch.is_grad_enabled():
             return self._call(value)
-        is_tuple = type(value) is tuple
-        arguments = value if isinstance(value, tuple) and is_tuple else (value,)
-        before = [(x, x._version) for x in tensors_in(value)]
+        items, containers = flatten_tree(value)
+        before = [(x, x._version) for x in items if isinstance(x, Tensor)]
         buffers, is_second = Buffers([self._layer]), False
 
-        def forward(*arguments: object) -> object:
-            value = arguments if is_tuple else arguments[0]
-            return self._call(
-                map_tensors(value, cache(_cut_off)) if is_second else value
-            )
+        def forward(*items: object) -> object:
+            if is_second:
+                items = map_tensors(items, cache(_cut_off))
+            return self._call(unflatten_tree(items, containers))
 
         @contextmanager
         def as_in_f(seed: int) -> Iterator[None]:
@@ -103,14 +93,14 @@ class Recomputed:
                 with self._random.again(seed):
                     yield
             except Exception as error:
-                error.add_note(f"raised in {self._name}, which runs its forward again")
+                error.add_note(f"raised in {self._title}, which runs its forward again")
                 raise
             finally:
                 now.restore()
 
         output: object = checkpoint(
             forward,
-            *arguments,
+            *items,
             use_reentrant=False,
             preserve_rng_state=False,  # `again` seeds all generators
             context_fn=lambda: (nullcontext(), as_in_f(self._random.latest)),
@@ -118,30 +108,10 @@ class Recomputed:
         buffers.drop_constants()
         if any(x._version != version for x, version in before):
             raise RequestError(
-                f"{self._name} writes to its input, so it cannot be recomputed; let it "
-                "write to x.clone(), or leave it out of recompute"
+                f"{self._title} writes to its input, so it cannot be recomputed; let "
+                "it write to x.clone(), or leave it out of recompute"
             )
         return output
-
-
-def recomputed_of(
-    chunks: Iterable[Chunk], layers: Collection[int], random: LayerRandom
-) -> dict[int, Recomputed]:
-    """Return what runs these layers, by global index.
-
-    Args:
-        chunks: that hold them, and others.
-        layers: global indices.
-        random: seeds them.
-    """
-    return {
-        index: Recomputed(
-            layer, f"{chunk.name_of(index)} (layer {index})", random, chunk.call(index)
-        )
-        for chunk in chunks
-        for index, layer in chunk.numbered()
-        if index in layers
-    }
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

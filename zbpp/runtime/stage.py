@@ -19,13 +19,19 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.backward.order import GradientOrder
-from zbpp.runtime.backward.split import Progress, SplitGraph, WeightQueue, alias_of
+from zbpp.runtime.backward.split import (
+    Progress,
+    SplitGraph,
+    WeightQueue,
+    alias_of,
+    memory_of,
+)
 from zbpp.runtime.backward.wrappers import check_module
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
 from zbpp.runtime.loss import Loss, LossFn, refuse_foreign
 from zbpp.runtime.microbatches import MicroBatches
-from zbpp.runtime.recompute import recomputed_of
+from zbpp.runtime.recompute import Recomputed
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 from zbpp.runtime.ties.stage import StageTies
@@ -58,16 +64,9 @@ class Saved:
 class Stage:
     """Forward, B and W of this stage's chunks on single micro-batches.
 
-    Args:
-        chunks: the chunks held here.
-        n_chunks: chunks of the whole model; the last one ends with the loss.
-        loss_fn: mean loss of a micro-batch.
-        device: where inputs and targets are moved to.
-        autocast: compute dtype of the forward, or None.
-        exact_sums: False adds gradients as they come, within the products' kernels.
-        recompute: global indices of the layers whose graph B computes again.
-        ties: parameters that several layers hold; None: there are none.
-        random: of the process; None: of this stage alone.
+    The last of ``n_chunks`` ends with the loss. Inputs and targets are moved to the
+    device. ``recompute`` has the indices of the layers whose graph B computes again.
+    Without ``exact_sums`` W adds within the kernels of its products.
 
     Raises:
         RequestError: a layer is wrapped by DistributedDataParallel.
@@ -140,7 +139,12 @@ class Stage:
 
     def recompute(self, layers: Collection[int]) -> None:
         """Choose the layers whose graph B computes again, from the next step on."""
-        self._recomputed = recomputed_of(self.chunks.values(), layers, self.random)
+        self._recomputed = {
+            index: Recomputed(layer, chunk.title(index), self.random, chunk.call(index))
+            for chunk in self.chunks.values()
+            for index, layer in chunk.numbered()
+            if index in layers
+        }
 
     def begin(self, batch: MicroBatches) -> None:
         """Start a step, or the next part of one, which adds to the gradients so far."""
@@ -156,7 +160,12 @@ class Stage:
         }
         self.outputs: dict[int, object] | None = {} if batch.keeps_outputs else None
         self._saved: dict[tuple[int, int], Saved] = {}
-        self._lent = {i: c.gathered() for i, c in self.chunks.items() if c.shards}
+        self._lent = {
+            i: frozenset(map(memory_of, chunk.shards))
+            for i, chunk in self.chunks.items()
+            if chunk.shards
+        }
+        """Of chunks with parameters that are gathered for passes, their memory."""
         for order in self._orders.values():
             order.begin()
 
@@ -202,14 +211,8 @@ class Stage:
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """F: run the layers (and the loss, on the last chunk); keep the graph.
 
-        Args:
-            chunk: one of this stage's.
-            microbatch: its number in the step.
-            inputs: the outputs of the chunk before; None on chunk 0, which reads the
-                step's own inputs.
-
-        Returns:
-            The outputs, detached; those that need a gradient say so.
+        Chunk 0 reads the step's own inputs. The outputs are detached; those that need
+        a gradient say so.
         """
         taken = self._first_inputs(microbatch) if inputs is None else leaves(inputs)
         # before the layers run: one may add what needs a gradient to another input
@@ -239,15 +242,9 @@ class Stage:
     def backward_input(
         self, chunk: int, microbatch: int, gradients: Tensors | None
     ) -> Tensors:
-        """B: gradients of the inputs (and of all but the deferred weights).
+        """B: return the gradients of the inputs of F that need one.
 
-        Args:
-            chunk: one of this stage's.
-            microbatch: its number in the step.
-            gradients: of the outputs of F that need one; None on the last chunk.
-
-        Returns:
-            The gradients of the inputs of F that need one.
+        It takes those of the outputs that need one; None on the last chunk.
         """
         saved, run = self._saved[chunk, microbatch], self._orders[chunk].run_b
         return self._backward(saved, chunk, microbatch, gradients, run)
@@ -285,12 +282,9 @@ class Stage:
         run(microbatch, self._saved.pop((chunk, microbatch)).graph)
 
     def begin_weight(self, chunk: int, microbatch: int, n_left: int) -> None:
-        """A part of W, while B may still run; `backward_weight` does the rest.
+        """The first of ``n_left`` parts of W, while B may still run.
 
-        Args:
-            chunk: one of this stage's.
-            microbatch: its number in the step.
-            n_left: parts to come, this one included.
+        `backward_weight` does the last part.
         """
         graph = self._saved[chunk, microbatch].graph
         self._orders[chunk].begin_w(microbatch, graph, n_left)
@@ -320,11 +314,7 @@ class Stage:
         return partial(self.random.seed_layer, self.batch.step, number)
 
     def _finish(self, chunk: int, microbatch: int, value: object) -> Tensors:
-        """Return what a chunk puts out: a value as it travels, or the loss.
-
-        Raises:
-            RequestError: the value cannot travel.
-        """
+        """Return what a chunk puts out: a value as it travels, or the loss."""
         if chunk == self._last and self.batch.targets is not None:
             if self.outputs is not None:
                 self.outputs[microbatch] = map_tensors(value, isolated)
@@ -335,11 +325,7 @@ class Stage:
         return ready(as_tensors(value, self.chunks[chunk].puts_out))
 
     def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:
-        """Refuse a loss from which no gradient leads back, if one is waited for.
-
-        Raises:
-            RequestError: so it is.
-        """
+        """Refuse a loss from which no gradient leads back to what learns."""
         if self.batch.targets is None:
             return
         learning = chain(inputs, self.chunks[chunk].leaves_once())
