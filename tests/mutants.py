@@ -375,7 +375,7 @@ TABLE = (
     ("executor", "F begins every pair", "zbpp/runtime/executor.py",
      "if overlap.has_points(pair.backward.chunk):", "if not pair:"),
     ("executor", "a backward has no points", "zbpp/runtime/overlap.py",
-     "if of is not None and not ctx.on_device:", "if of is None:"),
+     "if here is not None and not here.is_forward:", "if here is None:"),
     ("executor", "passes communicate at once", "zbpp/runtime/overlap.py",
      "        before.wait()\n", "        before.is_set()\n"),
     ("executor", "a pass goes on out of turn", "zbpp/runtime/overlap.py",

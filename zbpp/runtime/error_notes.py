@@ -44,16 +44,8 @@ def note_layer(error: Exception, name: str, value: object) -> None:
 def _words(value: object) -> str:
     """A layer's argument, with shapes and dtypes for its tensors."""
 
-    def shape(tensor: Tensor) -> Any:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        return _Word(f"{kind}{list(tensor.shape)}")
+    def look(tensor: Tensor) -> Any:
+        return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
-    return str(map_tensors(value, shape, lambda thing: _Word(type(thing).__name__)))
-
-
-class _Word(str):
-    """A text that is shown without quotes."""
-
-    __slots__ = ()
-
-    __repr__ = str.__str__
+    words = map_tensors(value, look, lambda thing: type(thing).__name__)
+    return str(words).replace("'", "")

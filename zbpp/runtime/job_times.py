@@ -28,8 +28,8 @@ __all__ = ["JobTimes", "Timed", "clock_offsets"]
 _WINDOW = 10
 """Steps whose times stay in memory."""
 
-Mark = tuple[Job, Any, Any]
-"""A job, and the seconds or events of its start and end."""
+Mark = tuple[Job | None, Any, Any]
+"""A job, or None for norms, and the seconds or events of its start and end."""
 
 
 def clock_offsets(gather: Callable[[Any], list[Any]]) -> list[float]:
@@ -57,20 +57,17 @@ class JobTimes:
             self.now = partial(recorded_event, device)
         self.is_profiled = False
         """A profiler records the present step."""
-        self._steps: deque[tuple[list[Mark], list[tuple[Any, Any]]]]
-        self._steps = deque(maxlen=_WINDOW)
+        self._steps: deque[list[Mark]] = deque(maxlen=_WINDOW)
         self.marks: list[Mark] = []
         """Of the present step; `Timed` and collectives append to it."""
-        self.norms: list[tuple[Any, Any]] = []
-        """Start and end of the norms of the present step, which are in no job."""
         self._norms_began: Any = None
 
     def begin(self, *, training: bool) -> None:
         """Start a step; the times of an evaluation are not stored."""
-        self.marks, self.norms, self._norms_began = [], [], None
+        self.marks, self._norms_began = [], None
         self.is_profiled = profiling()
         if training:
-            self._steps.append((self.marks, self.norms))
+            self._steps.append(self.marks)
 
     def begin_norms(self) -> None:
         """Note the start of the norms of a step, unless it is noted."""
@@ -79,7 +76,7 @@ class JobTimes:
 
     def end_norms(self) -> None:
         """Note the end of the norms."""
-        self.norms.append((self._norms_began, self.now()))
+        self.marks.append((None, self._norms_began, self.now()))
         self._norms_began = None
 
     def forget(self) -> None:
@@ -91,28 +88,26 @@ class JobTimes:
 
         On a GPU this waits until the jobs have run.
         """
-        in_s = self._reader()
         return [
-            [Slot(job, in_s(start), in_s(end)) for job, start, end in marks]
-            for marks, _ in self._last(n)
+            [Slot(job, start, end) for job, start, end in step if job is not None]
+            for step in self._read(n)
         ]
 
     def norm_seconds(self, n: int = 1) -> list[float]:
         """Times of the gradients' norms in the last steps."""
-        in_s, pairs = self._reader(), [x for _, norms in self._last(n) for x in norms]
-        return [in_s(end) - in_s(start) for start, end in pairs]
+        marks = [mark for step in self._read(n) for mark in step]
+        return [end - start for job, start, end in marks if job is None]
 
-    def _last(self, n: int) -> list[tuple[list[Mark], list[tuple[Any, Any]]]]:
-        return list(self._steps)[-n:] if n > 0 else []
-
-    def _reader(self) -> Callable[[Any], float]:
-        """Return a function from a mark to seconds of the host's clock."""
-        if not self._has_events:
-            return float
-        last = self.now()
-        last.synchronize()
-        now_s = time.perf_counter()
-        return lambda event: now_s - event.elapsed_time(last) / 1e3
+    def _read(self, n: int) -> list[list[tuple[Job | None, float, float]]]:
+        """The marks of the last steps, in seconds of the host's clock."""
+        in_s: Callable[[Any], float] = float
+        if self._has_events:
+            last = self.now()
+            last.synchronize()
+            now_s = time.perf_counter()
+            in_s = lambda event: now_s - event.elapsed_time(last) / 1e3  # noqa: E731
+        steps = list(self._steps)[-n:] if n > 0 else []
+        return [[(job, in_s(a), in_s(b)) for job, a, b in marks] for marks in steps]
 
 
 class Timed:

@@ -1,6 +1,6 @@
 """The loss of each micro-batch, its share in the loss of the batch, and metrics."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -152,17 +152,9 @@ def is_sum(loss_fn: LossFn) -> bool:
     return bool(reduction == "sum")
 
 
-def refuse_foreign(loss: Tensor, parameters: Collection[Tensor]) -> None:
-    """Refuse a loss whose graph reaches other parameters than those of its stage."""
-    seen: set[object] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [after for after, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
+def refuse_foreign(leaves: Iterable[Tensor], parameters: Collection[Tensor]) -> None:
+    """Refuse a loss whose graph has other parameters than those of its stage."""
+    for leaf in leaves:
         if isinstance(leaf, nn.Parameter) and leaf not in parameters:
             raise RequestError(
                 f"the loss reads a parameter of shape {tuple(leaf.shape)} that the "

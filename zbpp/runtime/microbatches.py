@@ -244,13 +244,10 @@ def merge(outputs: Sequence[Any]) -> Any:
     joined so, as other dimensions differ, stays a list.
     """
     every = [tensors_in(output) for output in outputs]
-    looks = {tuple((x.dim(), x.shape[1:]) for x in tensors) for tensors in every}
-    if len(looks) > 1:
+    if len({tuple((x.dim(), x.shape[1:]) for x in tensors) for tensors in every}) > 1:
         return list(outputs)
-    joined = iter(
-        [
-            torch.cat(parts) if parts[0].dim() else torch.stack(parts)
-            for parts in zip(*every, strict=True)
-        ]
+    joined = (
+        torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+        for parts in zip(*every, strict=True)
     )
     return map_tensors(outputs[0], lambda _: next(joined))

@@ -264,17 +264,17 @@ def overlap_point(
     on_device = on_device and any(runs_ahead(x.device) for x in tensors)
 
     def run() -> T:
-        arguments = _handed_on(_CommunicationEnds, (args, kwargs), on_device=on_device)
+        arguments = _with_point((args, kwargs), is_behind=False, on_device=on_device)
         result: T = map_tensors(communicate(*arguments[0], **arguments[1]), arrived)
         return result
 
     result = run() if here is None else here.communicate(run, tensors, on_device)
     if any(x.requires_grad for x in tensors):  # else no node would say that it ends
-        result = _handed_on(_CommunicationBegins, result, on_device=on_device)
+        result = _with_point(result, is_behind=True, on_device=on_device)
     return result
 
 
-def _handed_on(node: Any, thing: Any, *, on_device: bool) -> Any:
+def _with_point(thing: Any, *, is_behind: bool, on_device: bool) -> Any:
     """Put a node behind the tensors of a thing that need gradients, one for them all.
 
     Two nodes with the communication between them run in this order in the backward,
@@ -285,57 +285,42 @@ def _handed_on(node: Any, thing: Any, *, on_device: bool) -> Any:
     asked = {id(x): x for x in tensors_in(thing) if x.requires_grad}
     if not asked:
         return thing
-    behind = dict(zip(asked, node.apply(on_device, *asked.values()), strict=True))
+    apply: Any = _Point.apply  # typed from torch 2.14 on
+    others = apply(is_behind, on_device, *asked.values())
+    behind = dict(zip(asked, others, strict=True))
     return map_tensors(thing, lambda x: behind.get(id(x), x))
 
 
-class _HandsOn(torch.autograd.Function):
-    """Hands tensors on; what its backward does beside that, the kinds of it say."""
+class _Point(torch.autograd.Function):
+    """Returns tensors as they are; one stands before a communication, one behind it.
+
+    In a backward the communication begins behind it, and ends before it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, on_device: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.on_device = on_device
+    def forward(
+        ctx: Any, is_behind: bool, on_device: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.is_behind, ctx.on_device = is_behind, on_device
         ctx.set_materialize_grads(False)
+        if is_behind:
+            ctx.save_for_backward(torch.empty(0))
         # Returned as they are they would be views, to which nobody may write.
         return tuple([x.detach() for x in tensors])
 
-
-class _CommunicationEnds(_HandsOn):
-    """Stands before a communication: in a backward it is over here, or all issued."""
-
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        of = _backward_here()
-        if of is not None:
-            if ctx.on_device:
-                of.leave()
-            of.come_back()
-        return None, *gradients
-
-
-class _CommunicationBegins(_HandsOn):
-    """Stands behind a communication: in a backward it begins here."""
-
-    @staticmethod
-    def forward(ctx: Any, on_device: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(torch.empty(0))
-        return _HandsOn.forward(ctx, on_device, *tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        of = _backward_here()
-        if of is not None and not ctx.on_device:
-            # A recomputed layer runs again now: in the communication it would wait for
-            # its end, or draw numbers beside an F.
-            _ = ctx.saved_tensors
-            of.leave()
-        return None, *gradients
-
-
-def _backward_here() -> _Watched | None:
-    """The backward whose points mean something in this thread; None: there is none."""
-    here = _pass.get()
-    return None if here is None or here.is_forward else here
+        here = _pass.get()
+        if here is not None and not here.is_forward:
+            if ctx.is_behind and not ctx.on_device:
+                # A recomputed layer runs again now: in the communication it would wait
+                # for its end, or draw numbers beside an F.
+                _ = ctx.saved_tensors
+            if ctx.is_behind != ctx.on_device:  # where it is issued, on a device
+                here.leave()
+            if not ctx.is_behind:
+                here.come_back()
+        return None, None, *gradients
 
 
 class Overlap:

@@ -103,7 +103,6 @@ class Stage:
             if all(map(draws_nothing, chunk.layers))
         }
         """Modules of the chunks that draw no random numbers, unless hooks do."""
-        self._has_checked_loss = False
         self.ties = ties or StageTies()
         self._exact_sums = exact_sums
         self._only_reads: set[int] = set()
@@ -262,14 +261,15 @@ class Stage:
         chunk: int,
         microbatch: int,
         gradients: Tensors | None,
-        run: Callable[
-            [int, SplitGraph, Sequence[Tensor | None]], Sequence[Tensor | None]
-        ],
+        run: Callable[..., Sequence[Tensor | None]],
     ) -> Tensors:
         if gradients is None:
             gradients = self.loss.gradients(saved.ends, microbatch, self.loss_scale)
         if chunk not in self.where:
-            self.where[chunk] = saved.graph.report(self.chunks[chunk].leaves_once())
+            report = saved.graph.report(self.chunks[chunk].leaves_once())
+            if chunk == self._last:
+                refuse_foreign(report, {p for *_, p in self.named_leaves()})
+            self.where[chunk] = report
         found = run(microbatch, saved.graph, gradients)
         self.defers = self.defers or saved.graph.defers
         input_gradients = gradients_of(saved.inputs, found)
@@ -319,9 +319,6 @@ class Stage:
             if self.outputs is not None:
                 self.outputs[microbatch] = map_tensors(value, isolated)
             value = self.loss(value, microbatch)
-            if not self._has_checked_loss:
-                refuse_foreign(value, {p for *_, p in self.named_leaves()})
-                self._has_checked_loss = True
         return ready(as_tensors(value, self.chunks[chunk].puts_out))
 
     def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:
