@@ -66,12 +66,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 class LayerRandom:
-    """The seeds of the layers of one process.
-
-    Args:
-        device: of the layers.
-        place: of the process among those that draw other numbers; stages draw alike.
-    """
+    """The seeds of the layers of one process; processes of other places draw others."""
 
     def __init__(self, device: torch.device, place: tuple[int, ...] = ()) -> None:
         self._device = device

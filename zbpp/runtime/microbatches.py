@@ -85,22 +85,14 @@ def split_inputs(batch: Batch, n: int) -> list[Tensors]:
     """Cut inputs into micro-batches of one or several tensors.
 
     The first ones get one sample more than the last if they cannot share evenly.
-
-    Args:
-        batch: tensors of shape (samples, ...), in containers too, or a list of ``n``
-            micro-batches. Tensors without dimensions, and what is no tensor, go to
-            every micro-batch.
-        n: number of micro-batches.
-
-    Raises:
-        RequestError: the batch cannot be cut so.
+    Tensors without dimensions, and what is no tensor, go to every micro-batch.
     """
     pieces = enumerate(_split("inputs", batch, n))
     return [as_tensors(x, f"the input of micro-batch {i} is") for i, x in pieces]
 
 
 def split_targets(batch: Batch, n: int) -> list[object]:
-    """Cut targets; arguments and errors as for `split_inputs`."""
+    """Cut targets, as `split_inputs` does."""
     return _split("targets", batch, n)
 
 
@@ -116,11 +108,7 @@ def samples_to_cut(batch: Batch) -> int | None:
 
 
 def check_samples(n_inputs: int | None, n_targets: int | None) -> None:
-    """Compare two numbers of samples, where both are known.
-
-    Raises:
-        RequestError: they differ.
-    """
+    """Refuse two numbers of samples that differ, where both are known."""
     if None not in (n_inputs, n_targets) and n_inputs != n_targets:
         raise RequestError(
             f"inputs has {n_inputs} samples and targets {n_targets}; they must have "
@@ -200,11 +188,7 @@ WEIGHS: dict[str, Weigh] = {
 
 
 def find_weigh(weigh: WeighName | Weigh) -> Weigh:
-    """Return what weighs a micro-batch, by its name.
-
-    Raises:
-        RequestError: there is no such name.
-    """
+    """Return what weighs a micro-batch, by its name."""
     if callable(weigh):
         return weigh
     if weigh not in WEIGHS:
@@ -216,11 +200,7 @@ def find_weigh(weigh: WeighName | Weigh) -> Weigh:
 
 
 def weights_of(weigh: Weigh, targets: Iterable[Any]) -> list[float]:
-    """Weigh micro-batches; a device that counts is waited for once.
-
-    Raises:
-        RequestError: a weight is negative.
-    """
+    """Weigh micro-batches; a device that counts is waited for once."""
     weights: list[Any] = [weigh(target) for target in targets]
     if all(isinstance(weight, Tensor) for weight in weights):
         weights = torch.stack(weights).tolist()

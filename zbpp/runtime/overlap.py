@@ -57,8 +57,7 @@ class PassStoppedError(RuntimeError):
 class _Watched:
     """A forward that runs as a whole, and notes that it has points.
 
-    Args:
-        network: an accelerator's, for communications; None: they run where they are.
+    Its communications run on the network of an accelerator, else where they are.
     """
 
     is_forward = True
@@ -126,11 +125,7 @@ class OpenPass(_Watched):
         self._thread = Thread(target=run, name=name, daemon=True)
 
     def go_on(self) -> bool:
-        """Compute up to where the pass begins to communicate; True: to its end.
-
-        Raises:
-            BaseException: what the pass raises.
-        """
+        """Compute up to where the pass begins to communicate; True: to its end."""
         if self._thread.ident is None:
             self._thread.start()
         else:
@@ -217,13 +212,8 @@ def _as_pass(running: _Watched) -> Iterator[None]:
 def marked(now: Callable[[], T], *, is_forward: bool) -> Iterator[list[T]]:
     """Note where a pass communicates: on an accelerator too, it waits for that there.
 
-    Args:
-        now: gives the present, such as an event of the stage's stream.
-        is_forward: it is an F; False: a backward of one whose points were called within
-            this too.
-
-    Yields:
-        When the first communication begins, when it has ended, and so on.
+    It yields a list of times by ``now``: the first communication begins, has ended, and
+    so on. The forward of a marked backward is marked too.
     """
     marks = _MarkedPass(now, is_forward=is_forward)
     # nodes run in this thread, and see the pass
@@ -354,11 +344,7 @@ class Overlap:
         return chunk in self._with_points
 
     def begin(self, job: Pass, compute: Callable[[], None]) -> None:
-        """Let a pass stop at its points; nothing of it runs yet.
-
-        Programs have no other F open beside an F, which draws from the same generators,
-        and no other backward of its chunk beside a backward.
-        """
+        """Let a pass stop at its points; nothing of it runs yet."""
         self._open[job] = OpenPass(self, compute, is_forward=job.kind is PassKind.F)
 
     def is_open(self, job: Pass) -> bool:

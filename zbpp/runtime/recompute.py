@@ -115,9 +115,5 @@ class Recomputed:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """Return an input for the second run, whose hooks are not those of the first.
-
-    A layer that registers a hook on its input does so in both; the gradient passes the
-    input of the first.
-    """
+    """Return an input for the second run, without the hooks that the first has set."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor

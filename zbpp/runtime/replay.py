@@ -18,11 +18,7 @@ __all__ = ["Replay"]
 
 
 class Replay:
-    """Brings a stage back to where its step began.
-
-    Args:
-        stage: whose steps are watched.
-    """
+    """Brings a stage back to where its step began."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage

@@ -185,11 +185,7 @@ class Stage:
         self.loss.discard()
 
     def end(self) -> None:
-        """End a step.
-
-        Raises:
-            RuntimeError: some forwards had no backward.
-        """
+        """End a step; each forward must have had its backward."""
         if self._saved:
             raise RuntimeError(f"no backward of (chunk, micro-batch) {[*self._saved]}")
 

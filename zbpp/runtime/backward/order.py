@@ -32,12 +32,7 @@ Gradients = Sequence[Tensor | None]
 
 
 class GradientOrder:
-    """Runs B and W of one chunk.
-
-    Args:
-        parameters: all of the chunk's.
-        widen: called after every addition, before that of another micro-batch.
-    """
+    """Runs B and W of one chunk; ``widen`` is called after every addition."""
 
     def __init__(
         self,
@@ -111,10 +106,7 @@ class GradientOrder:
             self._progress.rest()
 
     def begin_w(self, microbatch: int, graph: SplitGraph, n_left: int) -> None:
-        """Do a share of W, whose B may still run; `run_w` does the last of `n_left`.
-
-        Only in its turn, and where no progress is reported.
-        """
+        """Do a share of a W in its turn; `run_w` does the last one of `n_left`."""
         reports = self._sums_each or microbatch == self._last
         if not (reports or self._n_running_apart) and microbatch == self._w.turn:
             graph.begin_weight(n_left)

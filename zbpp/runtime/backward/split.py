@@ -159,12 +159,8 @@ class WeightQueue:
     def run(self, progress: Progress | None = None, *, in_place: bool = False) -> None:
         """Do all work, and free its operands one by one.
 
-        Args:
-            progress: receives the leaves, and each leaf when its gradient is complete.
-            in_place: add gradients within the products' kernels, where they can.
-
-        Raises:
-            RuntimeError: an operand was changed in place after B.
+        With ``in_place`` gradients are added within the products' kernels, where these
+        can.
         """
         self.began_s = time.perf_counter()
         if progress is not None:

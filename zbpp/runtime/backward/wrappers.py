@@ -20,10 +20,6 @@ def check_module(
     `replicate` and DistributedDataParallel expect the gradients of one micro-batch
     after another. With `on_mesh` the pipeline itself reduces units of `fully_shard`,
     and of the `replicate` that works alike.
-
-    Raises:
-        RequestError: the module, or one inside, is wrapped by one of them, or has a
-            deprecated backward hook.
     """
     check_hooks(module.modules())
     wrapper = "DistributedDataParallel" if is_in_ddp() else None
@@ -47,11 +43,7 @@ def check_module(
 
 
 def check_hooks(modules: Iterable[nn.Module]) -> None:
-    """Refuse deprecated backward hooks, which see one node of a graph only.
-
-    Raises:
-        RequestError: a module has one.
-    """
+    """Refuse deprecated backward hooks, which see one node of a graph only."""
     for module in modules:
         if module._is_full_backward_hook is False and module._backward_hooks:
             raise RequestError(

@@ -24,13 +24,7 @@ __all__ = ["bind_ties"]
 def bind_ties(
     plan: TiePlan, stages: Mapping[int, Sequence[Chunk]]
 ) -> dict[int, StageTies]:
-    """Bind the ties of the stages of this process.
-
-    Raises:
-        RequestError: a layer has no such parameter, parameters of a tie differ in
-            shape, dtype or layout, layers share the module that holds one, or chunks
-            share a parameter that no tie names.
-    """
+    """Bind the ties of the stages of this process."""
     chunks = [chunk for of_stage in stages.values() for chunk in of_stage]
     layers = {index: layer for chunk in chunks for index, layer in chunk.numbered()}
     _refuse_other_ties(chunks, plan)

@@ -52,12 +52,7 @@ def find_ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
 
 
 def check_ties(ties: Iterable[Tie], n_layers: int) -> tuple[Tie, ...]:
-    """Return ties in layer order.
-
-    Raises:
-        RequestError: a layer stands twice in a tie, or does not exist; a parameter
-            stands in two ties.
-    """
+    """Return ties in layer order; refuse a layer or a parameter that is there twice."""
     in_order = sorted({tuple(sorted(tie)) for tie in ties})
     seen: set[tuple[int, str]] = set()
     for tie in in_order:
@@ -78,14 +73,7 @@ def check_ties(ties: Iterable[Tie], n_layers: int) -> tuple[Tie, ...]:
 
 @dataclass(frozen=True)
 class TiePlan:
-    """Ties of a model that is cut into chunks; the same in all processes.
-
-    Args:
-        ties: in layer order, see `check_ties`.
-        ranges: layers of each chunk.
-        placement: of the chunks.
-        own_name: gives parameters the names that users see.
-    """
+    """Ties of a model that is cut into chunks of ``ranges`` of layers."""
 
     ties: tuple[Tie, ...]
     ranges: tuple[range, ...]

@@ -50,13 +50,7 @@ class TiedParameter:
 
 
 class StageTies:
-    """The tied parameters of one stage.
-
-    Args:
-        stage: its number.
-        plan: of the whole model.
-        parameters: those that layers of the stage hold, by tie.
-    """
+    """The tied parameters that layers of one stage have, by tie."""
 
     def __init__(
         self,
@@ -111,9 +105,6 @@ class StageTies:
         """The gradients of one chunk's layers, in layer order; of DTensors the parts.
 
         Neighbours along ``tp`` on other stages have the same parts.
-
-        Raises:
-            RequestError: one of them is sparse.
         """
         leaves = self.parameters[message.tie].leaves
         layers = self._layers(message)
