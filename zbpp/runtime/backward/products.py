@@ -47,39 +47,26 @@ def _scaled(gradient: Tensor, alpha: Any) -> Tensor:
     return gradient if alpha == 1 else gradient * alpha.conjugate()
 
 
-def _matrix(
-    a: Tensor,
-    b: Tensor,
+def _right(
+    dy: Tensor,
+    x: Tensor,
     sizes: Sizes,
     strides: Sizes,
     alpha: Any = 1,
     total: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """dw = a b; torch computes a gradient in the layout of the weight."""
+    """y = x w; torch computes a gradient in the layout of the weight."""
+    x = x.conj()
     if total is not None:
-        return (total.addmm_(a, b, alpha=alpha.conjugate()),)
+        return (total.addmm_(x.t(), dy, alpha=alpha.conjugate()),)
     if _is_column_major(sizes, strides):
-        return (_scaled(b.t().mm(a.t()), alpha).t(),)
-    return (_scaled(a.mm(b), alpha),)
-
-
-def _grouped(
-    a: Tensor, b: Tensor, ends: Tensor | None, sizes: Sizes, strides: Sizes
-) -> tuple[Tensor]:
-    """The same for groups of rows."""
-    if _is_column_major(sizes, strides):
-        return (torch._grouped_mm(b.mT, a.mT, offs=ends).mT,)
-    return (torch._grouped_mm(a, b, offs=ends),)
-
-
-def _right(dy: Tensor, x: Tensor, *layout: Any, **total: Any) -> tuple[Tensor]:
-    """y = x w."""
-    return _matrix(x.conj().t(), dy, *layout, **total)
+        return (_scaled(dy.t().mm(x), alpha).t(),)
+    return (_scaled(x.t().mm(dy), alpha),)
 
 
 def _left(dy: Tensor, x: Tensor, *layout: Any, **total: Any) -> tuple[Tensor]:
-    """y = w x."""
-    return _matrix(dy, x.conj().t(), *layout, **total)
+    """y = w x: the same with the transposes of x and dy in each other's places."""
+    return _right(x.conj().t(), dy.conj().t(), *layout, **total)
 
 
 def _batched_right(dy: Tensor, x: Tensor, alpha: Any = 1) -> tuple[Tensor]:
@@ -90,12 +77,16 @@ def _batched_left(dy: Tensor, x: Tensor, alpha: Any = 1) -> tuple[Tensor]:
     return (_scaled(dy.bmm(x.transpose(1, 2).conj()), alpha),)
 
 
-def _grouped_right(dy: Tensor, x: Tensor, *layout: Any) -> tuple[Tensor]:
-    return _grouped(x.mT, dy, *layout)
+def _grouped_right(
+    dy: Tensor, x: Tensor, ends: Tensor | None, sizes: Sizes, strides: Sizes
+) -> tuple[Tensor]:
+    if _is_column_major(sizes, strides):
+        return (torch._grouped_mm(dy.mT, x, offs=ends).mT,)
+    return (torch._grouped_mm(x.mT, dy, offs=ends),)
 
 
 def _grouped_left(dy: Tensor, x: Tensor, *layout: Any) -> tuple[Tensor]:
-    return _grouped(dy, x.mT, *layout)
+    return _grouped_right(x.mT, dy.mT, *layout)
 
 
 def _convolution(

@@ -443,7 +443,7 @@ class SplitGraph:
 
     def _fitting(
         self, gradients: Tensor | Sequence[Tensor | None] | None
-    ) -> tuple[list[Any], list[Tensor | None]]:
+    ) -> tuple[list[Any], Sequence[Tensor | None]]:
         """Return the ends that have influence, and their gradients."""
         if self._is_done:
             raise RuntimeError("B runs once: its graph is freed; run a new forward")
@@ -456,11 +456,15 @@ class SplitGraph:
                 f"B got {len(gradients)} gradients, and {len(self._ends)} "
                 "outputs require one; give one for each, None where it has no influence"
             )
-        ends = [self._ends[i] for i, dy in enumerate(gradients) if dy is not None]
-        return ends, [dy for dy in gradients if dy is not None]
+        for dy in gradients:
+            if dy is None:
+                pairs = zip(self._ends, gradients, strict=True)
+                used = [(end, dy) for end, dy in pairs if dy is not None]
+                return [end for end, _ in used], [dy for _, dy in used]
+        return self._ends, gradients  # the common case, for speed
 
     def _capture(
-        self, plan: Plan, ends: list[Any], dys: list[Tensor | None]
+        self, plan: Plan, ends: list[Any], dys: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """B in one call of autograd that returns all gradients, without callbacks."""
         queue, leaves, inputs = self._queue, plan.leaves, self._inputs
@@ -476,7 +480,7 @@ class SplitGraph:
         return results[:first]
 
     def _run_around(
-        self, plan: Plan, ends: list[Any], dys: list[Tensor | None]
+        self, plan: Plan, ends: list[Any], dys: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """B with a hook in front of each product, which keeps its operands."""
         inputs = self._inputs
