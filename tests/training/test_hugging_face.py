@@ -63,15 +63,9 @@ def test_a_configuration_is_trained_and_resumed_with_the_same_bits(
     rest = ["--pipeline_schedule_mode=1F1B", "--stages=3", "--steps=4"]
     Path("metrics.jsonl").unlink()
     assert outcome(model, *rest, "--save_dir=run") == whole[2:]
-    config = json.loads(Path("gpt2/config.json").read_text())
-    Path("other.json").write_text(json.dumps({**config, "embd_pdrop": 0.3}))
     capsys.readouterr()
-    for other, words in (
-        (["--model=hf:other.json"], "of another training: config"),
-        ([], "of another model: "),
-    ):
-        assert run_train(*TINY.split(), *other, "--save_dir=run") == 2
-        assert words in capsys.readouterr().err
+    assert run_train(*TINY.split(), "--save_dir=run") == 2
+    assert "of another model: " in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_trained_on_from_its_weights(transformers: Any) -> None:

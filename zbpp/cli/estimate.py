@@ -4,7 +4,7 @@ import gc
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,7 +41,6 @@ from zbpp.training.user_model import UserModel, load_model
 if TYPE_CHECKING:
     from zbpp.memory.estimate import Estimate, Request
     from zbpp.memory.layers import Layers
-    from zbpp.training.llama import LlamaConfig
 
 __all__ = ["EstimateCommand"]
 
@@ -87,13 +86,13 @@ class EstimateCommand(ModelSize, Replicas):
         """Estimate, write the files, and print."""
         from zbpp.memory.estimate import Request, estimate_modes, largest_microbatch
         from zbpp.memory.layers import trace_layers
-        from zbpp.training.setup import AUTOCAST
+        from zbpp.training.setup import AUTOCAST, split_layers
 
         gc.set_threshold(_OBJECTS)
         check_replicas(self.data_parallel, self.shard)
         limit = self.memory_limit
         with self._fakes():
-            user = self._user_model()
+            user = self._model()
         layers = trace_layers(
             user.model,
             (user.inputs, user.targets),
@@ -104,11 +103,14 @@ class EstimateCommand(ModelSize, Replicas):
             device=self.device,
             autocast=AUTOCAST[self.dtype],
         )
+        split: Any = self.split or None
+        if self.model is None:
+            split = split or partial(split_layers, user.n_layers)
         costs = Costs() if self.costs is None else read_costs(self.costs)
         request = Request(
             n_stages=self.stages,
             n_microbatches=self.microbatches,
-            split=self._split(),
+            split=split,
             post_validation=self.enable_optimizer_post_validation,
             costs=costs,
             data_parallel=self.data_parallel,
@@ -136,30 +138,14 @@ class EstimateCommand(ModelSize, Replicas):
         check_device(torch.device(self.device))
         return building(fake_mode())
 
-    def _config(self) -> "LlamaConfig":
+    def _model(self) -> UserModel:
+        samples = self.microbatch_size or 2
+        if self.model is not None:
+            return load_model(self.model, seq=self.seq, samples=samples, is_fake=True)
         from zbpp.training.llama import LlamaConfig
 
-        return LlamaConfig.of(self)
-
-    def _split(self) -> Any:
-        if self.split or self.model is not None:
-            return self.split or None
-        from zbpp.training.setup import split_layers
-
-        return partial(split_layers, self._config())
-
-    def _user_model(self) -> UserModel:
-        if self.model is not None:
-            samples = self.microbatch_size or 2
-            return load_model(self.model, seq=self.seq, samples=samples, is_fake=True)
-        import torch
-
-        from zbpp.training.llama import build_layers, cross_entropy
-
-        config = self._config()
-        tokens = torch.zeros(self.microbatch_size or 2, self.seq, dtype=torch.int64)
-        layers = build_layers(config, range(config.n_layers))
-        return UserModel(layers, tokens, tokens, cross_entropy, config.n_layers)
+        user = LlamaConfig.of(self).loaded(samples)
+        return replace(user, model=user.layers())
 
     def _optimizer(self) -> Any:
         if self.optimizer == "none":

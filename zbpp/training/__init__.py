@@ -6,7 +6,6 @@ launch       processes of our own: started, watched, ended
 train        one process's share: steps, checkpoints, validation, the log
 stop_request a run that a signal ends, between two steps on all ranks
 text, llama  the text, and the model
-fingerprint  a hash of all parameters
 profiled     `zbpp profile`, on the same setup
 user_model   ``--model module:function``, in all commands
 

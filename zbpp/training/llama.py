@@ -14,13 +14,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zbpp.models import Layered
 from zbpp.training.options import ModelSize
 from zbpp.training.user_model import UserModel
 
@@ -69,29 +70,13 @@ class LlamaConfig:
         """Embedding, blocks and head."""
         return self.n_blocks + 2
 
-    def given(self) -> dict[str, Any]:
-        """Arguments of `zbpp.Pipeline` that say the model."""
-        return {
-            "model": partial(build_layers, self),
-            "n_layers": self.n_layers,
-            "loss_fn": cross_entropy,
-        }
-
-    def batch(self, tokens: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, both of shape (samples, seq)."""
-        return tokens, following
-
-    def about(self) -> dict[str, Any]:
-        """The values that must be the same where a checkpoint of it is loaded."""
-        return {name: getattr(self, name) for name in _SIZES}
-
     def loaded(self, samples: int) -> UserModel:
         """The model with one micro-batch of random bytes, as a user's comes."""
         generator = torch.Generator().manual_seed(self.seed)
         tokens = torch.randint(VOCABULARY, (samples, self.seq + 1), generator=generator)
-        build = partial(build_layers, self)
+        layered = Layered(self.n_layers, partial(build_layers, self))
         return UserModel(
-            build, tokens[:, :-1], tokens[:, 1:], cross_entropy, self.n_layers
+            layered, layered.build, tokens[:, :-1], tokens[:, 1:], cross_entropy
         )
 
 

@@ -15,8 +15,7 @@ from torch.optim import AdamW
 
 from zbpp.core import Costs, LayerCosts, Placement, RequestError, Schedule, read_costs
 from zbpp.memory import layer_memory
-from zbpp.models import layered_of
-from zbpp.models.configs.byte_model import TextModel, read_causal_lm
+from zbpp.models.configs.causal_lm import read_config
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan, PlanRequest, is_auto, is_file, make_plan
 from zbpp.planning.pipelines import split_of
@@ -24,10 +23,10 @@ from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import Execution, LossScaler, Numerics, StepPolicy
 from zbpp.runtime.support.devices import asked_device
 from zbpp.training.launch import is_launched, launch, run_launched
-from zbpp.training.llama import LlamaConfig
+from zbpp.training.llama import VOCABULARY, LlamaConfig
 from zbpp.training.options import HF, TrainOptions
 from zbpp.training.text import load_corpus
-from zbpp.training.user_model import UserModel
+from zbpp.training.user_model import UserModel, load_model
 from zbpp.tuning.measure import SAFE_MODE
 
 __all__ = [
@@ -96,15 +95,16 @@ def _share(worker: Worker, options: TrainOptions) -> int | None:
 
 def check(options: TrainOptions, plan: Plan) -> None:
     """Find before any process is started what would stop a training."""
-    _split(plan.schedule, model_of(options))
+    _split(plan.schedule, model_of(options).n_layers)
     asked_device(options.device)
     load_corpus(options.data, seq=options.seq)
 
 
-def model_of(options: TrainOptions) -> TextModel:
+def model_of(options: TrainOptions) -> UserModel:
     """The model that is trained; its weights are not made."""
+    samples = options.microbatch_size
     if options.model is None:
-        return LlamaConfig.of(options, seed=options.seed)
+        return LlamaConfig.of(options, seed=options.seed).loaded(samples)
     path = options.model.removeprefix(HF)
     if path == options.model:
         raise RequestError(
@@ -112,7 +112,18 @@ def model_of(options: TrainOptions) -> TextModel:
             "or the folder of a checkpoint; another model is trained by a script, with "
             "zbpp.Pipeline"
         )
-    return read_causal_lm(path, seq=options.seq, seed=options.seed)
+    if (n_tokens := read_config(path).vocab_size) < VOCABULARY:
+        raise RequestError(
+            f"{path}: its vocabulary has {n_tokens} tokens, and a token of the text is "
+            f"a byte; it needs {VOCABULARY} or more"
+        )
+    return load_model(
+        options.model,
+        seq=options.seq,
+        samples=samples,
+        seed=options.seed,
+        reads_weights=True,
+    )
 
 
 def measures_first(options: TrainOptions) -> bool:
@@ -126,11 +137,11 @@ def plan_of(options: TrainOptions) -> Plan:
     Where costs are measured first, it is the plan that is measured under.
     """
     mode = options.pipeline_schedule_mode
-    model, layers = model_of(options), options.costs_of_layers()
-    if layers is not None and layers.n_layers != model.n_layers:
+    n_layers, layers = model_of(options).n_layers, options.costs_of_layers()
+    if layers is not None and layers.n_layers != n_layers:
         raise RequestError(
             f"{options.layers}: it has costs of {layers.n_layers} layers, but the "
-            f"model has {model.n_layers}; profile this model"
+            f"model has {n_layers}; profile this model"
         )
     sizes = (None, None) if is_file(mode) else (_STAGES, _MICROBATCHES)
     request = PlanRequest(
@@ -145,34 +156,34 @@ def plan_of(options: TrainOptions) -> Plan:
         costs = Costs() if options.costs is None else read_costs(options.costs)
         request = replace(request, costs=costs.with_limit(options.memory_limit))
     if layers is None:
-        request = replace(request, split=partial(_placed_split, model))
+        request = replace(request, split=partial(_placed_split, n_layers))
     return replace(make_plan(request), has_costs=options.has_costs)
 
 
-def _split(schedule: Schedule, model: TextModel) -> tuple[int, ...]:
+def _split(schedule: Schedule, n_layers: int) -> tuple[int, ...]:
     """Layers of each chunk: the schedule's, or equal blocks."""
     if schedule.split is None:
-        return _placed_split(model, schedule.placement)
-    return split_of(schedule, None, model.n_layers)  # planned with it
+        return _placed_split(n_layers, schedule.placement)
+    return split_of(schedule, None, n_layers)  # planned with it
 
 
-def _placed_split(model: TextModel, placement: Placement) -> tuple[int, ...]:
+def _placed_split(n_layers: int, placement: Placement) -> tuple[int, ...]:
     """Layers of each chunk of a placement, where no costs of layers are known."""
-    return tuple(split_layers(model, placement.n_chunks))
+    return tuple(split_layers(n_layers, placement.n_chunks))
 
 
-def split_layers(model: TextModel, n_chunks: int) -> list[int]:
+def split_layers(n_layers: int, n_chunks: int) -> list[int]:
     """Layers of each chunk: even numbers of blocks, then embedding and head.
 
     Embedding and head do far less work than a block, so they come on top of the
     first and the last chunk's share, unless there are too few blocks for that.
 
-    >>> split_layers(LlamaConfig(n_blocks=8), 4)
+    >>> split_layers(10, 4)
     [3, 2, 2, 3]
     """
-    if model.n_blocks < n_chunks:
-        return [len(layers) for layers in partition_layers(model.n_layers, n_chunks)]
-    counts = [len(blocks) for blocks in partition_layers(model.n_blocks, n_chunks)]
+    if n_layers - 2 < n_chunks:
+        return [len(layers) for layers in partition_layers(n_layers, n_chunks)]
+    counts = [len(blocks) for blocks in partition_layers(n_layers - 2, n_chunks)]
     counts[0] += 1
     counts[-1] += 1
     return counts
@@ -190,16 +201,13 @@ def build_pipeline(
             options.
     """
     schedule = plan.schedule
-    arguments = _arguments(options, loaded)
-    model = layered_of(arguments["model"], arguments.get("n_layers"))
+    model = loaded or model_of(options)
     measures = loaded is None and measures_first(options)
     settings: dict[str, Any] = {
-        "loss_fn": arguments.get("loss_fn") or (loaded and _model_loss),
+        "loss_fn": model.loss_fn or _model_loss,
         "optimizer": partial(_make_optimizer, options),
         "device": asked_device(options.device),
-        "numerics": Numerics(
-            autocast=AUTOCAST[options.dtype], seed=arguments.get("seed")
-        ),
+        "numerics": Numerics(autocast=AUTOCAST[options.dtype], seed=options.seed),
         "step": StepPolicy(
             post_validation=options.enable_optimizer_post_validation,
             loss_scale=LossScaler() if options.dtype == "fp16" else None,
@@ -207,29 +215,22 @@ def build_pipeline(
         "execution": Execution(watch=measures),
     }
     if loaded is not None:
-        return Pipeline(model, schedule, **settings)
+        return Pipeline(model.layered, schedule, **settings)
     if measures:
         plan = plan_model(
-            model,
+            model.layered,
             "auto",
             n_microbatches=schedule.n_microbatches,
             n_stages=schedule.n_stages,
             memory_limit=options.memory_limit,
-            example=random_batch(options, schedule.n_microbatches),
+            example=model.batch(schedule.n_microbatches),
             **settings,
         )
     else:
-        split = _split(schedule, model_of(options))
+        split = _split(schedule, model.n_layers)
         plan = replace(plan, schedule=replace(schedule, split=split), split=split)
-    return Pipeline(model, plan, clip_grad_norm=options.clip_grad_norm, **settings)
-
-
-def _arguments(options: TrainOptions, loaded: UserModel | None) -> dict[str, Any]:
-    """The arguments of `zbpp.Pipeline` that say the model."""
-    if loaded is None:
-        return model_of(options).given()
-    kwargs = {"model": loaded.model, "loss_fn": loaded.loss_fn}
-    return {**kwargs, "n_layers": loaded.n_layers} if callable(loaded.model) else kwargs
+    clip_grad_norm = options.clip_grad_norm
+    return Pipeline(model.layered, plan, clip_grad_norm=clip_grad_norm, **settings)
 
 
 def _model_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -244,10 +245,7 @@ def _make_optimizer(options: TrainOptions, parameters: list[nn.Parameter]) -> Ad
 
 def random_batch(options: TrainOptions, n_microbatches: int) -> tuple[Any, Any]:
     """Inputs and targets of the sizes of a step, for the model of the options."""
-    generator = torch.Generator().manual_seed(options.seed)
-    shape = (n_microbatches * options.microbatch_size, options.seq)
-    tokens = torch.randint(256, shape, generator=generator)
-    return model_of(options).batch(tokens, tokens)
+    return model_of(options).batch(n_microbatches)
 
 
 def estimate_layers(
@@ -259,15 +257,12 @@ def estimate_layers(
         options: of the run.
         loaded: the model; None: that of the options.
     """
-    arguments = _arguments(options, loaded)
-    batch = random_batch(options, 1)
-    if loaded is not None:
-        batch = (loaded.inputs, loaded.targets)
+    model = loaded or model_of(options)
     return layer_memory(
-        arguments["model"],
-        batch,
-        arguments.get("loss_fn"),
-        n_layers=arguments.get("n_layers"),
+        model.model,
+        (model.inputs, model.targets),
+        model.loss_fn,
+        n_layers=model.n_layers,
         optimizer=partial(_make_optimizer, options),
         autocast=AUTOCAST[options.dtype],
     )

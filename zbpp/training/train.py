@@ -9,8 +9,10 @@ import logging
 import math
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,15 +25,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from zbpp import diagnostics
 from zbpp.checkpoint import CheckpointError, locked
 from zbpp.core import RequestError, WorkerError
-from zbpp.models.configs.byte_model import TextModel
 from zbpp.pipeline import Pipeline
 from zbpp.planning import Plan
 from zbpp.profiling.memory import peak_held
 from zbpp.runtime.optim.decision import StepResult
 from zbpp.simulator import bubble_rate, simulate, write_trace
-from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.options import TrainOptions
-from zbpp.training.setup import build_pipeline, measures_first, model_of
+from zbpp.training.setup import build_pipeline, measures_first
 from zbpp.training.stop_request import stop_requests
 from zbpp.training.text import Batch, load_corpus
 
@@ -56,11 +56,11 @@ def train(options: TrainOptions, plan: Plan) -> int:
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
     pipeline = build_pipeline(options, plan)
-    model, corpus = model_of(options), load_corpus(options.data, seq=options.seq)
+    corpus = load_corpus(options.data, seq=options.seq)
     rates = [LambdaLR(optimizer, _warm_up) for optimizer in pipeline.optimizers]
     pipeline.attach(*rates)
     n_samples = pipeline.n_microbatches * options.microbatch_size
-    same = {"seed": options.seed, "data": corpus.sha256, **model.about()}
+    same = {"seed": options.seed, "data": corpus.sha256}
     folder = options.save_dir
     with (
         _folder_of_one_run(pipeline, folder),
@@ -80,7 +80,7 @@ def train(options: TrainOptions, plan: Plan) -> int:
                 batch = corpus.training_batch(
                     seed=options.seed, step=step, windows=n_samples, seq=options.seq
                 )
-                log.add(pipeline.step(*_tensors(model, batch)))
+                log.add(pipeline.step(*_arguments(pipeline, batch)))
                 if step == first:
                     log.print(f"backward: {diagnostics.split_summary(pipeline)}")
                 for rate in rates:
@@ -107,7 +107,7 @@ def train(options: TrainOptions, plan: Plan) -> int:
                 windows=_VALIDATION_MICROBATCHES * options.microbatch_size,
                 seq=options.seq,
             )
-            _conclude(pipeline, options, log, _tensors(model, validation))
+            _conclude(pipeline, options, log, _arguments(pipeline, validation))
     return 0
 
 
@@ -116,13 +116,16 @@ def _warm_up(step: int) -> float:
     return min(1.0, (step + 1) / _WARM_UP_STEPS)
 
 
-def _tensors(model: TextModel, batch: Batch) -> tuple[Any, Any]:
-    """Inputs and targets of a batch, as the model takes them."""
-    return model.batch(*map(torch.from_numpy, batch))
+def _arguments(pipeline: Pipeline, batch: Batch) -> tuple[Any, ...]:
+    """A batch as the model takes it: those of transformers shift labels themselves."""
+    tokens, following = map(torch.from_numpy, batch)
+    if pipeline.layered.cut_batch is None:
+        return tokens, following
+    return ({"input_ids": tokens, "labels": tokens},)
 
 
 def _conclude(
-    pipeline: Pipeline, options: TrainOptions, log: "_Log", validation: tuple[Any, Any]
+    pipeline: Pipeline, options: TrainOptions, log: "_Log", validation: tuple[Any, ...]
 ) -> None:
     """Compare with the simulation, validate, hash the parameters."""
     pipeline.synchronize()
@@ -137,12 +140,7 @@ def _conclude(
         prediction = diagnostics.prediction(pipeline, costs, costs)
         log.print(prediction.line)
     val_loss = pipeline.evaluate(*validation, n_microbatches=_VALIDATION_MICROBATCHES)
-    parameters = (
-        pair
-        for name, layer in pipeline.named_layers()
-        for pair in layer.named_parameters(prefix=name)
-    )
-    params_sha256 = combine(pipeline.gather(fingerprints(parameters)))
+    params_sha256 = _hash_parameters(pipeline)
     log.print(f"validation loss: {val_loss:.4f}  training time: {log.seconds:.1f} s")
     log.print(f"parameters sha256: {params_sha256}")
     log.write_final(
@@ -153,6 +151,18 @@ def _conclude(
         n_microbatches=pipeline.n_microbatches,
         prediction=prediction and prediction.as_dict(),
     )
+
+
+def _hash_parameters(pipeline: Pipeline) -> str:
+    """Hash all parameters, whatever the split: each process hashes its own by name."""
+    parts = {}
+    for prefix, layer in pipeline.named_layers():
+        for name, p in layer.named_parameters(prefix=prefix):
+            numbers = p.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            parts[name] = sha256(numbers.numpy().tobytes()).hexdigest()
+    everywhere = dict(ChainMap(*pipeline.gather(parts)))
+    lines = "".join(f"{name} {everywhere[name]}\n" for name in sorted(everywhere))
+    return sha256(lines.encode()).hexdigest()
 
 
 def _describe(pipeline: Pipeline, options: TrainOptions) -> str:

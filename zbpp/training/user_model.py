@@ -24,6 +24,7 @@ from zbpp.core import RequestError
 from zbpp.training.options import HF
 
 if TYPE_CHECKING:
+    from zbpp.models import Layered
     from zbpp.runtime.partition import Model
     from zbpp.runtime.stage import LossFn
 
@@ -40,25 +41,45 @@ _WANTED = (
 class UserModel:
     """A model and one micro-batch of it.
 
-    ``model`` and ``n_layers`` are what `zbpp.Pipeline` takes under these names;
-    ``targets`` is None if the last layer puts out the loss; then so is ``loss_fn``.
+    Args:
+        layered: the model as layers.
+        model: what stages are built of, a list of layers or a builder.
+        inputs: of a micro-batch.
+        targets: of it; None if the last layer puts out the loss.
+        loss_fn: called with outputs and targets; None likewise.
     """
 
+    layered: "Layered"
     model: "Model"
     inputs: Any
     targets: Any
     loss_fn: "LossFn | None"
-    n_layers: int
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return self.layered.n_layers
 
     def layers(self) -> list[Any]:
         """All layers of the model, built if they are not yet."""
-        if callable(self.model) and not hasattr(self.model, "__len__"):
-            return list(self.model(range(self.n_layers)))
-        return list(self.model)  # type: ignore[arg-type]
+        return list(self.layered.build(range(self.n_layers)))
+
+    def batch(self, n_microbatches: int) -> tuple[list[Any], list[Any]]:
+        """Inputs and targets of a step, all micro-batches alike."""
+        import torch
+
+        targets = torch.zeros(1) if self.loss_fn is None else self.targets
+        return [self.inputs] * n_microbatches, [targets] * n_microbatches
 
 
 def load_model(
-    name: str, *, seq: int | None = None, samples: int = 2, is_fake: bool = False
+    name: str,
+    *,
+    seq: int | None = None,
+    samples: int = 2,
+    seed: int = 0,
+    is_fake: bool = False,
+    reads_weights: bool = False,
 ) -> UserModel:
     """Call ``module:function``, or make the model of ``hf:config.json``.
 
@@ -66,13 +87,19 @@ def load_model(
         name: of either.
         seq: tokens of a sample, for a configuration; None: 128 at most.
         samples: of the micro-batch, likewise.
+        seed: of random weights, likewise.
         is_fake: its weights are fake tensors, made in the mode that is entered.
+        reads_weights: of the folder of a configuration; else they are random.
     """
     if name.startswith(HF):
         from zbpp.models.configs.causal_lm import layers_of_config
 
         layered, batch = layers_of_config(
-            name.removeprefix(HF), seq=seq, samples=samples, seed=None if is_fake else 0
+            name.removeprefix(HF),
+            seq=seq,
+            samples=samples,
+            seed=None if is_fake else seed,
+            reads_weights=reads_weights,
         )
         return _of_layers(name, layered, batch, None)
     built = call_builder(name)
@@ -108,8 +135,7 @@ def _of_layers(name: str, model: Any, batch: Any, loss_fn: Any) -> UserModel:
             f"--model {name}: loss_fn is called with outputs and targets; give both, "
             "or neither if the last layer puts out the loss"
         )
-    to_build = model_to_build(model, layered)
-    return UserModel(to_build, inputs, targets, loss_fn, layered.n_layers)
+    return UserModel(layered, model_to_build(model, layered), inputs, targets, loss_fn)
 
 
 def call_builder(name: str) -> Any:

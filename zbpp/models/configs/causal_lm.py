@@ -18,56 +18,49 @@ from zbpp.core import RequestError
 from zbpp.models.entry import cut, layered_of
 from zbpp.models.layered import Layered
 
-__all__ = ["layers_of_config", "layers_of_files", "read_config"]
+__all__ = ["layers_of_config", "read_config"]
 
 
 def layers_of_config(
-    path: str | Path, *, seq: int | None = None, samples: int = 2, seed: int | None = 0
+    path: str | Path,
+    *,
+    seq: int | None = None,
+    samples: int = 2,
+    seed: int | None = 0,
+    reads_weights: bool = False,
 ) -> tuple[Layered, dict[str, Any]]:
-    """Make the layers of a model with random weights, and a batch of tokens.
+    """Make the layers of a model, and a batch of tokens.
 
     Args:
         path: a config.json of transformers, or the folder that holds it.
         seq: tokens of a sample; None: 128, or as many as the model takes.
         samples: of the batch.
-        seed: of the weights, which are made layer by layer where they are needed; None:
-            all at once, by the model itself, as under fake tensors.
+        seed: of random weights, which are made layer by layer where they are needed;
+            None: all at once, by the model itself, as under fake tensors.
+        reads_weights: read those of a folder; else, and for a file, they are random.
 
     Raises:
         RequestError: there is no such file, transformers is missing or knows no causal
-            language model of this type, or the sequence is too long for it.
+            language model of this type, the sequence is too long for it, or there are
+            no weights to read.
     """
+    path = Path(path)
     config = read_config(path, seq=seq)
     if seq is None:
         seq = min(128, getattr(config, "max_position_embeddings", None) or 128)
     if seed is None:
         layered = layered_of(_model(config))
+    elif reads_weights and path.is_dir():
+        try:
+            layered = cut(_on_meta(config), weights=path)
+        except RequestError as error:
+            raise RequestError(
+                f"{error}; for random weights give {path / 'config.json'}"
+            ) from None
     else:
         layered = cut(_on_meta(config), weights=seed)
     tokens = torch.arange(samples * seq).view(samples, seq) % config.vocab_size
     return layered, {"input_ids": tokens, "labels": tokens}
-
-
-def layers_of_files(path: str | Path, *, seed: int) -> Layered:
-    """Make the layers of a model: a folder's with its weights, a file's with others.
-
-    Args:
-        path: a config.json, or the folder of a checkpoint.
-        seed: of weights that no file has.
-
-    Raises:
-        RequestError: as `read_config`; or the folder has no safetensors files.
-    """
-    path = Path(path)
-    model = _on_meta(read_config(path))
-    if not path.is_dir():
-        return cut(model, weights=seed)
-    try:
-        return cut(model, weights=path)
-    except RequestError as error:
-        raise RequestError(
-            f"{error}; for random weights give {path / 'config.json'}"
-        ) from None
 
 
 def read_config(path: str | Path, *, seq: int | None = None) -> Any:
