@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import zbpp
 from zbpp.bench.contender import Setting, step_batch
 from zbpp.bench.request import BenchRequest
-from zbpp.bench.torchs import build_torch
+from zbpp.bench.torchs import TorchSchedule
 from zbpp.memory import estimate
 from zbpp.training.llama import LlamaConfig
 
@@ -57,7 +57,8 @@ def build(contender: str, seq: int) -> Any:
             contenders=(contender,), stages=STAGES, microbatches=MICROBATCHES,
             load=lambda: load(seq), out=Path(), command="",
         )  # fmt: skip
-        return build_torch(Setting(request, torch.device("cpu"), batch), contender).step
+        setting = Setting(request, torch.device("cpu"), batch)
+        return TorchSchedule(setting, contender).step
     pipeline = zbpp.Pipeline(
         zbpp.layers_from(loaded.model, n_layers=loaded.n_layers),
         mode,

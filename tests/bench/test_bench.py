@@ -64,7 +64,7 @@ def bench(tmp_path):
     (tmp_path / "models.py").write_text(MODELS)
 
     def start(flags, *, code=0):
-        sizes = "--stages 2 --microbatches 4 --warmup 1 --rounds 1 --out report"
+        sizes = "--stages 2 --microbatches 4 --warmup 1 --out report"
         words = ["bench", *sizes.split(), *flags.split()]
         ended, *_ = end_of(run, 2, str(tmp_path), words)
         assert ended.code == code, ended.words
@@ -83,7 +83,7 @@ def test_contenders_are_compared_and_timed(bench, tmp_path):
     from pages import mistakes
 
     flags = "--modes zb-v,ZBV --peers torch:1f1b,torch:ZBVZeroBubble --steps 2"
-    data, _ = bench(f"{flags} --model models:plain --clip_grad_norm 100")
+    data, _ = bench(f"{flags} --model models:plain")
     assert not mistakes("results", data)
     assert [one["name"] for one in data["contenders"]] == CONTENDERS
     assert "zbpp bench " in data["command"] and "torch" in data["versions"]

@@ -187,7 +187,8 @@ def test_a_wrong_file_link_flag_or_name_is_found():
     modes = "docs/concepts/modes.md"
     page = wrong(f"[a](docs/none.md) [b]({modes}#none) [c]({modes}#modes)")
     assert missing_paths(page) == ["docs/none.md", f"{modes}#none"]
-    assert unknown_flags(wrong("--costs --no_exact_sums --none")) == ["--none"]
+    flags = wrong("--costs --no_enable_optimizer_post_validation --none")
+    assert unknown_flags(flags) == ["--none"]
     page = wrong("`zbpp.core.draw` `zbpp.Pipeline(x)` `zbpp.core.none` `zbpp.none.x`")
     assert unknown_names(page) == ["zbpp.core.none", "zbpp.none.x"]
 

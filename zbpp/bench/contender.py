@@ -34,11 +34,8 @@ class Contender(Protocol):
     def compared_step(self) -> tuple[float, float]:
         """Train once; the mean loss, and the norm of all gradients of all stages."""
 
-    def settle(self) -> None:
-        """Wait for what the last step still has to decide."""
-
     def close(self) -> None:
-        """End."""
+        """Settle the last step, and end."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +62,10 @@ def step_batch(loaded: UserModel, n_microbatches: int) -> StepBatch:
     first = next(iter(tensors_in(loaded.inputs)), torch.zeros(1))
     is_tokens = not first.is_floating_point() and first.dim() == 2
     samples = len(first) if first.dim() else 1
+    each = range(n_microbatches)
     return StepBatch(
-        inputs=[
-            _varied(loaded.inputs, i, n_microbatches) for i in range(n_microbatches)
-        ],
-        targets=[_varied(targets, i, n_microbatches) for i in range(n_microbatches)],
+        inputs=[_varied(loaded.inputs, i, n_microbatches) for i in each],
+        targets=[_varied(targets, i, n_microbatches) for i in each],
         samples=samples * n_microbatches,
         tokens=first.numel() * n_microbatches if is_tokens else None,
     )

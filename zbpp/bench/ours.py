@@ -8,17 +8,15 @@ import torch.distributed as dist
 
 from zbpp.bench.contender import Setting, make_optimizer, output_is_loss
 from zbpp.bench.names import split_name
-from zbpp.bench.request import costs_of
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation import emulated_batch, emulated_pipeline
 from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline, plan_model
-from zbpp.planning import Plan
-from zbpp.runtime.policies import Execution, Numerics, StepPolicy
+from zbpp.runtime.policies import Numerics, StepPolicy
 from zbpp.simulator import bubble_rate, simulate, steady_step_time
 
-__all__ = ["Jobs", "Ours", "build_ours", "resolved"]
+__all__ = ["Jobs", "Ours", "resolved"]
 
 _STEPS_KEPT = 10  # timelines of so many steps are there
 
@@ -51,17 +49,27 @@ class Jobs:
 
 
 class Ours:
-    """A pipeline, and the batch that it trains on."""
+    """A pipeline, and the batch that it trains on (every rank must make one)."""
 
-    def __init__(self, pipeline: Pipeline, setting: Setting) -> None:
-        self.pipeline = pipeline
-        self._costs = costs_of(setting.request)
-        self._batch: tuple[Any, Any]
-        if setting.request.emulate is not None:
-            self._batch = (emulated_batch(pipeline),) * 2
+    def __init__(self, setting: Setting, schedule: Schedule) -> None:
+        self._costs = setting.request.costs
+        speculates = schedule.runs(PassKind.W) and schedule.n_stages > 1
+        self._batch: tuple[Any, Any] = setting.batch.inputs, setting.batch.targets
+        if self._costs is not None:
+            self.pipeline = emulated_pipeline(
+                schedule, self._costs, post_validation=speculates
+            )
+            self._batch = (emulated_batch(self.pipeline),) * 2
         else:
-            self._batch = setting.batch.inputs, setting.batch.targets
-        order = pipeline.schedule.orders[dist.get_rank()]
+            loaded = setting.model()
+            self.pipeline = Pipeline(
+                layered_of(loaded.model, loaded.n_layers),
+                schedule,
+                # True: from the first step on
+                step=StepPolicy(post_validation=True if speculates else None),
+                **_settings(setting, loaded.loss_fn),
+            )
+        order = self.pipeline.schedule.orders[dist.get_rank()]
         self.n_jobs = sum(len(passes_in(job)) for job in order)
 
     def step(self) -> None:
@@ -73,10 +81,6 @@ class Ours:
         result = self.pipeline.step(*self._batch)
         return result.loss, result.grad_norm
 
-    def settle(self) -> None:
-        """Wait for the decision on the last step."""
-        self.pipeline.synchronize()
-
     def jobs(self, n_steps: int) -> Jobs:
         """Read the jobs of the last steps (every rank must call)."""
         n = min(n_steps, _STEPS_KEPT)
@@ -86,23 +90,8 @@ class Ours:
         return Jobs(self.pipeline.schedule, costs, _in_ms(steps[-1]), bubble)
 
     def close(self) -> None:
-        """Synchronize and end."""
+        """Settle the last step, and end."""
         self.pipeline.close()
-
-
-def build_ours(setting: Setting, schedule: Schedule) -> Ours:
-    """Make the pipeline of a schedule (every rank must call)."""
-    request = setting.request
-    costs = costs_of(request)
-    if request.emulate is not None and costs is not None:
-        pipeline = emulated_pipeline(
-            schedule,
-            costs,
-            timeout_s=request.timeout_s,
-            post_validation=schedule.runs(PassKind.W),
-        )
-        return Ours(pipeline, setting)
-    return Ours(_pipeline(setting, schedule), setting)
 
 
 def resolved(setting: Setting, contender: str) -> Schedule:
@@ -113,62 +102,34 @@ def resolved(setting: Setting, contender: str) -> Schedule:
     schedule = setting.request.schedules[contender]
     if schedule is not None:
         return schedule
-    _, mode = split_name(contender)
-    with _pipeline(setting, mode) as pipeline:
-        split = tuple(map(len, pipeline.split))
-        return replace(pipeline.schedule, split=split)
+    loaded = setting.model()
+    return plan_model(
+        layered_of(loaded.model, loaded.n_layers),
+        split_name(contender)[1],
+        example=(setting.batch.inputs, setting.batch.targets),
+        **_settings(setting, loaded.loss_fn),
+    ).schedule
 
 
-def _pipeline(setting: Setting, schedule: Schedule | str) -> Pipeline:
-    request, loaded = setting.request, setting.model()
-    model = layered_of(loaded.model, loaded.n_layers)
-    settings: dict[str, Any] = {
-        "n_stages": request.stages,
-        "n_microbatches": request.microbatches,
+def _settings(setting: Setting, loss_fn: Any) -> dict[str, Any]:
+    return {
+        "n_stages": setting.request.stages,
+        "n_microbatches": setting.request.microbatches,
         "device": setting.device,
-        "loss_fn": loaded.loss_fn or output_is_loss,
+        "loss_fn": loss_fn or output_is_loss,
         "optimizer": make_optimizer,
-        "numerics": Numerics(autocast=setting.autocast, exact_sums=request.exact_sums),
-        "execution": Execution(
-            compile="blocks" if request.compile else False,
-            watch=False,
-            timeout_s=request.timeout_s,
-        ),
+        "numerics": Numerics(autocast=setting.autocast),
     }
-    speculates = False
-    plan: Schedule | Plan | str = schedule
-    if isinstance(schedule, str):
-        plan = plan_model(
-            model,
-            schedule,
-            example=(setting.batch.inputs, setting.batch.targets),
-            memory_limit=request.memory_limit,
-            **settings,
-        )
-    else:
-        speculates = schedule.runs(PassKind.W) and schedule.n_stages > 1
-    return Pipeline(
-        model,
-        plan,
-        clip_grad_norm=request.clip_grad_norm,
-        # True: from the first step on
-        step=StepPolicy(post_validation=True if speculates else None),
-        **settings,
-    )
 
 
 def _in_ms(timeline: Timeline) -> Timeline:
     """A timeline in ms that begins at 0."""
     zero = min(row[0].start for row in timeline.rows if row)
-    return replace(
-        timeline,
-        rows=tuple(
-            tuple(
-                replace(
-                    slot, start=1e3 * (slot.start - zero), end=1e3 * (slot.end - zero)
-                )
-                for slot in row
-            )
-            for row in timeline.rows
-        ),
+    rows = (
+        tuple(
+            replace(x, start=1e3 * (x.start - zero), end=1e3 * (x.end - zero))
+            for x in row
+        )
+        for row in timeline.rows
     )
+    return replace(timeline, rows=tuple(rows))

@@ -19,6 +19,7 @@ from zbpp.bench.names import OURS, split_name
 from zbpp.bench.ours import Jobs
 from zbpp.bench.turns import Turn
 from zbpp.core import RequestError, format_bytes
+from zbpp.profiling.profile import spread
 from zbpp.runtime.support.devices import device_name, runs_ahead
 from zbpp.simulator import PageEntry, write_page, write_trace
 from zbpp.simulator.tables import Table
@@ -50,44 +51,21 @@ class Outcome:
         whose, name = split_name(self.name)
         return name if whose == OURS else self.name
 
-    @property
-    def steps_s(self) -> list[float]:
-        """Seconds of all steps that count."""
-        return [step for turn in self.turns for step in turn.steps_s]
-
-    @property
-    def step_s(self) -> float:
-        """Median of the steps."""
-        return statistics.median(self.steps_s)
-
-    @property
-    def quartiles_s(self) -> tuple[float, float]:
-        """Lower and upper quartile of the steps."""
-        steps = self.steps_s
-        if len(steps) < 2:
-            return steps[0], steps[0]
-        low, _, high = statistics.quantiles(steps, method="inclusive")
-        return low, high
-
-    @property
-    def peak_bytes(self) -> list[int | None]:
-        """Largest memory of each process in any turn."""
-        by_process = zip(*(turn.peak_bytes for turn in self.turns), strict=True)
-        return [
-            None if None in peaks else max(peak for peak in peaks if peak is not None)
-            for peaks in by_process
-        ]
-
-    @property
-    def host_us(self) -> float:
-        """Median over turns of the CPU time of a job, on the process that has most."""
-        return 1e6 * statistics.median(max(turn.host_s) for turn in self.turns)
-
 
 def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
-    """Write results.json, index.html and trace.json; print the table, or JSON."""
+    """Write results.json, index.html and trace.json; print the table."""
     request = setting.request
-    data = _data(setting, outcomes)
+    rows = [_row(setting, outcome) for outcome in outcomes]
+    data = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "hardware": _hardware(setting.device),
+        "versions": _versions(),
+        "command": request.command,
+        "n_stages": request.stages,
+        "n_microbatches": request.microbatches,
+        "emulated": request.costs is not None,
+        "contenders": rows,
+    }
     try:
         request.out.mkdir(parents=True, exist_ok=True)
         file = request.out / "results.json"
@@ -97,114 +75,107 @@ def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
             f"--out {request.out} cannot be written: {error.strerror}"
         ) from None
     files = [file, request.out / "index.html"]
-    timed = [one for one in outcomes if one.jobs]
-    fastest = min(timed, key=lambda one: one.step_s, default=None)
+    fastest = min(
+        (row["step_s"] for row in rows if "predicted_step_s" in row), default=0
+    )
     write_page(
-        [_entry(setting, o, shown=o in (outcomes[0], fastest)) for o in outcomes],
+        [
+            _entry(outcome, row, shown=row is rows[0] or row.get("step_s") == fastest)
+            for outcome, row in zip(outcomes, rows, strict=True)
+        ],
         files[-1],
         title=_title(setting),
         subtitle=f"{data['date']}; {data['hardware']}; {data['versions']}",
         command=request.command,
         time_unit="ms",
     )
-    if timed:
+    lines = [replace(x.jobs.measured, name=x.title) for x in outcomes if x.jobs]
+    if lines:
         files.append(request.out / "trace.json")
-        lines = [(one.title, one.jobs.measured) for one in timed if one.jobs]
-        write_trace([replace(line, name=name) for name, line in lines], files[-1])
-    if request.json:
-        print(json.dumps(data), flush=True)
-        return
-    table = _table(setting, outcomes).for_terminal()
-    Console(highlight=False, width=_WIDTH).print(table)
+        write_trace(lines, files[-1])
+    Console(highlight=False, width=_WIDTH).print(_table(setting, rows).for_terminal())
     print(*files, sep="\n", flush=True)
 
 
-def _data(setting: Setting, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    request = setting.request
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "hardware": _hardware(setting.device),
-        "versions": _versions(),
-        "command": request.command,
-        "n_stages": request.stages,
-        "n_microbatches": request.microbatches,
-        "emulated": request.emulate is not None,
-        "contenders": [_contender(setting, outcome) for outcome in outcomes],
-    }
-
-
-def _contender(setting: Setting, outcome: Outcome) -> dict[str, Any]:
-    emulated, batch = setting.request.emulate is not None, setting.batch
-    data: dict[str, Any] = {
+def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
+    """The figures of one contender, for JSON."""
+    sleeps, batch, turns = (
+        setting.request.costs is not None,
+        setting.batch,
+        outcome.turns,
+    )
+    row: dict[str, Any] = {
         "name": outcome.name,
-        "same_loss": None if emulated else not outcome.reason,
+        "same_loss": None if sleeps else not outcome.reason,
     }
     if outcome.reason:
-        return data | {"reason": outcome.reason}
-    step = outcome.step_s
-    data |= {
+        return row | {"reason": outcome.reason}
+    steps = [step for turn in turns for step in turn.steps_s]
+    low, step, high, _ = spread(steps)
+    peaks = zip(*(turn.peak_bytes for turn in turns), strict=True)
+    host_s = statistics.median(max(turn.host_s) for turn in turns)
+    row |= {
         "step_s": step,
-        "quartiles_s": list(outcome.quartiles_s),
-        "steps_s": outcome.steps_s,
+        "quartiles_s": [low, high],
+        "steps_s": steps,
         "tokens_per_s": batch.tokens / step if batch.tokens else None,
-        "samples_per_s": None if emulated else batch.samples / step,
-        "peak_bytes": outcome.peak_bytes,
-        "host_us_per_job": None if emulated else outcome.host_us,
+        "samples_per_s": None if sleeps else batch.samples / step,
+        "peak_bytes": [None if None in x else max(x) for x in peaks],
+        "host_us_per_job": None if sleeps else 1e6 * host_s,
     }
     if outcome.jobs is not None:
-        data |= {
+        row |= {
             "bubble_measured": outcome.jobs.bubble,
             "predicted_step_s": outcome.jobs.predicted_step / 1e3,
         }
-    return data
+    return row
 
 
-def _table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
-    first, heads = outcomes[0], ["step, ms", "speed-up", "predicted", "bubble"]
-    figures = {one.name: _figures(setting, one) for one in outcomes if one.turns}
-    heads += list(next(iter(figures.values()), ()))
+def _table(setting: Setting, rows: Sequence[dict[str, Any]]) -> Table:
+    cells = [_cells(row, rows[0]) for row in rows]
+    heads = list(dict.fromkeys(head for row in cells for head in row))
     table = Table(["contender", *heads], title=_title(setting))
-    for outcome in outcomes:
-        if not outcome.turns:
-            table.add(outcome.name, outcome.reason)
-            continue
-        jobs, step = outcome.jobs, outcome.step_s
-        table.add(
-            outcome.name,
-            f"{1e3 * step:.4g}",
-            f"{first.step_s / step:.3f}" if first.turns else "",
-            f"{jobs.predicted_step:.4g}" if jobs else "",
-            f"{jobs.bubble:.1%}" if jobs else "",
-            *figures[outcome.name].values(),
-        )
+    for row, texts in zip(rows, cells, strict=True):
+        others = [texts.get(head, "") for head in heads] if texts else [row["reason"]]
+        table.add(row["name"], *others)
     return table
 
 
-def _figures(setting: Setting, outcome: Outcome) -> dict[str, str]:
-    """Figures of the table and of the page, by the heads of their columns."""
-    (low, high), batch = outcome.quartiles_s, setting.batch
-    peaks = [peak for peak in outcome.peak_bytes if peak is not None]
-    figures = {
-        "quartiles, ms": f"{1e3 * low:.3g}-{1e3 * high:.3g}",
-        "peak of a process": format_bytes(max(peaks)) if peaks else "",
-    }
-    if setting.request.emulate is None:
-        unit, n = "tokens/s", batch.tokens
-        if n is None:
-            unit, n = "samples/s", batch.samples
-        figures[unit] = f"{n / outcome.step_s:,.0f}"
-        figures["host, us/job"] = f"{outcome.host_us:.0f}"
+def _cells(row: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
+    """Texts of the table by the heads of their columns; none for what was refused."""
+    if "step_s" not in row:
+        return {}
+    cells = {"step, ms": f"{1e3 * row['step_s']:.4g}", "speed-up": ""}
+    if "step_s" in first:
+        cells["speed-up"] = f"{first['step_s'] / row['step_s']:.3f}"
+    if "predicted_step_s" in row:
+        cells["predicted"] = f"{1e3 * row['predicted_step_s']:.4g}"
+        cells["bubble"] = f"{row['bubble_measured']:.1%}"
+    return cells | _figures(row)
+
+
+def _figures(row: dict[str, Any]) -> dict[str, str]:
+    """Texts of the other columns, which the page has too."""
+    low, high = row["quartiles_s"]
+    figures = {"quartiles, ms": f"{1e3 * low:.3g}-{1e3 * high:.3g}"}
+    if None not in row["peak_bytes"]:
+        figures["peak of a process"] = format_bytes(max(row["peak_bytes"]))
+    unit = "tokens" if row["tokens_per_s"] else "samples"
+    if per_s := row[f"{unit}_per_s"]:
+        figures[f"{unit}/s"] = f"{per_s:,.0f}"
+    if row["host_us_per_job"] is not None:
+        figures["host, us/job"] = f"{row['host_us_per_job']:.0f}"
     return figures
 
 
-def _entry(setting: Setting, outcome: Outcome, *, shown: bool) -> PageEntry:
+def _entry(outcome: Outcome, row: dict[str, Any], *, shown: bool) -> PageEntry:
     """A row of the page; its timelines if it is one of ours."""
-    if not outcome.turns:
+    if outcome.reason:
         return PageEntry(name=outcome.title, reason=outcome.reason)
     entry = PageEntry(
         name=outcome.title,
-        step_measured=1e3 * outcome.step_s,
-        figures=_figures(setting, outcome),
+        step_measured=1e3 * row["step_s"],
+        figures=_figures(row),
         shown=shown,
     )
     if (jobs := outcome.jobs) is None:
@@ -223,8 +194,8 @@ def _entry(setting: Setting, outcome: Outcome, *, shown: bool) -> PageEntry:
 def _title(setting: Setting) -> str:
     request = setting.request
     what = f"{request.stages} stages, {request.microbatches} micro-batches"
-    if request.emulate is not None:
-        what += f", layers that sleep ({request.emulate.name})"
+    if request.costs is not None:
+        what += ", layers that sleep"
     turns = f"{request.rounds} turns of {request.steps_a_turn} steps"
     return f"{what}, {turns}, {dist.get_backend()}"
 

@@ -1,21 +1,26 @@
 """One of torch's pipeline schedules in a bench, on the same layers and batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
 
 from zbpp.bench.contender import Setting, gather, make_optimizer, output_is_loss
 from zbpp.bench.names import split_name, torch_placement
-from zbpp.core import Placement, RequestError
+from zbpp.core import RequestError
 from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.training.user_model import UserModel
 
-__all__ = ["TorchSchedule", "build_torch", "has_schedule"]
+__all__ = ["TorchSchedule", "check_torch"]
 
 _JOBS = ("F", "I", "W", "B")  # torch's B is the full backward, its I our B
 
@@ -37,50 +42,82 @@ class _Chunk(nn.Module):
 
 
 class TorchSchedule:
-    """A schedule of torch with its stages, the batch, and an optimizer."""
+    """A schedule of torch with its stages, the batch, and an optimizer.
 
-    def __init__(
-        self,
-        schedule: Any,
-        chunks: dict[int, _Chunk],
-        placement: Placement,
-        setting: Setting,
-    ) -> None:
-        self._schedule, self._most = schedule, setting.request.clip_grad_norm
-        batch, m = setting.batch, setting.request.microbatches
+    Raises:
+        RequestError: torch refuses the sizes, or the model; the contender is named.
+    """
+
+    def __init__(self, setting: Setting, contender: str) -> None:
+        request, device, batch = setting.request, setting.device, setting.batch
+        self._device = device
+        placement = torch_placement(split_name(contender)[1], request.stages)
+        if runs_ahead(device) and dist.get_backend() == "gloo":
+            raise RequestError(
+                f"{contender} cannot run: torch's schedules need a GPU for each "
+                "process; leave it out, or use --device cpu"
+            )
+        loaded = setting.model()
+        ranges = partition_layers(loaded.n_layers, placement.n_chunks)
+        chunks = {
+            index: _Chunk(_layers(loaded, ranges[index]), setting)
+            for index in placement.chunks_of[dist.get_rank()]
+        }
+        stages = [
+            PipelineStage(chunk, index, placement.n_chunks, device)
+            for index, chunk in chunks.items()
+        ]
+        loss_fn = loss_alone(loaded.loss_fn or output_is_loss)
+
+        def loss(outputs: Any, target: Tensor) -> Tensor:
+            with _autocast(setting):
+                value: Tensor = loss_fn(outputs, target)
+            return value
+
+        kind: Any = get_schedule_class(split_name(contender)[1])
+        single = issubclass(kind, PipelineScheduleSingle)
+        try:
+            self._schedule = kind(
+                stages[0] if single else stages, request.microbatches, loss_fn=loss
+            )
+        except ValueError as error:
+            raise RequestError(
+                f"{contender} cannot run with {request.stages} stages and "
+                f"{request.microbatches} micro-batches: torch says: {error}; change "
+                "them, or leave it out of --peers"
+            ) from error
         self._args: tuple[Tensor, ...] = ()
         if 0 in chunks:
             columns = zip(*map(_as_tuple, batch.inputs), strict=True)
-            self._args = tuple(torch.cat(one).to(setting.device) for one in columns)
+            self._args = tuple(torch.cat(one).to(device) for one in columns)
         self._target: Tensor | None = None
         if placement.n_chunks - 1 in chunks:
-            self._target = torch.cat(batch.targets).to(setting.device)
+            self._target = torch.cat(batch.targets).to(device)
         self._parameters = [p for one in chunks.values() for p in one.parameters()]
         self._optimizer = make_optimizer(self._parameters)
-        self._device = setting.device
-        order = (getattr(schedule, "pipeline_order", None) or {}).get(dist.get_rank())
-        self.n_jobs = _count_jobs(order) if order else 2 * m * len(chunks)
+        orders = getattr(self._schedule, "pipeline_order", None) or {}
+        self.n_jobs = 2 * request.microbatches * len(chunks)
+        if order := orders.get(dist.get_rank()):
+            self.n_jobs = _count_jobs(order)
 
     def step(self) -> None:
         """Train on the batch once."""
         self._backward()
-        if self._most is not None:
-            norm = self._norm()
-            nn.utils.clip_grads_with_norm_(self._parameters, self._most, norm)
         self._update()
 
     def compared_step(self) -> tuple[float, float]:
         """Train once; loss and gradient norm."""
         losses: list[Tensor] = []
         self._backward(losses)
-        norm = float(self._norm())
+        squared = torch.zeros((), dtype=torch.float64, device=self._device)
+        for p in self._parameters:
+            if p.grad is not None:
+                squared += p.grad.double().square().sum()
+        dist.all_reduce(squared)
         mine = float(torch.stack(losses).detach().mean()) if losses else None
         (loss,) = (one for one in gather(mine) if one is not None)
         self._update()
-        return loss, norm
-
-    def settle(self) -> None:
-        """Nothing is left to decide."""
+        return loss, float(squared.sqrt())
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -94,91 +131,24 @@ class TorchSchedule:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _norm(self) -> Tensor:
-        """The norm over all stages, as our pipelines compute it."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        # without gradients torch's norm is on the CPU
-        squared = nn.utils.get_total_norm(gradients).to(self._device).square()
-        dist.all_reduce(squared)
-        return squared.sqrt()
 
-
-def has_schedule(contender: str) -> bool:
-    """True if this torch has the schedule of a contender."""
+def check_torch(contender: str) -> None:
+    """Refuse a contender whose schedule this torch does not have."""
     try:
-        _class_of(split_name(contender)[1])
+        get_schedule_class(split_name(contender)[1])
     except ValueError:
-        return False
-    return True
-
-
-def build_torch(setting: Setting, contender: str) -> TorchSchedule:
-    """Make one of torch's pipelines (every rank must call).
-
-    Raises:
-        RequestError: torch refuses the sizes, or the model; the contender is named.
-    """
-    from torch.distributed.pipelining import PipelineStage
-
-    request, device = setting.request, setting.device
-    placement = torch_placement(split_name(contender)[1], request.stages)
-    if runs_ahead(device) and dist.get_backend() == "gloo":
         raise RequestError(
-            f"{contender} cannot run: torch's schedules need a GPU for each process; "
-            "leave it out, or use --device cpu"
-        )
-    loaded = setting.model()
-    try:
-        ranges = partition_layers(loaded.n_layers, placement.n_chunks)
-    except RequestError as error:
-        raise RequestError(f"{contender} cannot run: {error}") from error
-    chunks = {
-        index: _Chunk(_layers(loaded, ranges[index]), setting)
-        for index in placement.chunks_of[dist.get_rank()]
-    }
-    stages = [
-        PipelineStage(chunk, index, placement.n_chunks, device)
-        for index, chunk in chunks.items()
-    ]
-    loss_fn = loss_alone(loaded.loss_fn or output_is_loss)
-
-    def loss(outputs: Any, target: Tensor) -> Tensor:
-        with _autocast(setting):
-            value: Tensor = loss_fn(outputs, target)
-        return value
-
-    schedule = _schedule(contender, stages, request.microbatches, loss)
-    return TorchSchedule(schedule, chunks, placement, setting)
-
-
-def _schedule(
-    contender: str, stages: list[Any], m: int, loss: Callable[[Any, Tensor], Tensor]
-) -> Any:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-    try:
-        kind = _class_of(split_name(contender)[1])
-        single = issubclass(kind, PipelineScheduleSingle)
-        return kind(stages[0] if single else stages, m, loss_fn=loss)
-    except ValueError as error:
-        raise RequestError(
-            f"{contender} cannot run with {dist.get_world_size()} stages and {m} "
-            f"micro-batches: torch says: {error}; change them, or leave it out of "
-            "--peers"
-        ) from error
-
-
-def _class_of(name: str) -> Any:
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    return get_schedule_class(name)
+            f"{contender} cannot run: torch {torch.__version__} has no such schedule; "
+            "leave it out of --peers"
+        ) from None
 
 
 def _layers(loaded: UserModel, which: range) -> Sequence[nn.Module]:
-    model = loaded.model
+    model: Any = loaded.model
     if callable(model) and not hasattr(model, "__len__"):
-        return model(which)
-    return [loaded.model[i] for i in which]  # type: ignore[index]
+        layers: Sequence[nn.Module] = model(which)
+        return layers
+    return [model[i] for i in which]
 
 
 def _autocast(setting: Setting) -> Any:

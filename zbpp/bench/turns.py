@@ -55,7 +55,6 @@ def take_turn(contender: Contender, setting: Setting) -> Turn:
         ends.append(_now(device))
     host = (time.thread_time() - cpu) / (n * max(1, contender.n_jobs))
     steps = _seconds_between(ends, device)
-    contender.settle()
     peak = _peak(device) if has_peak else None
     of_processes, peaks, hosts = zip(*gather((steps, peak, host)), strict=True)
     steps_s = tuple(map(fmean, zip(*of_processes, strict=True)))

@@ -3,21 +3,24 @@
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from zbpp.bench.names import contenders_of
-from zbpp.bench.request import BenchOptions, BenchRequest, planned
-from zbpp.core import RequestError
+from zbpp.bench.request import BenchRequest, planned
+from zbpp.core import RequestError, read_costs
 from zbpp.training.options import (
     MODES,
     Count,
+    Microbatches,
     ModelName,
     ModelSize,
     Names,
+    OutputFolder,
     Stages,
 )
 from zbpp.training.user_model import UserModel, load_model
@@ -26,7 +29,7 @@ __all__ = ["Bench"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(BenchOptions, ModelSize):
+class Bench(ModelSize):
     """Time our modes and torch's own schedules, in turns, on the real devices.
 
     The same model, batch, split and optimizer for all, in one process group; loss and
@@ -37,30 +40,48 @@ class Bench(BenchOptions, ModelSize):
     modes: Annotated[Names, MODES] = field(
         default=("1F1B", "ZBH1", "ZBH2", "ZBV", "auto"), kw_only=False
     )
-    model: ModelName | None = None
-    """Returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train."""
-    stages: Stages | None = None
-    """Pipeline stages; else as torchrun has started."""
+    out: OutputFolder
+    """Folder for results.json, index.html and trace.json."""
     peers: Annotated[Names, Parameter(metavar="torch|torch:NAME,..|none")] = ("none",)
     """Torch's usual schedules, or those named."""
+    stages: Stages | None = None
+    """Pipeline stages; else as torchrun has started."""
+    microbatches: Microbatches = 32
+    """Micro-batches of a step."""
     microbatch_size: Count = 2
     """Samples of a micro-batch."""
+    model: ModelName | None = None
+    """Returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train."""
+    warmup: Count = 5
+    """Steps of each turn that do not count."""
+    steps: Count = 20
+    """Steps of each contender that do."""
+    emulate: Path | None = None
+    """Costs file in ms: layers that sleep instead."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """16 bits are by autocast."""
+    device: str = "auto"
+    """auto (an accelerator, else the CPU), cpu, cuda, xpu .."""
 
     def run(self, words: Sequence[str]) -> None:
         """Compare, and return when it is done."""
-        self._check()
+        if self.emulate is not None and self.model is not None:
+            raise RequestError("--model does not go with --emulate, whose layers sleep")
         from zbpp.runtime.support.devices import check_kind
 
         check_kind(self.device)
-        options = {
-            field.name: getattr(self, field.name) for field in fields(BenchOptions)
-        }
         request = BenchRequest(
-            **options | {"rounds": min(self.rounds, self.steps)},
             contenders=contenders_of(*self._names()),
             stages=self._n_stages(),
+            microbatches=self.microbatches,
             load=self._load(),
+            out=self.out,
             command=_command(words),
+            warmup=self.warmup,
+            steps=self.steps,
+            costs=None if self.emulate is None else read_costs(self.emulate),
+            dtype=self.dtype,
+            device=self.device,
         )
         from zbpp.bench.run import start_bench
 
@@ -88,14 +109,6 @@ class Bench(BenchOptions, ModelSize):
                 f"a bench of {n_stages} stages compares nothing; it needs 2 or more"
             )
         return n_stages
-
-    def _check(self) -> None:
-        if self.emulate is not None:
-            for name in ("model", "costs", "clip_grad_norm"):
-                if getattr(self, name) is not None:
-                    raise RequestError(
-                        f"--{name} does not go with --emulate, whose layers sleep"
-                    )
 
     def _load(self) -> Callable[[], UserModel]:
         if self.model is not None:

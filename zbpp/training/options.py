@@ -22,7 +22,6 @@ from zbpp.schedules import Recomputing, Split
 __all__ = [
     "HF",
     "MODES",
-    "Compute",
     "Count",
     "Dtype",
     "Memory",
@@ -37,7 +36,6 @@ __all__ = [
     "Paths",
     "Planning",
     "Positive",
-    "Processes",
     "Replicas",
     "RunOptions",
     "Splitting",
@@ -172,26 +170,6 @@ class ModelSize:
     """Tokens of a sample, also of hf:PATH."""
     size: Literal["tiny", "small", "medium"] = "small"
     """Blocks x width: 4 x 32, 8 x 96, 8 x 512."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compute:
-    """Ways to compute."""
-
-    compile: Switch = False
-    """Run torch.compile on each block; B and W stay apart."""
-    exact_sums: bool = True
-    """Sum gradients in one order, so that all modes have the same bits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """Processes of a run."""
-
-    device: str = "auto"
-    """auto (an accelerator, else the CPU), cpu, cuda, xpu .."""
-    timeout_s: Positive = 600.0
-    """Seconds that a stage waits for another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
