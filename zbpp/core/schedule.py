@@ -69,7 +69,7 @@ class Schedule:
             limited = self.costs.on(self.placement)
             check_memory(self.orders, limited)
         if self.parts is not None:
-            check_parts(self.placement, self.n_microbatches, self.orders, self.parts)
+            check_parts(self.placement, self.orders, self.parts)
             if limited is not None:
                 check_memory(self.parts, limited)
 

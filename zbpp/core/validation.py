@@ -8,9 +8,9 @@ Where passes have parts, each stage has its order of passes, and a row of their 
     network        0F0.1~
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.costs.chunks import ChunkCosts
@@ -30,14 +30,13 @@ from zbpp.core.jobs import (
     Pass,
     PassKind,
     Scope,
+    StageKind,
     State,
     Step,
     kind_of,
     members_of,
     passes_in,
     place_of,
-    reads,
-    stage_of,
 )
 from zbpp.core.placement import Placement
 from zbpp.core.text import mistake
@@ -72,76 +71,72 @@ def validate(placement: Placement, n_microbatches: int, orders: Orders) -> None:
             f"{len(orders)} rows of jobs for {placement.n_stages} stages; "
             "there must be one row a stage"
         )
-    all_plain = True
-    for stage, order in enumerate(orders):
-        if _is_plain(order, placement, stage, n_microbatches=n_microbatches):
-            continue
-        all_plain = False
-        seen: dict[Job, int] = {}
-        for column, job in enumerate(order):
-            parts = members_of(job)
-            for part in parts:
-                reason = (
-                    _misplaced(part, placement, n_microbatches, stage)
-                    or _repeated(part, seen)
-                    or _untimely(part, seen, placement)
-                )
-                if reason:
-                    raise mistake(orders, stage, column, reason)
-            seen |= dict.fromkeys(parts, column)
-        reason = _missing(seen, placement, n_microbatches, stage)
-        if reason:
-            raise mistake(orders, stage, len(order), reason)
-        breach = _collective_breach(order)
-        if breach:
-            column, reason = breach
-            raise mistake(orders, stage, column, reason)
-    if not all_plain:
-        _check_equal_collectives(orders, placement)
-    _check_steps(orders)
+    others: set[Job] = set()
+    for stage in range(placement.n_stages):
+        others |= _check_order(orders, stage, placement, n_microbatches)
+    _check_all_have(orders, placement, others)
     JobGraph(orders, Costs().on(placement)).run()  # no stages wait for one another
 
 
 _WORK = (F, B, W)  # in the order in which it is done for each micro-batch
+_BIT = {kind: 1 << place for place, kind in enumerate(_WORK)}
 
 
 def _before_and_after(kind: PassKind) -> tuple[int, int]:
     """The work done for a micro-batch around a pass: one bit each of F, B and W."""
-    bits = [1 << _WORK.index(work) for work in KINDS[kind].work]
+    bits = [_BIT[work] for work in KINDS[kind].work]
     return bits[0] - 1, bits[0] - 1 + sum(bits)
 
 
 _DONE = {kind: _before_and_after(kind) for kind in PassKind}
-_ALL_DONE = 7
+_ALL_DONE = sum(_BIT.values())
 
 
-def _is_plain(
-    order: Sequence[Job], placement: Placement, stage: int, *, n_microbatches: int
-) -> bool:
-    """True if a stage does each pass once, F before B before W, then at most a Step.
+def _check_order(
+    orders: Orders, stage: int, placement: Placement, n_microbatches: int
+) -> set[Job]:
+    """Check that a stage does each pass once, F before B before W; V first, O last.
 
-    A quick look at orders of millions of jobs, one byte for each micro-batch of each
-    chunk. All others are looked at job by job, to find the mistake and to explain it.
+    Returns:
+        Its jobs that are no passes.
     """
-    n_passes = len(order)
-    if order and order[-1] == Step(stage):
-        n_passes -= 1
-    chunks = placement.chunks_of[stage]
-    if n_passes < 2 * n_microbatches * len(chunks):  # F and BW: not all are there
-        return False
-    states = {chunk: bytearray(n_microbatches) for chunk in chunks}
-    n_finished = 0
-    for job in islice(order, n_passes):
+    order = orders[stage]
+    # A byte for each micro-batch, as a plan has millions of jobs; some of more than
+    # there are jobs is missing anyway.
+    size = min(n_microbatches, len(order) + 1)
+    done = {chunk: bytearray(size) for chunk in placement.chunks_of[stage]}
+    others: set[Job] = set()
+    for column, job in enumerate(order):
+        for member in (job,) if job.__class__ is Pass else members_of(job):
+            reason = None
+            if member.__class__ is not Pass:
+                reason = _misplaced(member, placement, n_microbatches, stage)
+                reason = reason or _untimely(member, order[:column], done)
+            else:
+                work, i = done.get(member.chunk), member.microbatch
+                before, after = _DONE[member.kind]
+                if work is None or not 0 <= i < size:
+                    reason = _misplaced(member, placement, n_microbatches, stage)
+                elif work[i] != before:
+                    reason = _out_of_turn(member, work[i], order[:column])
+                else:
+                    work[i] = after
+            if others and not reason and Step(stage) in others:
+                reason = (
+                    f"{member} comes after O; the optimizer step must be the last job"
+                )
+            if reason:
+                raise mistake(orders, stage, column, reason)
         if job.__class__ is not Pass:
-            return False
-        state = states.get(job.chunk)
-        before, after = _DONE[job.kind]
-        i = job.microbatch
-        if state is None or not 0 <= i < n_microbatches or state[i] != before:
-            return False
-        state[i] = after
-        n_finished += after == _ALL_DONE
-    return n_finished == n_microbatches * len(states)
+            others.add(job)
+    for chunk, work in done.items():
+        if work.count(_ALL_DONE) < n_microbatches:
+            reason = _missing(chunk, work)
+            raise mistake(orders, stage, len(order), reason)
+    if any(isinstance(job, Collective) for job in others):
+        for column, reason in _collective_breaches(order):
+            raise mistake(orders, stage, column, reason)
+    return others
 
 
 def _misplaced(
@@ -166,61 +161,54 @@ def _misplaced(
     return None
 
 
-def _repeated(job: Job, seen: dict[Job, int]) -> str | None:
-    """Explain that the work of a job is done already; None if not."""
-    if kind_of(job).scope is Scope.CHUNK:  # it may come once more: see its own rules
-        return None
-    doers: list[Job] = [job]
-    if isinstance(job, Pass):
-        work = set(kind_of(job).work)
-        doers += [
-            Pass(kind, job.chunk, job.microbatch)
-            for kind in PassKind
-            if work.intersection(KINDS[kind].work)
-        ]
-    for doer in doers:
-        if doer in seen:
-            return f"{job} repeats {doer} of column {seen[doer]}; remove one"
-    return None
+def _out_of_turn(job: Pass, done: int, earlier: Sequence[Job]) -> str:
+    """Explain why a pass cannot follow the work that is done for its micro-batch."""
+    chunk, i, work = job.chunk, job.microbatch, set(kind_of(job).work)
+    for column, other in enumerate(earlier):
+        for member in passes_in(other):
+            is_same = (member.chunk, member.microbatch) == (chunk, i)
+            if is_same and not work.isdisjoint(kind_of(member).work):
+                return f"{job} repeats {member} of column {column}; remove one"
+    first = next(kind for kind in _WORK if not done & _BIT[kind])
+    return f"{job} comes before {Pass(first, chunk, i)}; swap them"
 
 
-def _untimely(job: Job, seen: dict[Job, int], placement: Placement) -> str | None:
-    """Explain that a job comes before its input, or after O; None if not."""
-    if Step(stage_of(job, placement)) in seen:
-        return f"{job} comes after O; the optimizer step must be the last job"
-    if isinstance(job, Check):
-        if any(
-            isinstance(seen_job, Pass) and seen_job.kind is not F for seen_job in seen
-        ):
-            return "V must come before the first backward pass of its stage"
-        return None
-    if not isinstance(job, Pass):
-        return None
-    for value in reads(job, placement.n_chunks):
-        if value.chunk == job.chunk:
-            kind = next(kind for kind in PassKind if value.what in KINDS[kind].writes)
-            writer = Pass(kind, job.chunk, job.microbatch)
-            if writer not in seen:
-                return f"{job} comes before {writer}; swap them"
-    return None
-
-
-def _missing(
-    seen: dict[Job, int], placement: Placement, n_microbatches: int, stage: int
+def _untimely(
+    job: Job, earlier: Sequence[Job], done: Mapping[int, bytearray]
 ) -> str | None:
-    """Name a pass that the row ends without; None if it has all."""
-    for chunk in placement.chunks_of[stage]:
-        for i in range(n_microbatches):
-            forward, backward, weight, joint = (
-                Pass(kind, chunk, i) for kind in (F, B, W, BW)
-            )
-            if forward not in seen:
-                return f"{forward} is missing"
-            if joint not in seen and backward not in seen:
-                return f"{backward} (with {weight}, or {joint}) is missing"
-            if joint not in seen and weight not in seen:
-                return f"{weight} is missing"
+    """Explain why a job that is no pass cannot come now; None if it can."""
+    if kind_of(job).scope is Scope.STAGE and job in earlier:
+        return f"{job} repeats {job} of column {earlier.index(job)}; remove one"
+    if isinstance(job, Check) and max(map(max, done.values())) > _BIT[F]:
+        return "V must come before the first backward pass of its stage"
     return None
+
+
+def _missing(chunk: int, done: Sequence[int]) -> str:
+    """Name a pass that a chunk ends without."""
+    i = next(i for i, work in enumerate(done) if work < _ALL_DONE)
+    forward, backward, weight, joint = (Pass(kind, chunk, i) for kind in PassKind)
+    if not done[i] & _BIT[F]:
+        return f"{forward} is missing"
+    if not done[i] & _BIT[B]:
+        return f"{backward} (with {weight}, or {joint}) is missing"
+    return f"{weight} is missing"
+
+
+def _check_all_have(orders: Orders, placement: Placement, others: set[Job]) -> None:
+    """All stages step, or none does (then the caller steps); V's, UNSHARDs alike."""
+    for kind in (UNSHARD, REDUCE_GRAD, StageKind.STEP, StageKind.CHECK):
+        is_stage = KINDS[kind].scope is Scope.STAGE
+        places = range(placement.n_stages if is_stage else placement.n_chunks)
+        have = {place_of(job) for job in others if job.kind is kind}
+        lack = next((place for place in places if place not in have), None)
+        if have and lack is not None:
+            stage = lack if is_stage else placement.stage_of[lack]
+            name = f"{'' if is_stage else lack}{kind}"
+            reason = (
+                f"{name} is missing, though {KINDS[kind].scope} {min(have)} has one"
+            )
+            raise mistake(orders, stage, len(orders[stage]), reason)
 
 
 @dataclass
@@ -232,9 +220,42 @@ class _Chunk:
     """Its last weight gradient that no REDUCE_GRAD has added up."""
     is_reducing: bool = False
 
+    def run(self, job: Pass | Collective) -> str | None:
+        """Note a job; explain why it cannot run here."""
+        was_sharded, was_reducing = self.is_sharded, self.is_reducing
+        match job.kind:
+            case CollectiveKind.UNSHARD:
+                self.is_sharded = False
+                if not was_sharded:
+                    return f"{job}: chunk {job.chunk} is gathered here"
+            case CollectiveKind.RESHARD:
+                self.is_sharded = True
+                if was_sharded:
+                    return (
+                        f"{job}: chunk {job.chunk} is sharded here; remove one of both"
+                    )
+            case CollectiveKind.REDUCE_GRAD:
+                if was_reducing:
+                    return f"{job} comes before the {REDUCE_WAIT} of the one before"
+                if self.to_reduce is None:
+                    return f"{job}: no W or BW of chunk {job.chunk} comes before it"
+                self.to_reduce, self.is_reducing = None, True
+            case CollectiveKind.REDUCE_WAIT:
+                self.is_reducing = False
+                if not was_reducing:
+                    return f"{job}: no {job.chunk}{REDUCE_GRAD} runs"
+        if isinstance(job, Pass) and W in kind_of(job).work:
+            self.to_reduce = job
+        if was_sharded and State.PARAMETERS in kind_of(job).awaits:
+            return (
+                f"{job} needs the parameters of chunk {job.chunk}, which are sharded "
+                f"here; put {job.chunk}{UNSHARD} before it"
+            )
+        return None
 
-def _collective_breach(order: Sequence[Job]) -> tuple[int, str] | None:
-    """Find the first breach of the rules of collectives; its column, and the reason.
+
+def _collective_breaches(order: Sequence[Job]) -> Iterator[tuple[int, str]]:
+    """Find breaches of the rules of collectives: the column, and the reason.
 
         0UNSHARD 0F0 0B0 0RESHARD 0W0 0REDUCE_GRAD .. 0REDUCE_WAIT O
         |<-- F, B and BW in here -->|     after W |<--- before O --->|
@@ -243,108 +264,28 @@ def _collective_breach(order: Sequence[Job]) -> tuple[int, str] | None:
     in the same order too: what one waits for the others have started, or will.
     """
     jobs = [job for job in order if isinstance(job, Collective)]
-    if not jobs:
-        return None
     gathered = {job.chunk for job in jobs if job.kind is UNSHARD}
     reduces = any(job.kind in (REDUCE_GRAD, REDUCE_WAIT) for job in jobs)
     chunks: dict[int, _Chunk] = {}
+    last = len(order)
     for column, job in enumerate(order):
-        reason = _unfinished(chunks) if isinstance(job, Step) and reduces else None
-        for part in passes_in(job):
-            chunk = chunks.setdefault(part.chunk, _Chunk(part.chunk in gathered))
-            reason = reason or _pass(part, chunk)
-        if isinstance(job, Collective):
-            chunk = chunks.setdefault(job.chunk, _Chunk(job.chunk in gathered))
-            reason = _collective(job, chunk)
-        if reason:
-            return column, reason
-    reason = _unfinished(chunks) if reduces else None
-    return (len(order), reason) if reason else None
-
-
-def _check_equal_collectives(orders: Orders, placement: Placement) -> None:
-    """All chunks have an UNSHARD, or none has; REDUCE_GRADs alike."""
-    for kind in (UNSHARD, REDUCE_GRAD):
-        have = {
-            job.chunk
-            for order in orders
-            for job in order
-            if isinstance(job, Collective) and job.kind is kind
-        }
-        lack = sorted(set(range(placement.n_chunks)) - have)
-        if have and lack:
-            stage = placement.stage_of[lack[0]]
-            raise mistake(
-                orders,
-                stage,
-                len(orders[stage]),
-                f"{lack[0]}{kind} is missing, though chunk {min(have)} has one",
-            )
-
-
-def _pass(job: Pass, chunk: _Chunk) -> str | None:
-    """Note a pass; explain why it cannot run here."""
-    if W in kind_of(job).work:
-        chunk.to_reduce = job
-    if State.PARAMETERS not in kind_of(job).awaits or not chunk.is_sharded:
-        return None
-    return (
-        f"{job} needs the parameters of chunk {job.chunk}, which are sharded here; put "
-        f"{job.chunk}{UNSHARD} before it"
-    )
-
-
-def _collective(job: Collective, chunk: _Chunk) -> str | None:
-    """Note a collective; explain why it cannot run here."""
-    match job.kind:
-        case CollectiveKind.UNSHARD:
-            was_sharded, chunk.is_sharded = chunk.is_sharded, False
-            return None if was_sharded else f"{job}: chunk {job.chunk} is gathered here"
-        case CollectiveKind.RESHARD:
-            was_sharded, chunk.is_sharded = chunk.is_sharded, True
-            if not was_sharded:
-                return None
-            return f"{job}: chunk {job.chunk} is sharded here; remove one of both"
-        case CollectiveKind.REDUCE_GRAD:
-            if chunk.is_reducing:
-                return f"{job} comes before the {REDUCE_WAIT} of the one before"
-            if chunk.to_reduce is None:
-                return f"{job}: no W or BW of chunk {job.chunk} comes before it"
-            chunk.to_reduce, chunk.is_reducing = None, True
-            return None
-        case CollectiveKind.REDUCE_WAIT:
-            was_reducing, chunk.is_reducing = chunk.is_reducing, False
-            return None if was_reducing else f"{job}: no {job.chunk}{REDUCE_GRAD} runs"
-
-
-def _unfinished(chunks: dict[int, _Chunk]) -> str | None:
-    """Name what a chunk lacks at the end of its step; None if nothing."""
-    for number, chunk in sorted(chunks.items()):
+        if isinstance(job, Step):
+            last = column
+        for member in members_of(job):
+            if isinstance(member, Pass | Collective):
+                chunk = chunks.setdefault(
+                    member.chunk, _Chunk(member.chunk in gathered)
+                )
+                if reason := chunk.run(member):
+                    yield column, reason
+    for number, chunk in sorted(chunks.items()) if reduces else ():
         if chunk.to_reduce is not None:
-            return f"{number}{REDUCE_GRAD} is missing after {chunk.to_reduce}"
+            yield last, f"{number}{REDUCE_GRAD} is missing after {chunk.to_reduce}"
         if chunk.is_reducing:
-            return f"{number}{REDUCE_WAIT} is missing"
-    return None
+            yield last, f"{number}{REDUCE_WAIT} is missing"
 
 
-def _check_steps(orders: Orders) -> None:
-    """All stages step, or none does (then the caller steps); Checks alike."""
-    types_of = [set(map(type, order)) for order in orders]
-    for kind in (Step, Check):
-        have = [kind in types for types in types_of]
-        if any(have) and not all(have):
-            stage = have.index(False)
-            raise mistake(
-                orders,
-                stage,
-                len(orders[stage]),
-                f"{kind(stage)} is missing, though stage {have.index(True)} has one",
-            )
-
-
-def check_parts(
-    placement: Placement, n_microbatches: int, orders: Orders, rows: Orders
-) -> None:
+def check_parts(placement: Placement, orders: Orders, rows: Orders) -> None:
     """Check that rows lay out the passes of valid orders, and can be run.
 
     Raises:
@@ -353,30 +294,34 @@ def check_parts(
     """
     if len(rows) != len(orders):
         raise ScheduleError(f"parts has {len(rows)} rows for {len(orders)} stages")
-    breach = next(_part_breaches(placement, n_microbatches, orders, rows), None)
-    if breach is not None:
-        raise ScheduleError(f"parts, {mistake(rows, *breach)}")
     try:
+        for breach in _part_breaches(orders, rows):
+            raise mistake(rows, *breach)
         JobGraph(rows, unit_times(placement, rows)).run()
     except ScheduleError as error:
         raise ScheduleError(f"parts, {error}") from None
 
 
-def _part_breaches(
-    placement: Placement, n_microbatches: int, orders: Orders, rows: Orders
-) -> Iterator[tuple[int, int, str]]:
+_Lanes = dict[tuple[PassKind, int], dict[int, Lane]]
+"""By kind and chunk of a pass, the lane of each of its parts."""
+
+
+def _lanes_of(rows: Orders) -> _Lanes:
+    lanes: _Lanes = {}
+    for job in chain.from_iterable(rows):
+        if isinstance(job, Part):
+            lanes.setdefault((job.kind, job.chunk), {}).setdefault(job.index, job.lane)
+    return lanes
+
+
+def _part_breaches(orders: Orders, rows: Orders) -> Iterator[tuple[int, int, str]]:
     """Find breaches of the rules of parts: row, column, and the reason."""
-    lanes: dict[tuple[PassKind, int], dict[int, Lane]] = {}
+    lanes = _lanes_of(rows)
     for stage, row in enumerate(rows):
-        for column, job in enumerate(row):
-            if isinstance(job, Part):
-                lane_of_part = lanes.setdefault((job.kind, job.chunk), {})
-                if lane_of_part.setdefault(job.index, job.lane) is not job.lane:
-                    yield (
-                        stage,
-                        column,
-                        f"{job}: this part is on another lane elsewhere",
-                    )
+        parts = [(x, job) for x, job in enumerate(row) if isinstance(job, Part)]
+        for column, job in parts:
+            if lanes[job.kind, job.chunk][job.index] is not job.lane:
+                yield stage, column, f"{job}: this part is on another lane elsewhere"
     counts = {key: len(lane_of_part) for key, lane_of_part in lanes.items()}
     for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
         for column, reason in _row_breaches(order, row, counts):
@@ -426,10 +371,7 @@ def _row_breaches(
 
 def unit_times(placement: Placement, rows: Orders) -> ChunkCosts:
     """Times by which every part takes a unit, on the lanes that rows tell."""
-    lanes: dict[tuple[PassKind, int], dict[int, Lane]] = {}
-    for job in chain.from_iterable(rows):
-        if isinstance(job, Part):
-            lanes.setdefault((job.kind, job.chunk), {})[job.index] = job.lane
+    lanes = _lanes_of(rows)
 
     def parts(kind: PassKind, chunk: int) -> tuple[tuple[Lane, float], ...]:
         part_lanes = sorted(lanes.get((kind, chunk), {}).items())
