@@ -28,7 +28,6 @@ from zbpp.core.timeline import off_lane
 from zbpp.profiling.alone import WARM_UP, LayerTimes, noted_inputs, time_layers
 from zbpp.profiling.join import join
 from zbpp.profiling.links import Wires, measure_wires
-from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.profile import Profile
 from zbpp.profiling.steps import StepTimes, read_steps
@@ -228,39 +227,24 @@ def profile(
 
 
 def prediction(
-    pipeline: RunningPipeline,
-    costs: Costs | None = None,
-    memory: Costs | None = None,
-    *,
-    n: int = 10,
+    pipeline: RunningPipeline, costs: Costs | None = None, *, n: int = 10
 ) -> Prediction:
-    """Simulated and measured: step time, bubble, memory (every rank must call).
+    """Simulated and measured: step time and bubble (every rank must call).
 
     Args:
         pipeline: after some steps.
         costs: in ms; None: those of the same steps.
-        memory: in bytes, see `zbpp.memory`; None: that of the costs, if they give any.
         n: last steps that count; what the script does between them is in their time.
 
     Raises:
         RequestError: there was no step yet.
     """
-    lines = timelines(pipeline, n)
-    executors = pipeline.stages.executors
-    # stages that share the process: no stage's memory is known
-    peak = peak_held(pipeline.device) if len(executors) == 1 else None
-    peaks = pipeline.stages.gather_dict(dict.fromkeys(executors, peak))
-    has_costs = costs is not None
-    costs = costs or measured_costs(pipeline, n, joint=True)
-    if memory is not None:
-        costs = costs.with_memory_of(memory)
     return predict(
         pipeline.schedule,
-        lines,
-        costs,
-        held=[peaks[stage] for stage in sorted(peaks)],
-        costs_given=has_costs,
-        side_by_side=len(executors) == 1,
+        timelines(pipeline, n),
+        costs or measured_costs(pipeline, n, joint=True),
+        costs_given=costs is not None,
+        side_by_side=len(pipeline.stages.executors) == 1,
     )
 
 

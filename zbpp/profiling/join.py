@@ -33,58 +33,55 @@ def join(
         rounds: that were counted.
         device: kind of the devices.
     """
-    timeline = times.last
-    placement = timeline.placement
+    placement = times.last.placement
     rows = [alone[i] for i in range(sum(split))]
-    ends = list(accumulate(split, initial=0))
-    inside = [range(first, end) for first, end in pairwise(ends)]
-    measured = [
-        _chunk_times(times, chunk, [rows[i] for i in layers])
-        for chunk, layers in enumerate(inside)
-    ]
+    inside = [range(*ends) for ends in pairwise(accumulate(split, initial=0))]
+    measured = _of_chunks(times, [[rows[i] for i in layers] for layers in inside])
     # at most half of the shortest pass: the rest is that of its layers
     overhead = {
-        kind: min(fmean(times.gaps), min(chunk[kind] for chunk in measured) / 2)
-        for kind in "fbw"
+        kind: min(fmean(times.gaps), min(of_chunks) / 2)
+        for kind, of_chunks in measured.items()
     }
-    scaled: dict[str, list[float]] = {"f": [], "b": [], "w": []}
+    columns: dict[str, list[float]] = {}
     chunks = []
-    for chunk, layers in enumerate(inside):
-        stage = placement.stage_of[chunk]
-        ratio = {}
-        for kind, column in scaled.items():
+    for kind, of_chunks in measured.items():
+        columns[kind] = []
+        for layers, whole in zip(inside, of_chunks, strict=True):
             each = [getattr(rows[i], kind) for i in layers]
-            whole = measured[chunk][kind]
-            column += _dealt(whole - overhead[kind], each)
-            without_gap = whole - times.gaps[stage]
-            ratio[kind.upper()] = sum(each) / without_gap if without_gap > 0 else 1.0
+            columns[kind] += _dealt(whole - overhead[kind], each)
+    for chunk, layers in enumerate(inside):
+        gap = times.gaps[placement.stage_of[chunk]]
         passes = {
             str(kind): spread(times.passes[kind, chunk])
             for kind in PassKind
             if times.passes.get((kind, chunk))
         }
+        ratio = {
+            kind.upper(): sum(getattr(rows[i], kind) for i in layers)
+            / max(of_chunks[chunk] - gap, 1e-9)
+            for kind, of_chunks in measured.items()
+        }
+        stage = placement.stage_of[chunk]
         chunks.append(ChunkProfile(chunk, stage, passes, ratio))
     last = rows[-1]
-    loss = scaled["f"][-1] * (last.loss / last.f if last.f > 0 else 0.0)
-    scaled["f"][-1] -= loss
+    loss = columns["f"][-1] * (last.loss / last.f if last.f > 0 else 0.0)
+    columns["f"][-1] -= loss
+    message = fmean(x.message for x in rows)
     links = {
         pair: replace(
             link,
-            delay=max(
-                0.0,
-                times.waits[pair] - fmean(x.message for x in rows) / link.bandwidth,
-            ),
+            delay=max(0.0, times.waits[pair] - message / link.bandwidth),
         )
         if pair in times.waits
         else link
         for pair, link in times.wires.links.items()
     }
-    each_pass = zip(*scaled.values(), strict=True)
+    f, b, w = map(tuple, columns.values())
     costs = LayerCosts(
         n_layers=len(rows),
-        f=tuple(scaled["f"]),
-        b=tuple(scaled["b"]),
-        w=tuple(scaled["w"]),
+        f=f,
+        b=b,
+        w=w,
         pass_f=overhead["f"],
         pass_b=overhead["b"],
         pass_w=overhead["w"],
@@ -95,13 +92,7 @@ def join(
         delay=link_list(links, placement.n_stages, "delay"),
         reduction=times.wires.reduction,
         validation=max(times.validation),
-        parts=layer_parts(
-            [x.parts for x in rows],
-            [
-                {"F": f, "B": b, "W": w, "loss": loss * (i == len(rows) - 1)}
-                for i, (f, b, w) in enumerate(each_pass)
-            ],
-        ),
+        parts=layer_parts([x.parts for x in rows], columns, loss),
     )
     memory = [x.memory for x in rows if x.memory is not None]
     return Profile(
@@ -120,21 +111,18 @@ def join(
     )
 
 
-def _chunk_times(
-    times: StepTimes, chunk: int, layers: Sequence[LayerTimes]
-) -> dict[str, float]:
-    """Times of a chunk's passes and the gap before each; a BW is dealt to B and W."""
-    gap = times.gaps[times.last.placement.stage_of[chunk]]
-    apart = {kind: times.mean(kind, chunk) for kind in PassKind}
-    f, b, w = (apart[kind] for kind in (PassKind.F, PassKind.B, PassKind.W))
-    both = apart[PassKind.BW]
-    if both is not None and w is None:
-        alone_b, alone_w = sum(x.b for x in layers), sum(x.w for x in layers)
-        in_w = alone_w / (alone_b + alone_w) if alone_b + alone_w > 0 else 0.5
-        b, w = both * (1 - in_w) - gap / 2, both * in_w - gap / 2  # one gap
-    return {
-        name: max(0.0, (ms or 0.0) + gap) for name, ms in (("f", f), ("b", b), ("w", w))
-    }
+def _of_chunks(
+    times: StepTimes, layers: Sequence[Sequence[LayerTimes]]
+) -> dict[str, list[float]]:
+    """Times of F, B and W of each chunk with the gap before; a BW is dealt to both."""
+    costs = times.costs(joint=True)
+    columns = costs.on(times.last.placement)
+    f, b, w = list(columns.f), list(columns.b), list(columns.w)
+    if any(kind is PassKind.BW for kind, _ in times.passes):
+        for chunk, rows in enumerate(layers):
+            alone = sum(x.b for x in rows), sum(x.w for x in rows)
+            b[chunk], w[chunk] = _dealt(b[chunk] + w[chunk], alone)
+    return {"f": f, "b": b, "w": w}
 
 
 def _dealt(whole: float, each: Sequence[float]) -> list[float]:

@@ -18,28 +18,28 @@ __all__ = ["layer_parts"]
 
 def layer_parts(
     alone: Sequence[Mapping[str, Sequence[float]]],
-    times: Sequence[Mapping[str, float]],
+    times: Mapping[str, Sequence[float]],
+    loss: float,
 ) -> tuple[Parts, ...] | None:
     """Parts of all layers; None if none of them communicates.
 
     Args:
         alone: what F and B of each layer compute, communicate, compute, ... alone, with
             the loss at the end of the last F.
-        times: of F, B and W of each layer in a step, and of the ``loss`` beside F.
+        times: of ``f``, ``b`` and ``w`` of each layer in a step.
+        loss: time of the loss, on top of the last F.
     """
     if all(len(lengths) == 1 for each in alone for lengths in each.values()):
         return None
+    losses = [0.0] * (len(alone) - 1) + [loss]
+    rows = zip(alone, times["f"], times["b"], times["w"], losses, strict=True)
     return tuple(
-        Parts(
-            _fitted(each["F"], time["F"], loss=time["loss"]),
-            _fitted(each["B"], time["B"]),
-            ((Lane.COMPUTE, time["W"]),),
-        )
-        for each, time in zip(alone, times, strict=True)
+        Parts(_fitted(x["F"], f, at_end), _fitted(x["B"], b), ((Lane.COMPUTE, w),))
+        for x, f, b, w, at_end in rows
     )
 
 
-def _fitted(lengths: Sequence[float], time: float, *, loss: float = 0.0) -> PartTimes:
+def _fitted(lengths: Sequence[float], time: float, loss: float = 0.0) -> PartTimes:
     """Scale what computes so that a pass takes a time, with its loss taken off."""
     fitted = list(lengths)
     if len(fitted) % 2:

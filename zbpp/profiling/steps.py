@@ -71,11 +71,6 @@ class StepTimes:
     wires: Wires
     splits: tuple[bool, ...]
 
-    def mean(self, kind: PassKind, chunk: int) -> float | None:
-        """Mean time of a pass; None: there was none."""
-        times = self.passes.get((kind, chunk))
-        return robust_mean(times) if times else None
-
     def costs(self, *, joint: bool) -> Costs:
         """Costs per chunk; what the host needs between two jobs is a part of each.
 

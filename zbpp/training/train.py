@@ -137,7 +137,7 @@ def _conclude(
                 write_trace([timeline], options.trace, microseconds_per_unit=1e6)
         is_planned = measures_first(options) and not pipeline.n_switches
         costs = pipeline.plan.costs if is_planned else None
-        prediction = diagnostics.prediction(pipeline, costs, costs)
+        prediction = diagnostics.prediction(pipeline, costs)
         log.print(prediction.line)
     val_loss = pipeline.evaluate(*validation, n_microbatches=_VALIDATION_MICROBATCHES)
     params_sha256 = _hash_parameters(pipeline)
