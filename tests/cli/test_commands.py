@@ -68,9 +68,8 @@ ZBH1: 2 stages, 3 micro-batches
         "│     1 │      1 │    9 │    9 │    0 │         1.5 │\n",
         "bubble rate    10.00% of the longest span is beyond the work of the busiest "
         "stage\n",
-        "overhead       11.11% (the same over that work)\n",
         "makespan       10, first start to last end of a pass\n",
-        "critical path  11 jobs, 10: F 3, B 4, W 3\n",
+        "critical path  10 jobs, 10: F 3, B 4, W 3\n",
         "costs          none are given: F, B and W take 1, messages nothing\n",
         "lower bound    10 for the span (proof: ramp), within memory 2 a "
         "stage; gap 0.00%\n",

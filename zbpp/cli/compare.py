@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from zbpp.cli.flags import PlanFlags
-from zbpp.cli.outputs import Picture
-from zbpp.cli.report import gain_text, print_comparison
-from zbpp.cli.summary import Steady, Summary, steady, summarize
+from zbpp.cli.outputs import Picture, Terminal
+from zbpp.cli.report import gain_text
+from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
 from zbpp.core import PassKind, RequestError
 from zbpp.planning import BASELINE, MODES, Plan, canonical, is_auto, is_file
 from zbpp.planning.modes import AUTO
 from zbpp.simulator import PageEntry, bubble_rate, plot_comparison, simulate
 from zbpp.simulator.page import write_page
+from zbpp.simulator.tables import Table
 from zbpp.training import options
 from zbpp.training.options import Microbatches, Names, Paths, Stages, Switch
 
@@ -180,20 +181,13 @@ class Compare(PlanFlags):
         return Planned(plan, summarize(plan.schedule, plan.costs))
 
     def _print(self, comparison: Comparison, name: str) -> None:
-        validates = self.enable_optimizer_post_validation
-        rows, planned = comparison.rows, comparison.planned
         title = f"{self.stages} stages, {self.microbatches} micro-batches"
-        print_comparison(
-            [
-                (mode, row if isinstance(row, str) else row.summary)
-                for mode, row in rows.items()
-            ],
-            title=f"{title}, {name}" if name else title,
-            steps=None
-            if validates is None
-            else {mode: row.steady for mode, row in planned.items()},
-            post_validation=bool(validates),
-        )
+        table = _table(comparison, f"{title}, {name}" if name else title)
+        Terminal(highlight=False).print(table.for_terminal())
+        for mode, row in comparison.rows.items():
+            if isinstance(row, str):
+                print(row if row.startswith(mode) else f"{mode}: {row}")
+        planned = comparison.planned
         if AUTO in planned:
             print(planned[AUTO].plan.schedule.name)
         plans = {mode: row.plan for mode, row in planned.items() if row.plan.is_layered}
@@ -250,3 +244,32 @@ class Compare(PlanFlags):
                 points[m] = bubble_rate(simulate(plan.schedule, plan.costs))
             series[mode] = sorted(points.items())
         return series
+
+
+_HEADS = ["mode", "chunks", "bubble", "span", "makespan", "peak memory", "gap"]
+_CAPTION = (
+    "gap: span over the lower bound for the same placement and, unless a limit is "
+    "given, the same memory"
+)
+
+
+def _table(comparison: Comparison, title: str) -> Table:
+    """Tabulate modes; the shortest span is bold."""
+    table = Table(_HEADS, title=title, caption=_CAPTION)
+    shortest = min(row.summary.span for row in comparison.planned.values())
+    for mode, row in comparison.rows.items():
+        if isinstance(row, str):
+            table.add(mode, look="dim", note=row)
+            continue
+        figures = row.summary
+        table.add(
+            mode,
+            str(len(figures.placement)),
+            f"{figures.bubble_rate:.2%}",
+            f"{figures.span:.6g}",
+            f"{figures.makespan:.6g}",
+            short_memory(max(figures.peak_memory)),
+            f"{figures.gap:.2%}",
+            look="bold" if figures.span <= shortest * (1 + 1e-9) else "",
+        )
+    return table

@@ -136,31 +136,23 @@ class Mesh:
         return replace(layers.costs(), f=times, b=times, w=times, memory_limit=limit)
 
 
+_HEADS = ["pp x dp x tp", "m", "chunks", "step", "for replicas", "bubble", "memory", ""]
+_CAPTION = (
+    "pp: stages, dp: replicas, tp: devices that share a layer, m: micro-batches of a "
+    "replica\nstep: one among many; for replicas: what their collectives add\n"
+    "memory: of a device"
+)
+
+
 def _table(meshes: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
-    has_tp = any(mesh.tensor_parallel > 1 for mesh in meshes)
-    table = Table(
-        [
-            "pp x dp x tp" if has_tp else "pp x dp",
-            "m",
-            "chunks",
-            "step",
-            "for replicas",
-            "bubble",
-            "memory",
-            "",
-        ],
-        title=title,
-        caption="pp: stages, dp: replicas, m: micro-batches of a replica\n"
-        + ("tp: devices that share a layer\n" if has_tp else "")
-        + "step: one among many; for replicas: what their collectives add\n"
-        "memory: of a device",
-    )
+    table = Table(_HEADS, title=title, caption=_CAPTION)
     for mesh in meshes:
+        sizes = f"{mesh.n_stages} x {mesh.data_parallel} x {mesh.tensor_parallel}"
         if mesh.plan is None:
-            table.add(_sizes(mesh, has_tp), look="dim", note=mesh.reason)
+            table.add(sizes, look="dim", note=mesh.reason)
             continue
         table.add(
-            _sizes(mesh, has_tp),
+            sizes,
             str(mesh.n_microbatches),
             str(mesh.plan.schedule.placement.n_chunks // mesh.n_stages),
             f"{mesh.step:.6g}",
@@ -171,11 +163,6 @@ def _table(meshes: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
             look="bold" if mesh is best else "",
         )
     return table
-
-
-def _sizes(mesh: MeshPlan, has_tp: bool) -> str:
-    sizes = f"{mesh.n_stages} x {mesh.data_parallel}"
-    return f"{sizes} x {mesh.tensor_parallel}" if has_tp else sizes
 
 
 def _data(mesh: MeshPlan) -> dict[str, Any]:
