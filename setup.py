@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the planner's loops in C, and the index's README."""
+"""The build of the loops in C, and the README of the package index."""
 
 import re
 import runpy

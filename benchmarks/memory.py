@@ -47,7 +47,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def build(contender: str, seq: int) -> Any:
-    """What makes a step of a contender."""
+    """A function that takes a step of a contender."""
     whose, _, mode = contender.partition(":")
     torch.manual_seed(0)
     loaded = load(seq)

@@ -1,4 +1,4 @@
-"""What the scripts share: tables, medians with their spread, turns, processes.
+"""Parts of several scripts: tables, medians with their spread, turns, processes.
 
 Modes take turns, run after run: a slow spell of the machine then hits all of them, and
 ratios compare figures of one turn.

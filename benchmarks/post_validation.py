@@ -1,4 +1,4 @@
-"""What the optimizer's barrier costs: steps behind it against post-validated ones.
+"""The cost of the optimizer's barrier: steps behind it against post-validated ones.
 
 python benchmarks/post_validation.py emulated     # runs on layers that sleep
 python benchmarks/post_validation.py published    # simulated with the paper's times

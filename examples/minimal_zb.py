@@ -42,7 +42,7 @@ SAMPLES = 8  # of a micro-batch
 #     dweight = dy.T @ x      W computes it later: it needs x and dy, nothing else
 
 WeightWork = list[tuple[nn.Parameter, Tensor, Tensor]]
-"""What W has to do: a weight, what its layer has read, the gradient of its output."""
+"""The work of W: a weight, what its layer has read, the gradient of its output."""
 
 
 class SplitMatmul(torch.autograd.Function):

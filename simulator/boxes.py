@@ -177,7 +177,7 @@ class Drawing:
         return step_time(self.timeline)
 
     def rectangles(self, palette: Mapping[str, str]) -> Iterator[Rectangle]:
-        """What is idle within each stage's span, and above it the boxes, by style."""
+        """The idle time within each stage's span, and above it the boxes, by style."""
         top, height = self.extent(0)
         for stage, span in enumerate(self.spans):
             if span is not None:

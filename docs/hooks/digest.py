@@ -15,7 +15,7 @@ from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 _texts: dict[str, str] = {}
-"""What a page says, by its address; in the order of the menu."""
+"""Texts of the pages by their addresses, in the order of the menu."""
 _OBJECT = re.compile(r"^::: ([\w.]+)\n(?:    .*\n)*", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Which of two plans is better.
+"""The better one of two plans.
 
 Of two plans the first figure that differs decides: the time of a step, then the step
 behind a barrier, which waits for the last stage, then the largest memory of a stage.

@@ -1,4 +1,4 @@
-"""What all contenders share: the model, the batch of a step, the optimizer."""
+"""Parts that all contenders share: the model, the batch of a step, the optimizer."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -110,7 +110,7 @@ def run_bench(request: BenchRequest) -> int:
 def difference(
     first: tuple[float, float], step: tuple[float, float], tolerance: float
 ) -> str:
-    """What is wrong with a step's loss and gradient norm; empty: nothing.
+    """Text about what is wrong with a step's loss and gradient norm; empty: nothing.
 
     >>> difference((2.0, 1.0), (2.0, 1.001), 1e-5)
     'refused: gradient norm 1.001, not 1'

@@ -200,7 +200,7 @@ def merge_schedulers(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Loading:
-    """What does not fit of a state, in words, and the steps that load the rest.
+    """The misfits of a state, in words, and the steps that load the rest.
 
     ``used`` are names in the state that this process needs, by part of the state.
     ``before`` allocates memory and adds pairs, ``after`` needs the copied numbers.

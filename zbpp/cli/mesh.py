@@ -49,7 +49,7 @@ class Mesh:
     memory_limit: Memory | None = None
     """Of a device: 40GiB, or in the unit of the costs."""
     shard: Shard = "none"
-    """What replicas hold in parts; each word includes those before."""
+    """State that replicas hold in parts; each word includes those before."""
     tensor_parallel: Numbers = (1,)
     """Devices that share layers; several are compared."""
     replica_bandwidth: float | None = None

@@ -103,17 +103,17 @@ class _Passes(NamedTuple):
     """Bytes of one layer's passes."""
 
     kept: int
-    """What F leaves, without its input and output."""
+    """Bytes that F leaves, without its input and output."""
     kept_input: int
     """The part of the input that stays until B."""
     kept_output: int
     change_b: int
-    """What B leaves, less what it frees."""
+    """Bytes that B leaves, less those that it frees."""
     peak_f: int
     peak_b: int
     peak_w: int
     for_good: int
-    """What stays of the first F."""
+    """Bytes that stay of the first F."""
     message: int
     """The output."""
     gradients: tuple[int, ...]

@@ -34,7 +34,7 @@ _SECOND_CALL = re.compile(r"@\d+")
 """In the name of a module that a part calls more than once."""
 
 Values = dict[str, Tensor]
-"""What travels between layers, by the names of the graph."""
+"""Tensors that travel between layers, by the names of the graph."""
 
 
 def cut_by_export(
@@ -149,9 +149,9 @@ class _Step(NamedTuple):
 
     reads: list[str]
     results: dict[int, str]
-    """What its graph puts out, by place."""
+    """Outputs of its graph, by place."""
     leaves: list[str]
-    """What later parts read."""
+    """Values that later parts read."""
 
 
 @dataclass
@@ -165,7 +165,7 @@ class _Exported:
     outputs: list[str]
     """Names of the tensors that the model returns."""
     others: list[Any]
-    """What the model returns beside them; None in their places."""
+    """Outputs that are no tensors; None in the places of tensors."""
     structure: TreeSpec
 
     def wrap(self, values: Values) -> Any:
@@ -299,9 +299,9 @@ class _Part(nn.Module):
         if device not in (None, self._devices[mode]):
             self._devices[mode] = device
             run_graphs_on(graph, device)
-        found = graph(*inputs)
-        found = found if isinstance(found, tuple) else (found,)
-        values = value | {name: found[i] for i, name in results.items()}
+        outputs = graph(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        values = value | {name: outputs[i] for i, name in results.items()}
         if self._index == len(exported.steps) - 1:
             return exported.wrap(values)
         return {name: values[name] for name in later}

@@ -33,7 +33,7 @@ from zbpp.runtime.ties.plan import find_ties
 __all__ = ["cut_pretrained", "takes_embeddings"]
 
 Value = dict[str, Any]
-"""What travels between layers: ``hidden``, a tensor, and ``batch``, a dict."""
+"""The value between two layers: ``hidden``, a tensor, and ``batch``, a dict."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block after the hidden state, and keywords."""

@@ -107,7 +107,7 @@ class Executor:
         self.batch: MicroBatches | None = stage.batch
         """Of the next call; None at the end of a step in parts."""
         self._compute: dict[PassKind, Callable[..., Tensors | None]] = {}
-        """What computes a pass of each kind in the program that runs."""
+        """Functions that compute a pass of each kind in the program that runs."""
         self._values: dict[Value, Tensors] = {}
         """Computed here, and not read yet."""
         self._expected: dict[Message, Expected] = {}
@@ -391,7 +391,7 @@ HANDLERS: dict[Any, Handler] = {
     StageKind.CHECK: Executor._validate,
     _Drop: Executor._drop,
 }
-"""What runs an instruction, by its kind."""
+"""Functions that run an instruction, by its kind."""
 
 WAITS: dict[Any, Callable[[Executor, Any], bool]] = {
     **dict.fromkeys(PassKind, Executor._has_inputs),

@@ -159,7 +159,7 @@ class Replicas:
     data_parallel: Count = 1
     """Replicas of every stage."""
     shard: Shard = "none"
-    """What replicas hold in parts; each word includes those before."""
+    """State that replicas hold in parts; each word includes those before."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the bounds share: the way of a micro-batch, memory, and the view of one stage.
+"""Parts of several bounds: the way of a micro-batch, memory, and the view of one stage.
 
 A stage with chunks 0, ..., v-1 (in forward order) runs 2v passes of every micro-batch:
 q = 0, 1, ... are F of 0, ..., v-1, then B of v-1, ..., 0; and there are W's. Of the

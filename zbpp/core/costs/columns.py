@@ -79,7 +79,7 @@ def parse_memory(text: str) -> float:
 
 
 class Per(StrEnum):
-    """What a list has one entry for."""
+    """The things that a list has one entry for."""
 
     ROW = "row"
     EDGE = "edge"

@@ -125,7 +125,7 @@ def _form(kind: Any) -> type:
 
 
 def _words(kind: Any) -> str:
-    """What a value of a type is, in a message."""
+    """Name the type of a value in a message."""
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     return _FORMS[_form(kind)]

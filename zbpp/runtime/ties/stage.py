@@ -32,7 +32,7 @@ class TiedParameter:
 
     parameter: nn.Parameter
     leaves: dict[int, nn.Parameter] = field(default_factory=dict)
-    """What the stage's layers use and get gradients for, by layer."""
+    """Tensors that the stage's layers use and get gradients for, by layer."""
     places: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
     """Modules, the names of the leaves in them, and the leaves."""
     earlier_grad: Tensor | None = None
