@@ -39,7 +39,6 @@ from typing import NamedTuple
 
 from zbpp.core import (
     Check,
-    ChunkCosts,
     Costs,
     Job,
     JobGraph,
@@ -50,7 +49,6 @@ from zbpp.core import (
     Step,
     Timeline,
 )
-from zbpp.core.timeline import off_lane
 from zbpp.simulator.arguments import takes_plans
 
 __all__ = [
@@ -93,7 +91,7 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
         RequestError: the costs do not fit the placement.
     """
     run = first_step(schedule, costs)
-    return _timeline(schedule, run.slots(), run.graph.times)
+    return schedule.timeline(run.slots(), run.graph.times.sending)
 
 
 def first_step(schedule: Schedule, costs: Costs) -> JobTimes:
@@ -137,7 +135,7 @@ def simulate_iterations(
     for i in range(n_iterations):
         runs, state = run.iterate(state, rolled_back=i in rolled_back)
         rows = _end_to_end([one.slots() for one in runs])
-        timelines.append(_timeline(schedule, rows, run.times))
+        timelines.append(schedule.timeline(rows, run.times.sending))
     return timelines
 
 
@@ -158,20 +156,6 @@ _Rows = Sequence[Sequence[Slot]]
 def _end_to_end(parts: Sequence[_Rows]) -> tuple[tuple[Slot, ...], ...]:
     """Rows that go on in the next part."""
     return tuple(tuple(chain.from_iterable(rows)) for rows in zip(*parts, strict=True))
-
-
-def _timeline(schedule: Schedule, rows: _Rows, times: ChunkCosts) -> Timeline:
-    """Make a timeline: collectives apart from jobs."""
-    kept, lanes = off_lane(rows)
-    return Timeline(
-        schedule.name,
-        schedule.placement,
-        schedule.n_microbatches,
-        kept,
-        schedule.recomputing,
-        collectives=lanes,
-        sending=times.sending,
-    )
 
 
 class IterationState(NamedTuple):

@@ -24,8 +24,7 @@ from zbpp.core import (
     Slot,
     Step,
     Timeline,
-    longest_span,
-    pass_span,
+    passes_in,
     peaks,
 )
 from zbpp.core.timeline import extent
@@ -54,7 +53,7 @@ _BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20}
 @takes_timelines
 def stage_span(timeline: Timeline, stage: int) -> float:
     """Time from the start of a stage's first pass to the end of its last one."""
-    return pass_span(_slots(timeline, stage))
+    return extent(x for x in _slots(timeline, stage) if passes_in(x.job))
 
 
 @takes_timelines
@@ -63,7 +62,7 @@ def span(timeline: Timeline) -> float:
 
     They can where each step is validated during the next one (`steady_step_time`).
     """
-    return longest_span([_slots(timeline, stage) for stage in _stages(timeline)])
+    return max(stage_span(timeline, stage) for stage in _stages(timeline))
 
 
 @takes_timelines

@@ -24,7 +24,6 @@ from zbpp.core import (
     Slot,
     Timeline,
 )
-from zbpp.core.timeline import off_lane
 from zbpp.profiling.alone import WARM_UP, LayerTimes, noted_inputs, time_layers
 from zbpp.profiling.join import join
 from zbpp.profiling.links import Wires, measure_wires
@@ -110,20 +109,7 @@ def timelines(pipeline: RunningPipeline, n: int) -> list[Timeline]:
     steps = [*zip(*(by_stage[stage] for stage in sorted(by_stage)), strict=True)]
     if not steps:
         raise RequestError("nothing is measured yet; call pipeline.step() first")
-    lines = []
-    for step in steps:
-        rows, lanes = off_lane(step)
-        lines.append(
-            Timeline(
-                schedule.name,
-                schedule.placement,
-                schedule.n_microbatches,
-                rows,
-                recomputing=schedule.recomputing,
-                collectives=lanes,
-            )
-        )
-    return lines
+    return [schedule.timeline(step) for step in steps]
 
 
 def measured_costs(

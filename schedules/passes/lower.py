@@ -263,7 +263,7 @@ def _sends(
             if peer != placement.stage_of[value.chunk]:
                 sends[column].append(Send(value, peer))
         done = job if isinstance(job, Collective) else ended
-        if done is not None and kind_of(done).gradients_due < 0:
+        if done is not None and kind_of(done).ends_gradients:
             last[done.chunk] = column
     for tie, chunks in enumerate(ties):
         stages = {placement.stage_of[chunk] for chunk in chunks}

@@ -11,8 +11,6 @@ from zbpp.core import (
     RequestError,
     collective_time,
     fit_link,
-    zero_bytes,
-    zero_volume,
 )
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = CollectiveOperation
@@ -104,20 +102,3 @@ def test_a_fit_finds_what_messages_were_made_of() -> None:
 def test_what_no_link_explains_is_refused(messages, message) -> None:
     with pytest.raises(RequestError, match=message):
         fit_link(messages)
-
-
-def test_bytes_and_volumes_of_zero_are_those_of_the_papers() -> None:
-    """Bytes: 8.3 B parameters, 64 processes, K = 12, in GB. Volumes: 70 B in 16 bits
-    on 8 stages, 8 replicas, 32 micro-batches, at 50 GB/s."""
-    held = [zero_bytes(level, 8.3e9, 64) / 1e9 for level in range(4)]
-    assert held == pytest.approx([132.8, 34.756, 18.416, 2.075], abs=1e-3)
-    seconds = [zero_volume(level, 140e9 / 8, 8, 32) / 50e9 for level in range(4)]
-    assert seconds == pytest.approx([0.6125, 0.6125, 10.106, 29.4], rel=1e-3)
-    one = [zero_volume(level, 1.0, 8, 1) for level in range(4)]
-    assert one[3] / one[0] == 1.5  # the articles' figure: one micro-batch
-    for formula in (
-        lambda level: zero_bytes(level, 1.0, 1),
-        lambda x: zero_volume(x, 1.0, 8, 1),
-    ):
-        with pytest.raises(RequestError, match="levels 0 to 3"):
-            formula(4)

@@ -8,8 +8,6 @@ from zbpp.core.costs.collectives import (
     Link,
     collective_time,
     fit_link,
-    zero_bytes,
-    zero_volume,
 )
 from zbpp.core.costs.columns import parse_memory
 from zbpp.core.costs.held import held_during, peaks
@@ -88,7 +86,7 @@ from zbpp.core.program import (
 )
 from zbpp.core.schedule import Order, Schedule, recomputed
 from zbpp.core.text import draw, format_job, grid, parse_job
-from zbpp.core.timeline import Slot, Timeline, longest_span, pass_span
+from zbpp.core.timeline import Slot, Timeline
 from zbpp.core.validation import Recompute
 
 __all__ = [
@@ -156,7 +154,6 @@ __all__ = [
     "is_layers_file",
     "kind_of",
     "lanes_of",
-    "longest_span",
     "lower_bound",
     "lower_bound_on",
     "lower_bounds",
@@ -167,7 +164,6 @@ __all__ = [
     "parse_layers",
     "parse_memory",
     "parse_schedule",
-    "pass_span",
     "passes_in",
     "peaks",
     "place_of",
@@ -182,6 +178,4 @@ __all__ = [
     "write_costs",
     "write_schedule",
     "writes",
-    "zero_bytes",
-    "zero_volume",
 ]

@@ -162,7 +162,7 @@ class JobGraph:
                 if output is not None:
                     output[job.microbatch] = node
         for node in range(self.first[stage + 1] - 1, self.first[stage] - 1, -1):
-            if kind_of(self.job(node)).gradients_due < 0:
+            if kind_of(self.job(node)).ends_gradients:
                 self.gradients.append(node)
                 break
 
@@ -211,7 +211,7 @@ class JobGraph:
                 kind = kind_of(done)
                 if kind.sets is not None:
                     last[kind.sets, place_of(done)] = node
-                if kind.gradients_due < 0:
+                if kind.ends_gradients:
                     gradients |= dict.fromkeys(lanes_of(job), node)
                 for value in writes(done, n_chunks) if isinstance(done, Pass) else ():
                     self._writers[value.what, value.chunk][value.microbatch] = node

@@ -193,7 +193,7 @@ class JobKind:
         lanes: what it occupies until it ends. Where compute is not one of them it only
             starts something: the stage goes on at once, and what awaits the state that
             it sets waits for its end.
-        gradients_due: what it adds to the gradients that a Step waits for.
+        ends_gradients: a Step waits for it.
         times: columns of `ChunkCosts` whose sum is its time.
         keeps: columns of `ChunkCosts` with the sign by which it changes the memory
             that is held behind it.
@@ -213,7 +213,7 @@ class JobKind:
     awaits: tuple[State, ...] = ()
     sets: State | None = None
     lanes: tuple[Lane, ...] = (Lane.COMPUTE,)
-    gradients_due: int = 0
+    ends_gradients: bool = False
     times: tuple[str, ...] = ()
     keeps: tuple[tuple[str, int], ...] = ()
     peak: str | None = None
@@ -264,7 +264,7 @@ KINDS: Mapping[Kind, JobKind] = {
         "weight gradient",
         work=(_W,),
         reads=(What.DEFERRED,),
-        gradients_due=-1,
+        ends_gradients=True,
         times=("w",),
         keeps=(("m_w", -1),),
         peak="peak_w",
@@ -279,7 +279,7 @@ KINDS: Mapping[Kind, JobKind] = {
         reads=(What.SAVED, What.GRADIENT),
         writes=(What.GRADIENT,),
         awaits=(State.PARAMETERS,),
-        gradients_due=-1,
+        ends_gradients=True,
         times=("b", "w"),
         keeps=(("m_b", -1),),
         peak="peak_bw",
@@ -305,7 +305,6 @@ KINDS: Mapping[Kind, JobKind] = {
         "adds gradients up",
         sets=State.SUM,
         lanes=(Lane.NETWORK,),
-        gradients_due=1,
         times=("reduce_scatter",),
         torch="REDUCE_GRAD",
         colour="#8C6D31",
@@ -315,7 +314,7 @@ KINDS: Mapping[Kind, JobKind] = {
         Scope.CHUNK,
         "wait for the sum of gradients",
         awaits=(State.SUM,),
-        gradients_due=-1,
+        ends_gradients=True,
     ),
     StageKind.STEP: JobKind(
         "O",

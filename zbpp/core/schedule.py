@@ -6,6 +6,7 @@ is the one place where the others are made of them.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,8 +14,19 @@ from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.layers import chunk_layers
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Check, Collective, Job, Part, Pass, PassKind, passes_in
+from zbpp.core.jobs import (
+    KINDS,
+    Check,
+    Collective,
+    Job,
+    Part,
+    Pass,
+    PassKind,
+    is_beside,
+    passes_in,
+)
 from zbpp.core.placement import Placement
+from zbpp.core.timeline import Slot, Timeline
 from zbpp.core.validation import (
     Recompute,
     check_layers,
@@ -132,6 +144,41 @@ class Schedule:
         """Chunks whose B computes layers again."""
         which = self.recompute or ()
         return frozenset(chunk for chunk, layers in enumerate(which) if layers)
+
+    def timeline(
+        self, rows: Sequence[Sequence[Slot]], sending: tuple[float, ...] = ()
+    ) -> Timeline:
+        """Make a timeline of the jobs of a step, those beside others apart.
+
+        RESHARD and REDUCE_WAIT take no time of their own, and are left out.
+
+        Args:
+            rows: of each stage all jobs with their times.
+            sending: as in `Timeline`.
+        """
+
+        jobs: tuple[tuple[Slot, ...], ...] = tuple(map(tuple, rows))
+        beside: tuple[tuple[Slot, ...], ...] = ()
+        has_collectives = any(isinstance(job, Collective) for job in self.orders[0])
+        if self.parts is not None or has_collectives:
+            timed = [
+                [slot for slot in row if KINDS[slot.job.kind].times] for row in rows
+            ]
+            jobs, beside = (
+                tuple(
+                    tuple(x for x in row if is_beside(x.job) is apart) for row in timed
+                )
+                for apart in (False, True)
+            )
+        return Timeline(
+            self.name,
+            self.placement,
+            self.n_microbatches,
+            jobs,
+            self.recomputing,
+            collectives=beside if any(beside) else (),
+            sending=sending,
+        )
 
     def runs(self, kind: PassKind) -> bool:
         """True if there is a pass of this kind."""

@@ -4,12 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zbpp.core.jobs import (
-    KINDS,
     Job,
     Part,
-    Scope,
-    is_beside,
-    kind_of,
     output_of,
     passes_in,
     reader,
@@ -21,9 +17,6 @@ __all__ = [
     "Slot",
     "Timeline",
     "extent",
-    "longest_span",
-    "off_lane",
-    "pass_span",
     "sending_time",
 ]
 
@@ -86,33 +79,6 @@ class Timeline:
         return sending_time(job, self.sending)
 
 
-def off_lane(
-    rows: Sequence[Sequence[Slot]],
-) -> tuple[tuple[tuple[Slot, ...], ...], tuple[tuple[Slot, ...], ...]]:
-    """Take what runs beside the jobs out of rows of slots: collectives, and parts.
-
-    RESHARD and REDUCE_WAIT take no time of their own, and are left out of both. Without
-    collectives and parts there are no lanes.
-
-    Returns:
-        The rows, and those on the lanes.
-    """
-    kinds = {slot.job.kind for row in rows for slot in row}
-    has_parts = any(isinstance(slot.job, Part) for row in rows for slot in row)
-    if not has_parts and all(KINDS[kind].scope is not Scope.CHUNK for kind in kinds):
-        return tuple(map(tuple, rows)), ()
-    kept = tuple(
-        tuple(
-            slot
-            for slot in row
-            if kind_of(slot.job).scope is not Scope.CHUNK and not is_beside(slot.job)
-        )
-        for row in rows
-    )
-    lanes = tuple(tuple(slot for slot in row if is_beside(slot.job)) for row in rows)
-    return kept, lanes if any(lanes) else ()
-
-
 def sending_time(job: Job, sending: Sequence[float]) -> float:
     """Time of a job's message on its own stage, of those per edge."""
     if not sending:
@@ -127,13 +93,3 @@ def extent(slots: Iterable[Slot]) -> float:
     if not slots:
         return 0.0
     return max(slot.end for slot in slots) - min(slot.start for slot in slots)
-
-
-def pass_span(row: Iterable[Slot]) -> float:
-    """Time from the start of a stage's first pass to the end of its last one."""
-    return extent(slot for slot in row if passes_in(slot.job))
-
-
-def longest_span(rows: Sequence[Sequence[Slot]]) -> float:
-    """Span of the slowest stage: the time of a step if steps could follow tightly."""
-    return max(pass_span(row) for row in rows)

@@ -13,8 +13,7 @@ all-gather, and at the begin of a sum:
 The ring is P. Patarasu and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009;
 the tree's gathers (recursive doubling and halving) and its sum (binomial, there and
 back) are R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
-communication operations in MPICH", 2005. What a process keeps and sends under ZeRO is
-S. Rajbhandari et al., arXiv 1910.02054.
+communication operations in MPICH", 2005.
 """
 
 import math
@@ -32,8 +31,6 @@ __all__ = [
     "fit_link",
     "ring_time",
     "tree_time",
-    "zero_bytes",
-    "zero_volume",
 ]
 
 
@@ -158,63 +155,3 @@ def collective_time(
             f"{n} processes do not fill nodes of {node}; take a multiple of {node}"
         )
     return faster(n_bytes / node, n // node, link) + faster(n_bytes, node, node_link)
-
-
-def zero_bytes(
-    level: int, n_parameters: float, n_replicas: int, *, state: float = 12.0
-) -> float:
-    """Bytes that a process keeps of parameters, gradients and optimizer state.
-
-    Parameters and gradients have 16 bits, the optimizer ``state`` bytes a parameter:
-    12 for Adam with a copy of the parameters in 32 bits.
-
-    Args:
-        level: 0 nothing is divided among the replicas, 1 the state, 2 gradients too, 3
-            parameters too.
-        n_parameters: of the process's part of the model.
-        n_replicas: processes that divide them.
-        state: bytes of optimizer state of a parameter.
-
-    >>> [zero_bytes(level, 8.3e9, 64) / 1e9 for level in range(4)]
-    [132.8, 34.75625, 18.415625, 2.075]
-
-    Raises:
-        RequestError: there is no such level.
-    """
-    _check_level(level)
-    parts = [2.0, 2.0, state]  # by level 3, 2, 1
-    divided = sum(parts[3 - level :])
-    return n_parameters * (sum(parts) - divided + divided / n_replicas)
-
-
-def zero_volume(
-    level: int,
-    n_bytes: float,
-    n_replicas: int,
-    n_microbatches: int,
-) -> float:
-    """Bytes that a process sends in a step for the replicas of its stage.
-
-    With S bytes of parameters (and as many of gradients) and m micro-batches, up to the
-    factor (n-1)/n of n replicas: 2 S for levels 0 and 1, whose sum and gather come once
-    a step; (m+1) S for 2, which adds gradients up after every micro-batch; 3 m S for 3,
-    which gathers for every F and B as well.
-
-    Args:
-        level: as in `zero_bytes`.
-        n_bytes: of the parameters of the stage.
-        n_replicas: of the stage.
-        n_microbatches: of a step.
-
-    Raises:
-        RequestError: there is no such level.
-    """
-    _check_level(level)
-    m = n_microbatches
-    times = (2, 2, m + 1, 3 * m)[level]
-    return times * n_bytes * (n_replicas - 1) / n_replicas
-
-
-def _check_level(level: int) -> None:
-    if level not in range(4):
-        raise RequestError(f"ZeRO has levels 0 to 3; there is no {level}")
