@@ -245,14 +245,14 @@ class _Stages:
         n_chunks = schedule.placement.n_chunks
         split = request.split
         split = split(n_chunks) if callable(split) else split
-        ranges = partition_layers(len(layers.passes), n_chunks, split or schedule.split)
+        ranges = partition_layers(len(layers.rows), n_chunks, split or schedule.split)
         validates = schedule.is_post_validated
         n = request.data_parallel
         costs = on_replicas(
             layers.costs(post_validation=validates), n, _AT_ONCE, request.shard
         )
         # the step of a stage needs less than the steps of its layers one by one
-        peak_o = [0.0] * len(layers.passes)
+        peak_o = [0.0] * len(layers.rows)
         for chunks in schedule.placement.chunks_of:
             here = [i for chunk in chunks for i in ranges[chunk]]
             step = layers.step(here)
@@ -271,7 +271,7 @@ class _Stages:
         """Bytes of the inputs and targets that a stage reads."""
         fake, here = self.layers.fake, self.indices(stage)
         read = [fake.inputs] * (0 in here)
-        read += [fake.targets] * (len(self.layers.passes) - 1 in here)
+        read += [fake.targets] * (len(self.layers.rows) - 1 in here)
         size = bytes_of(tensors_in(read), self.layers.block)
         return size * self.schedule.n_microbatches
 
@@ -286,7 +286,7 @@ class _Stages:
             for cut in (chunk - 1, chunk):  # between chunks `cut` and `cut + 1`
                 ends = placement.stage_of[max(0, cut) : cut + 2]
                 if cut >= 0 and len(ends) == 2 and ends[0] != ends[1]:
-                    sizes.append(self.layers.passes[self.ranges[cut][-1]].message)
+                    sizes.append(self.layers.rows[self.ranges[cut][-1]].message)
         if runs_ahead(self.layers.fake.device):
             return _MESSAGES * max(sizes)
         sent = self.schedule.n_microbatches * sum(sizes)

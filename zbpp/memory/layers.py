@@ -8,7 +8,6 @@ own sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.costs.held.peaks`
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -24,6 +23,7 @@ from zbpp.core import LayerCosts, RequestError, a_kind
 from zbpp.memory.fakes import FakeModel, fake_model, reading_fakes
 from zbpp.memory.tracking import Tracker, bytes_of
 from zbpp.models.entry import AnyModel, layered_of, model_to_build
+from zbpp.profiling.memory import PassBytes, columns_of_bytes, measure_bytes
 from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.microbatches import MicroBatches
@@ -32,7 +32,7 @@ from zbpp.runtime.optim.rollback import DeferredStep, can_defer
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import tensors_in
-from zbpp.runtime.values import Tensors, as_tensors, with_tensors
+from zbpp.runtime.values import Tensors, as_tensors
 
 __all__ = ["Layers", "StepBytes", "Tracing", "adamw", "layer_memory", "trace_layers"]
 
@@ -99,19 +99,10 @@ def layer_memory(
 # ---- The answer.
 
 
-class _Passes(NamedTuple):
-    """Bytes of one layer's passes."""
+class _Layer(NamedTuple):
+    """Bytes of one layer."""
 
-    kept: int
-    """Bytes that F leaves, without its input and output."""
-    kept_input: int
-    """The part of the input that stays until B."""
-    kept_output: int
-    change_b: int
-    """Bytes that B leaves, less those that it frees."""
-    peak_f: int
-    peak_b: int
-    peak_w: int
+    passes: PassBytes
     for_good: int
     """Bytes that stay of the first F."""
     message: int
@@ -153,7 +144,7 @@ class Layers:
     loss_fn: LossFn | None
     autocast: torch.dtype | None
     exact_sums: bool
-    passes: list[_Passes] = field(init=False)
+    rows: list[_Layer] = field(init=False)
     steps: list[StepBytes] = field(init=False)
     _looks: list[Any] = field(init=False)
     """Equal for layers that are alike."""
@@ -186,7 +177,7 @@ class Layers:
             p: size
             for i in layers
             for p, size in zip(
-                self.fake.layers[i].parameters(), self.passes[i].gradients, strict=True
+                self.fake.layers[i].parameters(), self.rows[i].gradients, strict=True
             )
         }
 
@@ -197,7 +188,7 @@ class Layers:
     def buffers(self, layers: Sequence[int]) -> int:
         """Bytes of buffers, and of what the first forward of a layer keeps."""
         buffers = [b for i in layers for b in self.fake.layers[i].buffers()]
-        return self.bytes_of(buffers) + sum(self.passes[i].for_good for i in layers)
+        return self.bytes_of(buffers) + sum(self.rows[i].for_good for i in layers)
 
     def costs(self, *, post_validation: bool = True) -> LayerCosts:
         """Return the columns for planners.
@@ -229,19 +220,10 @@ class Layers:
             )
             peak_o.append(needs * is_first)
             sizes.append(self.bytes_of([*new]))
-        passes = self.passes
-        inputs = [passes[0].kept_input]
-        for before, layer in pairwise(passes):
-            inputs.append(max(before.kept_output, layer.kept_input))
-        m_b = [x.kept + kept for x, kept in zip(passes, inputs, strict=True)]
-        messages = [x.message for x in passes[:-1]]
+        messages = [x.message for x in self.rows[:-1]]
         columns: dict[str, Sequence[float]] = {
-            "m_b": m_b,
-            "m_w": [max(0, m + x.change_b) for m, x in zip(m_b, passes, strict=True)],
+            **columns_of_bytes([x.passes for x in self.rows]),
             "m_fixed": fixed,
-            "peak_f": [x.peak_f for x in passes],
-            "peak_b": [max(0, x.peak_b) for x in passes],
-            "peak_w": [max(0, x.peak_w) for x in passes],
             "peak_o": peak_o,
             "m_r": [0, *messages],
             "message": messages,
@@ -251,7 +233,7 @@ class Layers:
             name: tuple(map(float, column)) or 0.0 for name, column in columns.items()
         }
         tied = tuple((tuple(of), *rows[p]) for p, of in holders.items() if len(of) > 1)
-        return LayerCosts(n_layers=len(passes), tied=tied, **floats)
+        return LayerCosts(n_layers=len(self.rows), tied=tied, **floats)
 
     def operations(self) -> list[float]:
         """Floating-point operations of each layer's forward of one micro-batch.
@@ -329,9 +311,9 @@ class Layers:
     def _trace(self) -> None:
         fake, tracker = self.fake, Tracker(self.block)
         tracker.ignore([*fake.tensors(), *tensors_in((fake.inputs, fake.targets))])
-        known: dict[Any, tuple[_Passes, Tensors]] = {}
+        known: dict[Any, tuple[_Layer, Tensors]] = {}
         self._looks = []
-        self.passes = []
+        self.rows = []
         value: Tensors | None = None
         with (
             LayerRandom(torch.device("cpu")).restored(),
@@ -343,18 +325,17 @@ class Layers:
                 key = i if is_end else (_look_of(layer), _look_of_value(value))
                 if key not in known:
                     try:
-                        passes, sent = self._run(i, layer, value, tracker)
+                        known[key] = self._run(i, layer, value, tracker)
                     except _UNKNOWN as error:
                         raise _undecided(i, layer, error) from error
-                    known[key] = passes, sent
-                passes, value = known[key]
-                self.passes.append(passes)
+                row, value = known[key]
+                self.rows.append(row)
                 self._looks.append(key)
-        self.steps = [self.step([i]) for i in range(len(self.passes))]
+        self.steps = [self.step([i]) for i in range(len(self.rows))]
 
     def _run(
         self, i: int, layer: nn.Module, value: Tensors | None, tracker: Tracker
-    ) -> tuple[_Passes, Tensors]:
+    ) -> tuple[_Layer, Tensors]:
         """Run F, B and W of a layer; return what they take, and the output."""
         index, is_last, n = min(i, 1), i == len(self.fake.layers) - 1, _N_MICROBATCHES
         stage = Stage(
@@ -373,48 +354,21 @@ class Layers:
                 targets=None if targets is None else [targets] * n,
             )
         )
-        left = [0] * n
+        passes = []
         for m in range(n):
-            base = tracker.restart()
-            with tracker:
-                x = None if value is None else with_tensors(value, map(_like, value))
-                y = stage.forward(index, m, x)
-                peak_f = tracker.most - base
-                in_x, in_y = tracker.entries(x or ()), tracker.entries(y)
-                only_in_y = {key: in_y[key] for key in in_y.keys() - in_x.keys()}
-                message = sum(bytes_of([t], self.block) for t in y)
-            with self.fake.mode:
-                sent = with_tensors(y, [_like(t) for t in y])
-            del x, y
-            kept = tracker.counted(in_x), tracker.counted(only_in_y)
-            left[m] = tracker.now - base - sum(kept)
-            base = tracker.restart()
-            with tracker:
-                dy = (
-                    None
-                    if is_last
-                    else tuple(_like(t).detach() for t in sent if t.requires_grad)
-                )
-                dx = stage.backward_input(index, m, dy)
-                peak_b = tracker.most - base
-                del dx, dy
-                # the output is the next layer's input, which has its own B
-                freed = kept[1] - tracker.counted(only_in_y)
-                change = tracker.now - base + freed
-                base = tracker.restart()
-                stage.backward_weight(index, m)
-                peak_w = tracker.most - base
+            measured, sent = measure_bytes(
+                stage, index, m, value, tracker, is_last=is_last
+            )
+            passes.append(measured)
         gradients = tuple(
             0 if p.grad is None else bytes_of([p.grad], self.block)
             for p in layer.parameters()
         )
         for p in layer.parameters():
             p.grad = None
-        passes = _Passes(
-            left[-1], *kept, change, peak_f, peak_b, peak_w,
-            max(0, left[0] - left[-1]), message, gradients,
-        )  # fmt: skip
-        return passes, sent
+        for_good = max(0, passes[0].left - passes[-1].left)
+        message = sum(bytes_of([t], self.block) for t in sent)
+        return _Layer(passes[-1], for_good, message, gradients), sent
 
 
 def trace_layers(
@@ -447,11 +401,6 @@ def trace_layers(
 
 def _refuse(*_: object) -> Tensor:
     raise AssertionError("there are no targets, so no loss is called")
-
-
-def _like(tensor: Tensor) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return made.requires_grad_(tensor.requires_grad)
 
 
 def _look_of(layer: nn.Module) -> str:

@@ -1,7 +1,7 @@
 """Count the bytes of tensors while they live: every storage once, aliases never."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,9 +26,6 @@ _REORDERING = {
 """Kernels of CPUs that copy what they read to a layout of their own, and how many of
 their first arguments; the next one is the weight. A product of points copies none."""
 
-Entry = tuple[int, Any]
-"""Bytes of a storage, and a weak reference to it."""
-
 
 class Tracker(TorchDispatchMode):
     """While it is entered, new storages are counted until they are freed.
@@ -47,7 +44,7 @@ class Tracker(TorchDispatchMode):
         self.most = 0
         """Most since `restart`."""
         self._block = block
-        self._known: dict[int, Entry] = {}
+        self._known: dict[int, tuple[int, Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -79,14 +76,6 @@ class Tracker(TorchDispatchMode):
         """Never count these, nor their views."""
         for key, storage in storages_of(tensors).items():
             self._watch(key, storage, 0)
-
-    def entries(self, tensors: Iterable[Tensor]) -> dict[int, Entry]:
-        """The entries of the storages behind tensors, for `counted`."""
-        return {x: self._known[x] for x in storages_of(tensors) if x in self._known}
-
-    def counted(self, entries: Mapping[int, Entry]) -> int:
-        """Bytes in `now` of some storages; another one may have the number by now."""
-        return sum(x[0] for key, x in entries.items() if self._known.get(key) is x)
 
     def _note(self, tensor: Tensor, least: int = 0) -> None:
         for key, storage in storages_of([tensor]).items():

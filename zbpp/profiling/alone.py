@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from zbpp.profiling.memory import PassBytes, copied, measure_bytes
+from zbpp.profiling.memory import Allocator, PassBytes, copied, measure_bytes
 from zbpp.profiling.stopwatch import Stopwatch
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.driver.build import Settings
@@ -121,11 +121,14 @@ def time_layers(
             if runs_ahead(settings.device):  # a round's time is its own
                 torch.accelerator.synchronize(settings.device)
         if runs_ahead(settings.device):
+            counter = Allocator(settings.device)
             _begin(single, stage.batch, inputs.get(0))
             for chunk in stage.chunks.values():
-                value: Tensors | None = inputs[chunk.index]
+                value: Tensors | None = inputs[chunk.index] if chunk.first else None
                 for index in chunk.indices:
-                    memory[index], value = measure_bytes(single, index, value)
+                    memory[index], value = measure_bytes(
+                        single, index, 0, value, counter, is_last=index == last
+                    )
     for _, layer in stage.numbered():
         layer.zero_grad(set_to_none=True)
     return {

@@ -64,7 +64,7 @@ def join(
         stage = placement.stage_of[chunk]
         chunks.append(ChunkProfile(chunk, stage, passes, ratio))
     last = rows[-1]
-    loss = columns["f"][-1] * (last.loss / last.f if last.f > 0 else 0.0)
+    loss = columns["f"][-1] * min(1.0, last.loss / last.f if last.f > 0 else 0.0)
     columns["f"][-1] -= loss
     message = fmean(x.message for x in rows)
     links = {

@@ -1,11 +1,15 @@
-"""Bytes that F, B and W of a layer leave and need, by an accelerator's allocator."""
+"""Bytes that F, B and W of a layer leave and need.
+
+An accelerator's allocator counts them in a profile, and `zbpp.memory` on fake tensors.
+"""
 
 import gc
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +19,7 @@ from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.values import Tensors, mapped
 
 __all__ = [
+    "Allocator",
     "PassBytes",
     "columns_of_bytes",
     "copied",
@@ -46,44 +51,109 @@ class PassBytes(NamedTuple):
     peak_w: int
 
 
+class Counter(Protocol):
+    """Counts the bytes that are allocated within it, and what is freed anywhere."""
+
+    @property
+    def now(self) -> int:
+        """Bytes at present."""
+
+    @property
+    def most(self) -> int:
+        """Most since `restart`."""
+
+    def restart(self) -> int:
+        """Begin a span: return `now`, above which `most` is measured."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+
+class Allocator(nullcontext[None]):
+    """Counts by the allocator of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    @property
+    def now(self) -> int:
+        """Bytes at present."""
+        gc.collect()  # graphs of earlier passes may be in circles
+        torch.accelerator.synchronize(self._device)
+        return torch.accelerator.memory_allocated(self._device)
+
+    @property
+    def most(self) -> int:
+        """Most since `restart`."""
+        return torch.accelerator.max_memory_allocated(self._device)
+
+    def restart(self) -> int:
+        """Begin a span: return `now`, above which `most` is measured."""
+        now = self.now
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        return now
+
+
 def measure_bytes(
-    stage: Stage, index: int, value: Tensors | None
+    stage: Stage,
+    index: int,
+    microbatch: int,
+    value: Tensors | None,
+    counter: Counter,
+    *,
+    is_last: bool,
 ) -> tuple[PassBytes, Tensors]:
-    """Run F, B and W of a layer that is a chunk of its own; gradients exist already.
+    """Run F, B and W of a layer that is a chunk of its own.
 
     Args:
-        stage: has begun a step of one micro-batch.
-        index: of the layer, and of its chunk.
-        value: what it reads; layer 0 reads the batch.
+        stage: has begun a step.
+        index: of the chunk.
+        microbatch: its number in the step.
+        value: what it reads; None: the batch.
+        counter: of bytes.
+        is_last: the loss is a part of it.
 
     Returns:
-        Its bytes, and its output.
+        Its bytes, and a copy of its output on the host.
     """
-    device = stage.device
-    base = _restart(device)
-    x = mapped(value, partial(_on, device)) if index and value is not None else None
-    size_x = _now(device) - base
-    y = stage.forward(index, 0, x)
-    peak_f = torch.accelerator.max_memory_allocated(device) - base
+    base = counter.restart()
+    with counter:
+        x = value and mapped(value, partial(_on, stage.device))
+        size_x = counter.now - base
+        y = stage.forward(index, microbatch, x)
+        peak_f = counter.most - base
     output = mapped(y, partial(_on, torch.device("cpu")))
-    with_both, x = _now(device), None
-    with_output, y = _now(device), ()
-    now = _now(device)
+    with_both, x = counter.now, None
+    with_output, y = counter.now, ()
+    now = counter.now
     left_input = size_x - (with_both - with_output)
     left_output = max(0, sum(t.nbytes for t in output) - (with_output - now))
     left = now - base - left_input - left_output
-    base = _restart(device)
-    dy = tuple(t.new_zeros(t.shape, device=device) for t in output if t.requires_grad)
-    dx = stage.backward_input(index, 0, dy)
-    peak_b = torch.accelerator.max_memory_allocated(device) - base
-    del dx, dy
+    base = counter.restart()
+    with counter:
+        dy = (
+            None
+            if is_last
+            else tuple(
+                torch.zeros_like(t, device=stage.device)
+                for t in output
+                if t.requires_grad
+            )
+        )
+        dx = stage.backward_input(index, microbatch, dy)
+        peak_b = counter.most - base
+        del dx, dy
     # the output is the next layer's input, which has its own B
-    change_b = _now(device) - base + left_output
-    base = _restart(device)
-    stage.backward_weight(index, 0)
-    peak_w = torch.accelerator.max_memory_allocated(device) - base
-    passes = PassBytes(left, left_input, left_output, change_b, peak_f, peak_b, peak_w)
-    return passes, output
+    change_b = counter.now - base + left_output
+    base = counter.restart()
+    with counter:
+        stage.backward_weight(index, microbatch)
+        peak_w = counter.most - base
+    return PassBytes(
+        left, left_input, left_output, change_b, peak_f, peak_b, peak_w
+    ), output
 
 
 def columns_of_bytes(
@@ -111,19 +181,6 @@ def copied(tensors: Tensors) -> Tensors:
 
 def _on(device: torch.device, x: Tensor) -> Tensor:
     return x.detach().to(device, copy=True).requires_grad_(x.requires_grad)
-
-
-def _now(device: torch.device) -> int:
-    gc.collect()  # graphs of earlier passes may be in circles
-    torch.accelerator.synchronize(device)
-    return torch.accelerator.memory_allocated(device)
-
-
-def _restart(device: torch.device) -> int:
-    """Return the bytes that are allocated; the peak counts from here on."""
-    allocated = _now(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    return allocated
 
 
 def peak_held(device: torch.device) -> float | None:
