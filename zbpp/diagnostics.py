@@ -207,8 +207,7 @@ def profile(
             times,
             stages.gather_dict(alone),
             [*map(len, pipeline.split)],
-            rounds=rounds,
-            device=device_name(executor.stage.device),
+            device_name(executor.stage.device),
         )
 
 

@@ -13,6 +13,6 @@
 `zbpp.diagnostics` calls them: `measured_costs`, `profile`, `prediction`.
 """
 
-from zbpp.profiling.profile import ChunkProfile, Profile
+from zbpp.profiling.profile import Profile
 
-__all__ = ["ChunkProfile", "Profile"]
+__all__ = ["Profile"]

@@ -8,9 +8,8 @@ from statistics import fmean
 from zbpp.core import LayerCosts, PassKind
 from zbpp.profiling.alone import LayerTimes
 from zbpp.profiling.links import link_list
-from zbpp.profiling.memory import columns_of_bytes
 from zbpp.profiling.points import layer_parts
-from zbpp.profiling.profile import ChunkProfile, Profile, spread
+from zbpp.profiling.profile import Profile
 from zbpp.profiling.steps import StepTimes
 
 __all__ = ["join"]
@@ -20,8 +19,6 @@ def join(
     times: StepTimes,
     alone: Mapping[int, LayerTimes],
     split: Sequence[int],
-    *,
-    rounds: int,
     device: str,
 ) -> Profile:
     """Make one profile of what all ranks have found.
@@ -30,7 +27,6 @@ def join(
         times: of the steps.
         alone: times of every layer.
         split: layers of each chunk.
-        rounds: that were counted.
         device: kind of the devices.
     """
     placement = times.last.placement
@@ -42,27 +38,16 @@ def join(
         kind: min(fmean(times.gaps), min(of_chunks) / 2)
         for kind, of_chunks in measured.items()
     }
-    columns: dict[str, list[float]] = {}
-    chunks = []
-    for kind, of_chunks in measured.items():
-        columns[kind] = []
-        for layers, whole in zip(inside, of_chunks, strict=True):
-            each = [getattr(rows[i], kind) for i in layers]
-            columns[kind] += _dealt(whole - overhead[kind], each)
-    for chunk, layers in enumerate(inside):
-        gap = times.gaps[placement.stage_of[chunk]]
-        passes = {
-            str(kind): spread(times.passes[kind, chunk])
-            for kind in PassKind
-            if times.passes.get((kind, chunk))
-        }
-        ratio = {
-            kind.upper(): sum(getattr(rows[i], kind) for i in layers)
-            / max(of_chunks[chunk] - gap, 1e-9)
-            for kind, of_chunks in measured.items()
-        }
-        stage = placement.stage_of[chunk]
-        chunks.append(ChunkProfile(chunk, stage, passes, ratio))
+    columns = {
+        kind: [
+            time
+            for layers, whole in zip(inside, of_chunks, strict=True)
+            for time in _dealt(
+                whole - overhead[kind], [getattr(rows[i], kind) for i in layers]
+            )
+        ]
+        for kind, of_chunks in measured.items()
+    }
     last = rows[-1]
     loss = columns["f"][-1] * min(1.0, last.loss / last.f if last.f > 0 else 0.0)
     columns["f"][-1] -= loss
@@ -94,21 +79,7 @@ def join(
         validation=max(times.validation),
         parts=layer_parts([x.parts for x in rows], columns, loss),
     )
-    memory = [x.memory for x in rows if x.memory is not None]
-    return Profile(
-        layers=costs,
-        memory=columns_of_bytes(memory) if len(memory) == len(rows) else None,
-        placement=placement,
-        split=tuple(split),
-        chunks=tuple(chunks),
-        optimizer=times.optimizer,
-        validation=times.validation,
-        links=times.wires.links,
-        splits=times.splits,
-        rounds=rounds,
-        device=device,
-        speculative=any(times.validation),
-    )
+    return Profile(costs, times, rows, tuple(split), device)
 
 
 def _of_chunks(

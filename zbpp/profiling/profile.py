@@ -2,14 +2,18 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from statistics import quantiles
 from typing import Any, NamedTuple
 
 from zbpp.core import Costs, Lane, LayerCosts, PassKind, Placement
-from zbpp.profiling.links import FASTEST, Link
+from zbpp.profiling.alone import LayerTimes
+from zbpp.profiling.links import FASTEST
+from zbpp.profiling.memory import columns_of_bytes
+from zbpp.profiling.steps import StepTimes
 from zbpp.profiling.stopwatch import robust_mean
 
-__all__ = ["ChunkProfile", "Profile", "Spread", "spread"]
+__all__ = ["Profile", "Spread", "spread"]
 
 _KINDS = ("F", "B", "W", "BW")
 
@@ -36,54 +40,34 @@ def spread(times: Sequence[float]) -> Spread:
 
 
 @dataclass(frozen=True)
-class ChunkProfile:
-    """Times of one chunk in ms.
-
-    Args:
-        times: of the passes that it has in a step.
-        layers: for F, B and W: the sum of the layers, each run alone, over the time of
-            the chunk.
-    """
-
-    chunk: int
-    stage: int
-    times: Mapping[str, Spread]
-    layers: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Profile:
     """Times in ms, sizes in bytes; `zbpp.diagnostics.profile` measures it.
 
     Args:
         layers: costs of each layer, scaled so that those of a chunk and an overhead of
             each pass add up to its own; with parts where they name their communication.
-        memory: columns of the layers' memory, by the allocator of an accelerator; None
-            on CPUs.
-        placement: of the measured pipeline.
-        split: layers of its chunks.
-        chunks: each one's own times.
-        optimizer: O of each stage, with its norm.
-        validation: V of each stage.
-        links: by pair of stages.
-        splits: for each stage whether W has anything to do.
-        rounds: steps that were counted, and runs of each layer alone.
-        device: their kind.
-        speculative: O and V are those of speculative steps.
+        steps: times of the steps that were taken.
+        alone: times and bytes of each layer alone.
+        split: layers of the chunks.
+        device: kind of the devices.
     """
 
     layers: LayerCosts
-    memory: Mapping[str, tuple[float, ...]] | None
-    placement: Placement
+    steps: StepTimes
+    alone: Sequence[LayerTimes]
     split: tuple[int, ...]
-    chunks: tuple[ChunkProfile, ...]
-    optimizer: tuple[float, ...]
-    validation: tuple[float, ...]
-    links: Mapping[tuple[int, int], Link]
-    splits: tuple[bool, ...]
-    rounds: int
     device: str
-    speculative: bool
+
+    @property
+    def placement(self) -> Placement:
+        """Chunks and stages of the measured pipeline."""
+        return self.steps.last.placement
+
+    @property
+    def memory(self) -> Mapping[str, tuple[float, ...]] | None:
+        """Columns of the layers' memory, as an accelerator has counted; else None."""
+        measured = [x.memory for x in self.alone if x.memory is not None]
+        return columns_of_bytes(measured) if measured else None
 
     def costs(
         self,
@@ -104,8 +88,9 @@ class Profile:
         """
         placement = placement or self.placement
         costs = self.layers.on(placement, split or self.split, recompute=recompute)
-        if not all(self.splits) and placement == self.placement:
-            costs = replace(costs, splits=self.splits)
+        splits = self.steps.splits
+        if not all(splits) and placement == self.placement:
+            costs = replace(costs, splits=splits)
         return costs
 
     def with_memory(self, estimated: LayerCosts) -> "Profile":
@@ -118,50 +103,89 @@ class Profile:
         layers = self.layers.with_memory_of(replace(estimated, **measured))
         return replace(self, layers=layers)
 
+    def chunks(self) -> list[dict[str, Any]]:
+        """Passes of each chunk: their times in steps, and the layers' alone over them.
+
+        A pass that runs B and W together is compared with both of its layers.
+        """
+        ends = accumulate(self.split, initial=0)
+        chunks = []
+        for chunk, (first, end) in enumerate(pairwise(ends)):
+            times = {
+                str(kind): spread(passes)
+                for kind in PassKind
+                if (passes := self.steps.passes.get((kind, chunk)))
+            }
+            ratios = {
+                kind: sum(getattr(x, k) for x in self.alone[first:end] for k in names)
+                / max(times[kind].mean, 1e-9)
+                for kind, names in (("F", "f"), ("B", "b"), ("W", "w"), ("BW", "bw"))
+                if kind in times
+            }
+            chunks.append({"layers": [first, end - 1], "times": times, "alone": ratios})
+        return chunks
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {
+            "unit": {"time": "ms", "memory": "bytes"},
+            "device": self.device,
+            "placement": list(self.placement.stage_of),
+            "split": list(self.split),
+            "chunks": [
+                {**x, "times": {k: t._asdict() for k, t in x["times"].items()}}
+                for x in self.chunks()
+            ],
+            "optimizer": list(self.steps.optimizer),
+            "validation": list(self.steps.validation),
+            "links": [
+                {"stages": list(pair), **asdict(link)}
+                for pair, link in sorted(self.steps.wires.links.items())
+            ],
+            "layers": asdict(self.layers),
+        }
+
     @property
     def table(self) -> str:
         """All figures, for people."""
-        kinds = [k for k in _KINDS if any(k in chunk.times for chunk in self.chunks)]
+        chunks = self.chunks()
+        kinds = [k for k in _KINDS if any(k in chunk["times"] for chunk in chunks)]
         rows = [["chunk", "stage", "layers", *kinds, "layers / chunk"]]
-        first = 0
-        for chunk, count in zip(self.chunks, self.split, strict=True):
-            ends = f"{first}-{first + count - 1}"
-            first += count
-            times = [_text(chunk.times.get(kind)) for kind in kinds]
-            ratios = " ".join(f"{chunk.layers[k]:.2f}" for k in "FBW")
-            rows.append([str(chunk.chunk), str(chunk.stage), ends, *times, ratios])
+        for number, chunk in enumerate(chunks):
+            rows.append(
+                [
+                    str(number),
+                    str(self.placement.stage_of[number]),
+                    "-".join(map(str, chunk["layers"])),
+                    *(_text(chunk["times"].get(kind)) for kind in kinds),
+                    " ".join(f"{ratio:.2f}" for ratio in chunk["alone"].values()),
+                ]
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))
             for row in rows
         ]
-        return "\n".join([*lines, *self._others()])
-
-    def _others(self) -> list[str]:
-        how = "speculative" if self.speculative else "behind a barrier"
-        layers = self.layers
-        lines = [
-            f"O ({how}), with norms: {_list(self.optimizer)} ms by stage",
-            f"V: {_list(self.validation)} ms  loss: {layers.loss:.3f} ms  "
+        steps, layers = self.steps, self.layers
+        how = "speculative" if any(steps.validation) else "behind a barrier"
+        lines += [
+            f"O ({how}), with norms: {_list(steps.optimizer)} ms by stage",
+            f"V: {_list(steps.validation)} ms  loss: {layers.loss:.3f} ms  "
             f"sum over the stages: {layers.reduction:.3f} ms",
         ]
-        lines += [
-            f"link {a}-{b}: delay {link.delay:.3f} ms, "
-            + (
-                "no slower for 1 MiB"
-                if link.bandwidth >= FASTEST
-                else f"{link.bandwidth * 1e3 / 2**30:.2f} GiB/s"
-            )
-            for (a, b), link in sorted(self.links.items())
-        ]
+        for (a, b), link in sorted(steps.wires.links.items()):
+            speed = f"{link.bandwidth * 1e3 / 2**30:.2f} GiB/s"
+            if link.bandwidth >= FASTEST:
+                speed = "no slower for 1 MiB"
+            lines.append(f"link {a}-{b}: delay {link.delay:.3f} ms, {speed}")
         lines += self._communication()
         lines.append(
-            f"ms on {self.device}, medians of {self.rounds} steps; in brackets the "
-            f"quartiles; of each pass F {layers.pass_f:.3f} B {layers.pass_b:.3f} W "
+            f"ms on {self.device}, medians in steps; in brackets the quartiles; of "
+            f"each pass F {layers.pass_f:.3f} B {layers.pass_b:.3f} W "
             f"{layers.pass_w:.3f} are between it and the one before; layers / chunk: "
-            "F B W of the layers alone, added up, over the chunk's"
+            "the layers alone, added up, over the chunk's passes"
         )
-        return lines
+        return "\n".join(lines)
 
     def _communication(self) -> list[str]:
         """A line for each layer that says where it communicates."""
@@ -180,20 +204,6 @@ class Profile:
                     f"layer {layer} communicates in {', in '.join(network_times)}"
                 )
         return lines
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
-        data = asdict(replace(self, links={}, chunks=()))
-        data["placement"] = list(self.placement.stage_of)
-        data["chunks"] = [
-            {**asdict(x), "times": {k: t._asdict() for k, t in x.times.items()}}
-            for x in self.chunks
-        ]
-        data["links"] = [
-            {"stages": list(pair), **asdict(link)}
-            for pair, link in sorted(self.links.items())
-        ]
-        return {"unit": {"time": "ms", "memory": "bytes"}, **data}
 
 
 def _text(times: Spread | None) -> str:
