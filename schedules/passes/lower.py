@@ -134,7 +134,6 @@ def lower(
         else in_time(orders, times, ahead=ahead, columns=columns)
     )
     programs = _lower_orders(placement, orders, posting, ties)
-    assert not on_device or ends_on_device(programs), "a stage may wait for itself"
     if not overlaps or in_parts:
         return programs
     return tuple(
@@ -156,46 +155,6 @@ def _join_pairs(program: Program, pairs: Sequence[Pair]) -> Program:
         others = [x for x in between if not isinstance(x, Receive)]
         joined[start : end + 1] = [*receives, pair, *others]
     return tuple(joined)
-
-
-def ends_on_device(programs: Sequence[Program]) -> bool:
-    """True if a step ends, however many of its jobs wait for their whole device.
-
-    The allocator, ``torch.cuda.synchronize`` and the tuning of a kernel wait for all
-    that a GPU has under way: by NCCL a receive from where it is posted until its value
-    comes, a send until its receive is posted, a sum until all stages have begun it. A
-    receive that is posted too early stops the job that its own value depends on:
-
-        stage 0 | F0> +B0 F1> BW0 ...      F1 waits for the gradient that BW0 sends,
-        stage 1 | +F0 F0 +F1 BW0> F1 ...   BW0 for the activation that F1 sends
-
-    So every stage waits at every job here: where even that ends, so do fewer waits.
-    """
-    stages = range(len(programs))
-    sums = {(Reduce, stage) for stage in stages}
-    begun: set[object] = set()
-    under_way: list[set[object]] = [set() for _ in stages]
-    columns, before = [0 for _ in stages], None
-    while before != columns:
-        before = list(columns)
-        for stage in stages:
-            for instruction in programs[stage][columns[stage] :]:
-                match instruction:
-                    case Receive(value, _):
-                        begun.add((Receive, value, stage))
-                        under_way[stage].add((Send, value, stage))
-                    case Send(value, peer):
-                        begun.add((Send, value, peer))
-                        under_way[stage].add((Receive, value, peer))
-                    case Reduce():
-                        begun.add((Reduce, stage))
-                        under_way[stage] |= sums
-                    case _:
-                        under_way[stage] -= begun
-                        if under_way[stage]:
-                            break
-                columns[stage] += 1
-    return columns == list(map(len, programs))
 
 
 def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program, ...]:

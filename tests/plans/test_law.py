@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge import judge
+from programs import ends_where_all_wait
 
 from zbpp.core import (
     Costs,
@@ -297,7 +298,10 @@ def follow(plan: Plan) -> None:
     assert steady_step_time(checked, costs) >= 0
     for overlaps in (False, True):
         for on_device in (False, True):
-            lower(checked, costs=costs, overlaps=overlaps, on_device=on_device)
+            programs = lower(
+                checked, costs=costs, overlaps=overlaps, on_device=on_device
+            )
+            assert not on_device or ends_where_all_wait(programs)
     if schedule.parts is None:
         for shards in (False, True):
             lower(add_collectives(schedule, shards=shards), costs=costs)

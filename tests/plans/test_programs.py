@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moe import moe_costs
+from programs import ends_where_all_wait
 
 from zbpp.core import (
     AddTied,
@@ -21,7 +22,6 @@ from zbpp.core import (
     PassKind,
     Program,
     Receive,
-    Reduce,
     RequestError,
     Schedule,
     Segment,
@@ -156,38 +156,6 @@ def max_posted(programs: tuple[Program, ...], n_chunks: int) -> int:
             most = max(most, len(posted))
         assert all(isinstance(value, TiedGradient) for value in posted)
     return most
-
-
-def ends_where_all_wait(programs: tuple[Program, ...]) -> bool:
-    """True if a step ends although every job waits for its whole device.
-
-    There a receive occupies the device from where it is posted until its value comes, a
-    send until its receive is posted, a sum until all stages have begun it.
-    """
-    stages = range(len(programs))
-    begun: set = set()
-    open_on: list[set] = [set() for _ in stages]
-    columns, before = [0 for _ in stages], None
-    while before != columns:
-        before = list(columns)
-        for stage in stages:
-            for instruction in programs[stage][columns[stage] :]:
-                match instruction:
-                    case Receive(value, _):
-                        begun.add((Receive, value, stage))
-                        open_on[stage].add((Send, value, stage))
-                    case Send(value, peer):
-                        begun.add((Send, value, peer))
-                        open_on[stage].add((Receive, value, peer))
-                    case Reduce():
-                        begun.add((Reduce, stage))
-                        open_on[stage] |= {(Reduce, other) for other in stages}
-                    case _:
-                        open_on[stage] -= begun
-                        if open_on[stage]:
-                            break
-                columns[stage] += 1
-    return columns == list(map(len, programs))
 
 
 def check(mode: str, p: int, m: int, ahead: int, costs: Costs | None) -> None:
