@@ -64,7 +64,7 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.text import mistake
-from zbpp.schedules.passes.posting import Columns, Posting, in_time, when_sent
+from zbpp.schedules.passes.posting import Columns, Orders, Posting, in_time, when_sent
 from zbpp.schedules.passes.segments import in_segments
 
 __all__ = ["check_channels", "lower", "lower_forward"]
@@ -74,8 +74,6 @@ Channel = tuple[int, int]
 
 Sent = tuple[Message, int]
 """A message, and the column of its sender's order behind which it leaves."""
-
-Orders = Sequence[Sequence[Job | Segment]]
 
 Ties = Sequence[Sequence[int]]
 """Of each parameter that several chunks or layers hold, the chunks."""
@@ -129,9 +127,9 @@ def lower(
     times = (costs or Costs()).on(placement)
     columns = None if cut is None else Columns(cut.starts, cut.ends, cut.numbers)
     posting = (
-        when_sent(orders, times, columns=columns)
+        when_sent(orders, times, columns)
         if on_device
-        else in_time(orders, times, ahead=ahead, columns=columns)
+        else in_time(orders, times, ahead, columns)
     )
     programs = _lower_orders(placement, orders, posting, ties)
     if not overlaps or in_parts:
@@ -171,7 +169,7 @@ def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program
             for i in range(first, min(first + n_stages, n_microbatches)):
                 orders[stage].append(Pass(PassKind.F, chunk, i))
     times = Costs().on(placement)
-    posting = in_time(orders, times, ahead=0)
+    posting = in_time(orders, times, 0)
     return _lower_orders(placement, orders, posting)
 
 
@@ -256,7 +254,7 @@ def _posts(
         first = len(order)
         for value, sent in reversed(messages):
             need = needed_at.get(value, len(order) - 1)
-            column = posting(stage, value, need=need, sender=(source, sent))
+            column = posting(stage, value, need, (source, sent))
             first = min(first, column)
             columns.append(first)
         for (value, _), column in zip(messages, reversed(columns), strict=True):

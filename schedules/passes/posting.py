@@ -17,9 +17,9 @@ than those that end before it, and none for itself:
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from zbpp.core import (
     Check,
@@ -35,9 +35,9 @@ from zbpp.core import (
     reader,
 )
 
-__all__ = ["Posting", "in_time", "when_sent"]
+__all__ = ["Columns", "Orders", "Posting", "in_time", "when_sent"]
 
-Orders = Sequence[Sequence[Job | Segment]]
+Orders: TypeAlias = Sequence[Sequence[Job | Segment]]
 
 
 class Columns(NamedTuple):
@@ -49,36 +49,21 @@ class Columns(NamedTuple):
     """None runs before one with a smaller number, where times are the same."""
 
 
-class Posting(Protocol):
-    """A rule for when receives are posted."""
+Posting: TypeAlias = Callable[[int, Message, int, tuple[int, int]], int]
+"""The column of a stage's order before which it posts the receive of a message.
 
-    def __call__(
-        self, stage: int, message: Message, *, need: int, sender: tuple[int, int]
-    ) -> int:
-        """The column of a stage's order before which it posts a receive.
-
-        Args:
-            stage: that receives.
-            message: to receive.
-            need: column of the job that reads it.
-            sender: stage and column of the job behind which it is sent.
-        """
+It depends on the stage, the message, the column that reads it, and the stage and the
+column behind which it is sent.
+"""
 
 
 def in_time(
-    orders: Orders,
-    times: ChunkCosts,
-    *,
-    ahead: int,
-    columns: Columns | None = None,
+    orders: Orders, times: ChunkCosts, ahead: int, columns: Columns | None = None
 ) -> Posting:
     """Post receives some jobs before their readers, and two delays of their links.
 
-    Args:
-        orders: of all stages.
-        times: of the jobs and messages.
-        ahead: jobs before the reader; collectives and further segments do not count.
-        columns: when they run, if it is known; else there are no segments.
+    Collectives and further segments do not count as jobs. Where there are segments,
+    it is known when the columns run.
     """
     places = [
         [c for c, job in enumerate(order) if not _goes_on(job)] for order in orders
@@ -88,14 +73,12 @@ def in_time(
     elif columns is None:
         columns = _columns_of(orders, times)
 
-    def column(
-        stage: int, message: Message, *, need: int, sender: tuple[int, int]
-    ) -> int:
+    def column(stage: int, message: Message, need: int, _: tuple[int, int]) -> int:
         place = max(0, bisect_right(places[stage], need) - 1 - ahead)
         early = places[stage][place]
         if columns is None or isinstance(message, TiedGradient):
             return early
-        starts, ends, _ = columns
+        starts, ends, _numbers = columns
         delay = times.delay(message.chunk, reader(message))
         return min(early, bisect_right(ends[stage], starts[stage][early] - 2 * delay))
 
@@ -103,26 +86,13 @@ def in_time(
 
 
 def when_sent(
-    orders: Orders,
-    times: ChunkCosts,
-    *,
-    columns: Columns | None = None,
+    orders: Orders, times: ChunkCosts, columns: Columns | None = None
 ) -> Posting:
-    """Post each receive before the first job that ends after its sender.
-
-    The arguments are those of `in_time`.
-    """
-    if columns is None:
-        columns = _columns_of(orders, times)
-    numbers = _in_order_of_ends(orders, columns)
-
-    def column(
-        stage: int, message: Message, *, need: int, sender: tuple[int, int]
-    ) -> int:
-        source, sent = sender
-        return bisect_right(numbers[stage], numbers[source][sent])
-
-    return column
+    """Post each receive before the first job that ends after its sender."""
+    numbers = _in_order_of_ends(orders, columns or _columns_of(orders, times))
+    return lambda stage, _message, _need, sender: bisect_right(
+        numbers[stage], numbers[sender[0]][sender[1]]
+    )
 
 
 def _goes_on(job: Job | Segment) -> bool:

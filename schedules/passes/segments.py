@@ -79,10 +79,8 @@ def in_segments(
 ) -> SegmentedOrders:
     """Cut the passes of a schedule with parts. The W of a BW is a part of it.
 
-    Args:
-        schedule: with parts.
-        costs: what it was planned for; without parts: all take equally long.
-        adds_up: replicas add the gradients of a chunk up, behind its last W.
+    Without costs of parts all take equally long. Replicas that add up the gradients of
+    a chunk do so behind its last W.
 
     Raises:
         RequestError: the costs have other parts than the schedule.
@@ -170,13 +168,9 @@ def _joint_parts(b: Pass, w: Pass, times: ChunkCosts) -> PartTimes:
 
 
 class _Stage:
-    """A stage that runs its passes, segment after segment.
+    """A stage that runs its parts, V and O, segment after segment.
 
-    Args:
-        row: its parts, V and O.
-        joint: its passes whose backward is in one piece.
-        times: of all passes.
-        adds_up: the gradients of a chunk are added up behind its last W.
+    The backward of ``joint`` passes is in one piece.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def loops() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:  # of another machine, or built without a compiler
         raise _missing() from error
-    for name in ("list_schedule", "time_rows", "improve"):
+    for name in ("list_schedule", "improve"):
         getattr(library, f"zbpp_{name}").restype = ctypes.c_int64
     return library
 

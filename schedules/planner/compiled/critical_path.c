@@ -287,33 +287,12 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
     return DONE;
 }
 
-/* Time rows of stages, stage by stage; n_row is their length, begins[q m + i] the start
-   of pass i of number q. */
-ZBPP_API int64_t zbpp_time_rows(const Problem *of, const int32_t *rows,
-                                const int64_t *n_row, double *begins, double *span) {
-    int64_t p = of->n_stages, result = NO_MEMORY, longest, n_timed = 0;
-    int64_t *whole = calloc((size_t)(3 * p + 1 + 3 * of->n_chunks), sizeof(int64_t));
-    double *floats = calloc((size_t)(2 * p), sizeof(double));
-    uint8_t *is_awake = calloc((size_t)p, 1);
-    if (!whole || !floats || !is_awake) goto end;
-    Clock clock = {.of = of, .from = whole, .is_awake = is_awake, .now = floats};
-    clock.n = clock.from + p + 1;
-    clock.at = clock.n + 3 * of->n_chunks;
-    clock.awake = clock.at + p;
-    clock.slack = floats + p;
-    for (int64_t s = 0; s < p; s++) clock.from[s + 1] = clock.from[s] + n_row[s];
-    result = time_rows(&clock, rows, begins, 0.0, INFINITY, span, &longest, &n_timed);
-end:
-    free(whole);
-    free(floats);
-    free(is_awake);
-    return result;
-}
-
-/* Improve rows in place, stage by stage; n_row is their length. */
+/* Improve rows in place, stage by stage; n_row is their length. With `starts`, only time
+   them: starts[q m + i] is that of pass i of number q. */
 ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n_row,
                               double cost, double passes, double threshold,
-                              double *spent, uint64_t *state, double *span) {
+                              double *spent, uint64_t *state, double *starts,
+                              double *span) {
     int64_t p = of->n_stages, n_numbers = 3 * of->n_chunks, n_all = 0;
     int64_t n_times = n_numbers * of->n_microbatches, result = NO_MEMORY;
     for (int64_t s = 0; s < p; s++) n_all += n_row[s];
@@ -338,8 +317,10 @@ ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n
     plan.places = count + n_numbers;
     plan.numbers = plan.places + n_times;
     memcpy(plan.rows, rows, (size_t)n_all * sizeof(int32_t));
-    result = climb(&clock, &plan, &trial, blocks, count, rows, span, cost, passes,
-                   threshold, spent, state);
+    result = starts ? time_rows(&clock, rows, starts, 0.0, INFINITY, span, &plan.longest,
+                                &trial.longest)
+                    : climb(&clock, &plan, &trial, blocks, count, rows, span, cost,
+                            passes, threshold, spent, state);
 end:
     free(whole);
     free(floats);

@@ -37,14 +37,9 @@ _CHUNK_SHARE = 1e-6  # of the squares of chunks: they decide between equal stage
 class Loads:
     """Sums over the layers 0..i-1, for i from 0 to L, and limits.
 
-    Args:
-        time: load.
-        fixed: memory that is there all the time.
-        left: memory that the forwards leave on a micro-batch.
-        in_flight: micro-batches of each chunk that must fit.
-        limit: memory of each stage, inf where there is none.
-        placement: chunk to stage.
-        overhead: load of a chunk on top of its layers'.
+    ``time`` is load; ``fixed`` memory is always there, and forwards leave ``left`` on a
+    micro-batch. ``in_flight`` micro-batches of each chunk must fit in the ``limit`` of
+    each stage. A chunk has an ``overhead`` of load on top of its layers'.
     """
 
     time: Any
@@ -88,6 +83,19 @@ class Loads:
             ),
             placement=placement,
             overhead=n_microbatches * overhead,
+        )
+
+    def by_memory(self) -> "Loads":
+        """The same with memory as load, and no limits.
+
+        All chunks hold as many micro-batches as the one that holds most: with other
+        numbers, that is an upper bound.
+        """
+        return replace(
+            self,
+            time=self.fixed + self.in_flight.max() * self.left,
+            limit=np.full(self.placement.n_stages, math.inf),
+            overhead=0.0,
         )
 
     @property
@@ -347,17 +355,8 @@ def _figures(loads: Loads, split: Sequence[int]) -> tuple[float, ...]:
 
 
 def _does_not_fit(loads: Loads) -> LimitError:
-    """No split fits; the smallest limit for all stages is that of the best balance.
-
-    It is that of chunks that all hold as many micro-batches as the one that holds
-    most: with other numbers, an upper bound.
-    """
-    memory = replace(
-        loads,
-        time=loads.fixed + loads.in_flight.max() * loads.left,
-        limit=np.full(loads.placement.n_stages, math.inf),
-        overhead=0.0,
-    )
+    """No split fits; the smallest limit for all stages is that of the best balance."""
+    memory = loads.by_memory()
     split = _least(memory)
     assert split is not None
     return LimitError(

@@ -82,22 +82,11 @@ def timed(problem: PlacementProblem, rows: Rows) -> Timed:
     """
     m = problem.n_microbatches
     begins = array("d", bytes(8 * problem.n_passes))
-    passes, lengths = joined(rows), whole(map(len, rows))
-    span = ctypes.c_double()
-    is_done = check(
-        loops().zbpp_time_rows(
-            kept(problem, flatten).address,
-            pointer(passes),
-            pointer(lengths),
-            pointer(begins),
-            ctypes.byref(span),
-        )
-    )
-    if not is_done:
+    plan = _run(problem, rows, Budget(0), XorShift64(0), 0.0, begins)
+    if plan is None:
         return Timed(Plan(math.inf, rows), ())
     numbers = range(2 * problem.n_chunks)
-    starts = [begins[q * m : (q + 1) * m] for q in numbers]
-    return Timed(Plan(span.value, rows), starts)
+    return Timed(plan, [begins[q * m : (q + 1) * m] for q in numbers])
 
 
 def improve(
@@ -118,7 +107,21 @@ def improve(
     """
     if plan.span <= problem.target or not budget.is_left:
         return plan
-    passes, lengths = joined(plan.rows), whole(map(len, plan.rows))
+    better = _run(problem, plan.rows, budget, draws, threshold, None)
+    assert better is not None, "rows of a plan cannot come to a deadlock"
+    return better if better.span < plan.span else plan
+
+
+def _run(
+    problem: PlacementProblem,
+    rows: Rows,
+    budget: Budget,
+    draws: XorShift64,
+    threshold: float,
+    begins: "array[float] | None",
+) -> Plan | None:
+    """Improve rows, or only time them if there is an array for starts."""
+    passes, lengths = joined(rows), whole(map(len, rows))
     state, span = ctypes.c_uint64(draws.state), ctypes.c_double()
     spent = ctypes.c_double(budget.spent)
     is_done = check(
@@ -131,12 +134,12 @@ def improve(
             ctypes.c_double(threshold),
             ctypes.byref(spent),
             ctypes.byref(state),
+            pointer(begins),
             ctypes.byref(span),
         )
     )
-    assert is_done, "rows of a plan cannot come to a deadlock"
+    if not is_done:
+        return None
     draws.state, budget.spent = state.value, spent.value
-    if span.value >= plan.span:
-        return plan
     ends = zip(accumulate(lengths), lengths, strict=True)
     return Plan(span.value, [passes[end - n : end] for end, n in ends])
