@@ -16,7 +16,7 @@ plans of millions of passes affordable.
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -130,14 +130,7 @@ class PlacementProblem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """Time that each stage computes."""
-        if self.costs.parts:
-            return self._work_on(Lane.COMPUTE)
-        times = self.costs
-        return tuple(
-            self.n_microbatches
-            * sum(times.f[c] + times.b[c] + times.w[c] for c in chunks)
-            for chunks in self.placement.chunks_of
-        )
+        return self._work_on(Lane.COMPUTE)
 
     def _work_on(self, lane: Lane) -> tuple[float, ...]:
         work = [0.0] * self.n_stages
@@ -148,8 +141,8 @@ class PlacementProblem:
     @cached_property
     def unit(self) -> float:
         """The work of one micro-batch on the busiest stage, or on its network."""
-        network = self._work_on(Lane.NETWORK) if self.costs.parts else ()
-        return max((*self.work, *network)) / self.n_microbatches
+        work = *self.work, *self._work_on(Lane.NETWORK)
+        return max(work) / self.n_microbatches
 
     @cached_property
     def tiny(self) -> float:
@@ -285,20 +278,16 @@ class PlacementProblem:
     @gc_paused()
     def orders(self, rows: Rows) -> tuple[Order, ...]:
         """Write rows of numbers as passes, and let each stage step at its end."""
-        return tuple(self._order(stage, row) for stage, row in enumerate(rows))
-
-    def _order(self, stage: int, row: Row) -> Order:
-        n = self.n_chunks
-        left: dict[int, Iterator[Pass]] = {}
-        backward = PassKind.BW if self.joint[stage] else PassKind.B
-        for q in self.numbers[stage]:
-            if q < n:
-                left[q] = iter(passes(PassKind.F, q, self.n_microbatches))
-                continue
-            chunk = 2 * n - 1 - q
-            left[q] = iter(passes(backward, chunk, self.n_microbatches))
-            left[q + n] = iter(passes(PassKind.W, chunk, self.n_microbatches))
-        return (*map(next, map(left.__getitem__, row)), Step(stage))
+        left = []
+        for q, stage in enumerate(self.stage):
+            first = self.pass_of(q)
+            is_joint = first.kind is PassKind.B and self.joint[stage]
+            kind = PassKind.BW if is_joint else first.kind
+            left.append(iter(passes(kind, first.chunk, self.n_microbatches)))
+        return tuple(
+            (*map(next, map(left.__getitem__, row)), Step(stage))
+            for stage, row in enumerate(rows)
+        )
 
 
 def flatten(problem: PlacementProblem) -> Structure:

@@ -258,12 +258,13 @@ def is_line(problem: PlacementProblem) -> bool:
 
 def settings_of(problem: PlacementProblem, rule: Rule) -> Settings:
     """Give a rule its numbers."""
-    p, unit = problem.n_stages, problem.unit
-    aheads = zip(
-        problem.chain_starts(rule.stretch), _aheads(problem, rule), strict=True
-    )
+    p, unit, numbers = problem.n_stages, problem.unit, problem.numbers
+    offset = problem.chain_starts(rule.stretch)
+    for q in range(problem.n_chunks):
+        is_first = q == numbers[problem.stage[q]][0]
+        offset[q] -= unit * (rule.ahead + (0.0 if is_first else rule.ahead_later))
     return Settings(
-        offset=tuple(start - unit * ahead for start, ahead in aheads),
+        offset=tuple(offset),
         max_in_flight=tuple(_caps(problem, rule)),
         max_without_b=tuple(_without_b(problem, rule)),
         early=(0,) * p,
@@ -294,17 +295,9 @@ def line_settings_of(problem: PlacementProblem, rule: LineRule) -> Settings:
 
 def known_order(rows: Rows, overrun: float, *, is_fair: bool = False) -> Settings:
     """Keep rows of F's and B's, and place the W's."""
-    p = len(rows)
-    return Settings(
-        offset=(),
-        max_in_flight=(),
-        max_without_b=(),
-        early=(0,) * p,
-        overrun=(overrun,) * p,
-        overrun_tail=(overrun,) * p,
-        is_fair=is_fair,
-        order=rows,
-    )
+    of_all = (overrun,) * len(rows)
+    early = (0,) * len(rows)
+    return Settings((), (), (), early, of_all, of_all, is_fair=is_fair, order=rows)
 
 
 def _returns(problem: PlacementProblem) -> list[float]:
@@ -355,16 +348,6 @@ def _rows(
             row = array("i", [q for q in row if next(number[q]) >= n_left_out])
         rows.append(row)
     return rows
-
-
-def _aheads(problem: PlacementProblem, rule: Rule) -> Iterator[float]:
-    for q in range(2 * problem.n_chunks):
-        if q >= problem.n_chunks:
-            yield 0.0
-        elif q == problem.numbers[problem.stage[q]][0]:
-            yield rule.ahead
-        else:
-            yield rule.ahead + rule.ahead_later
 
 
 def _caps(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
