@@ -1,6 +1,6 @@
 """A mode of zbpp in a bench."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -8,44 +8,17 @@ import torch.distributed as dist
 
 from zbpp.bench.contender import Setting, make_optimizer, output_is_loss
 from zbpp.bench.names import split_name
-from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
+from zbpp.core import PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation import emulated_batch, emulated_pipeline
 from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.runtime.policies import Numerics, StepPolicy
-from zbpp.simulator import bubble_rate, simulate, steady_step_time
+from zbpp.simulator import PageEntry, bubble_rate, simulate, steady_step_time
 
-__all__ = ["Jobs", "Ours", "resolved"]
+__all__ = ["Ours", "resolved"]
 
 _STEPS_KEPT = 10  # timelines of so many steps are there
-
-
-@dataclass(frozen=True)
-class Jobs:
-    """Jobs of the last steps, measured and by the simulator; times in ms.
-
-    Args:
-        schedule: as it ran.
-        costs: given ones, else those of the same steps.
-        measured: the last step; it begins at 0.
-        bubble: median of the steps' measured bubble rates.
-    """
-
-    schedule: Schedule
-    costs: Costs
-    measured: Timeline
-    bubble: float
-
-    @property
-    def simulated(self) -> Timeline:
-        """The same jobs by the simulator."""
-        return simulate(self.schedule, self.costs)
-
-    @property
-    def predicted_step(self) -> float:
-        """Of a step among many."""
-        return steady_step_time(self.schedule, self.costs)
 
 
 class Ours:
@@ -81,13 +54,20 @@ class Ours:
         result = self.pipeline.step(*self._batch)
         return result.loss, result.grad_norm
 
-    def jobs(self, n_steps: int) -> Jobs:
-        """Read the jobs of the last steps (every rank must call)."""
-        n = min(n_steps, _STEPS_KEPT)
+    def jobs(self, name: str, n_steps: int) -> PageEntry:
+        """Read the jobs of the last steps, in ms (every rank must call)."""
+        n, schedule = min(n_steps, _STEPS_KEPT), self.pipeline.schedule
         steps = timelines(self.pipeline, n)
         costs = self._costs or measured_costs(self.pipeline, n, joint=True)
-        bubble = median(map(bubble_rate, steps))
-        return Jobs(self.pipeline.schedule, costs, _in_ms(steps[-1]), bubble)
+        return PageEntry(
+            name=name,
+            schedule=schedule,
+            costs=costs,
+            simulated=simulate(schedule, costs),
+            step=steady_step_time(schedule, costs),
+            measured=_in_ms(steps[-1]),
+            bubble_measured=median(map(bubble_rate, steps)),
+        )
 
     def close(self) -> None:
         """Settle the last step, and end."""

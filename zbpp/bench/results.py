@@ -16,7 +16,6 @@ from rich.console import Console
 
 from zbpp.bench.contender import Setting
 from zbpp.bench.names import OURS, split_name
-from zbpp.bench.ours import Jobs
 from zbpp.bench.turns import Turn
 from zbpp.core import RequestError, format_bytes
 from zbpp.profiling.profile import spread
@@ -37,19 +36,13 @@ class Outcome:
         name: of the contender.
         reason: why it was not timed; empty: it was.
         turns: of its steps.
-        jobs: of the last steps, for modes of ours.
+        jobs: of the last steps, for modes of ours; in ms.
     """
 
     name: str
     reason: str
     turns: tuple[Turn, ...]
-    jobs: Jobs | None = None
-
-    @property
-    def title(self) -> str:
-        """Its mode, if it is ours, else the whole name."""
-        whose, name = split_name(self.name)
-        return name if whose == OURS else self.name
+    jobs: PageEntry | None = None
 
 
 def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
@@ -89,7 +82,11 @@ def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
         command=request.command,
         time_unit="ms",
     )
-    lines = [replace(x.jobs.measured, name=x.title) for x in outcomes if x.jobs]
+    lines = [
+        replace(x.jobs.measured, name=x.jobs.name)
+        for x in outcomes
+        if x.jobs and x.jobs.measured
+    ]
     if lines:
         files.append(request.out / "trace.json")
         write_trace(lines, files[-1])
@@ -123,10 +120,10 @@ def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
         "peak_bytes": [None if None in x else max(x) for x in peaks],
         "host_us_per_job": None if sleeps else 1e6 * host_s,
     }
-    if outcome.jobs is not None:
+    if outcome.jobs is not None and outcome.jobs.step is not None:
         row |= {
-            "bubble_measured": outcome.jobs.bubble,
-            "predicted_step_s": outcome.jobs.predicted_step / 1e3,
+            "bubble_measured": outcome.jobs.bubble_measured,
+            "predicted_step_s": outcome.jobs.step / 1e3,
         }
     return row
 
@@ -170,24 +167,15 @@ def _figures(row: dict[str, Any]) -> dict[str, str]:
 
 def _entry(outcome: Outcome, row: dict[str, Any], *, shown: bool) -> PageEntry:
     """A row of the page; its timelines if it is one of ours."""
+    whose, name = split_name(outcome.name)
+    entry = outcome.jobs or PageEntry(name=name if whose == OURS else outcome.name)
     if outcome.reason:
-        return PageEntry(name=outcome.title, reason=outcome.reason)
-    entry = PageEntry(
-        name=outcome.title,
+        return replace(entry, reason=outcome.reason)
+    return replace(
+        entry,
         step_measured=1e3 * row["step_s"],
         figures=_figures(row),
         shown=shown,
-    )
-    if (jobs := outcome.jobs) is None:
-        return entry
-    return replace(
-        entry,
-        schedule=jobs.schedule,
-        costs=jobs.costs,
-        simulated=jobs.simulated,
-        step=jobs.predicted_step,
-        measured=jobs.measured,
-        bubble_measured=jobs.bubble,
     )
 
 
