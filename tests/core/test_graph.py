@@ -4,6 +4,7 @@ The referee (tests/support/judge.py) replays files, and shares no code with zbpp
 """
 
 import json
+from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,11 +40,16 @@ TIME = st.sampled_from([0.0, 1.0]) | st.floats(1e-9, 10.0)
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 6)]
 
 
+@cache
+def planned(mode, p, m, costs=None):
+    return plan(mode, n_stages=p, n_microbatches=m, costs=costs, effort="fast")
+
+
 @st.composite
 def whole_passes(draw):
     p, m = draw(st.sampled_from(SIZES))
     mode = draw(st.sampled_from(sorted(MODES)))
-    schedule = plan(mode, n_stages=p, n_microbatches=m, effort="fast")
+    schedule = planned(mode, p, m)
     times = st.tuples(*[TIME] * schedule.placement.n_chunks)
     more = {"send_occupies": draw(st.sampled_from([0.0, 0.5])), "loss": draw(TIME)}
     return schedule, Costs(draw(times), draw(times), draw(times), draw(TIME), **more)
@@ -55,6 +61,10 @@ def passes_in_parts(draw):
     p, m = draw(st.sampled_from([(1, 2), (2, 4), (3, 6)]))
     share, comm = draw(st.floats(0.05, 0.9)), draw(TIME)
     costs = moe_costs(share, comm=comm, loss=draw(TIME))
+    if draw(st.booleans()):
+        mode = draw(st.sampled_from(["ZB", "ZBV", "DualPipeV"]))
+        costs = moe_costs(draw(st.sampled_from([0.2, 0.5])), comm=0.1)
+        return planned(mode, p, m, costs), costs
     schedule = pattern(n_stages=p, n_microbatches=m)
     return lay_out(schedule, costs, w_first=draw(st.booleans())), costs
 
