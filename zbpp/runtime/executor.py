@@ -209,15 +209,13 @@ class Executor:
         expected = None if value is None else self._expected.get(value)
         return expected is None or expected.ready()
 
-    def _take(self, value: Value, job: Pass) -> Tensors:
-        """Return what a pass reads, and forget it; wait for another stage's."""
-        expected = self._expected.pop(value, None)
-        return self._values.pop(value) if expected is None else expected.receive(job)
-
     def _ready_pass(self, job: Pass) -> Callable[[], None]:
         """Take what a pass reads; return what computes it, and keeps what it writes."""
         reads, writes = _ends(job, len(self.stage_of))
-        inputs = None if reads is None else self._take(reads, job)
+        inputs: Tensors | None = None
+        if reads is not None:
+            sent = self._expected.pop(reads, None)
+            inputs = self._values.pop(reads) if sent is None else sent.receive(job)
 
         def compute() -> None:
             result = self._compute[job.kind](job.chunk, job.microbatch, inputs)
@@ -303,10 +301,10 @@ class Executor:
         value = send.value
         if isinstance(value, TiedGradient):
             tensors = self.stage.ties.gradients(value)
-        elif value in self._values or value not in self._early:
-            tensors = self._values.pop(value)
-        else:
+        elif self._early and value in self._early and value not in self._values:
             return  # it has left before the backward of its pair
+        else:
+            tensors = self._values.pop(value)
         self.transport.send(value, tensors, send.peer)
 
     def _post(self, receive: Receive) -> None:

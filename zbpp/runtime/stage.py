@@ -41,7 +41,6 @@ from zbpp.runtime.values import (
     as_value,
     gradients_of,
     handed_over,
-    isolated,
     leaves,
     mapped,
     ready,
@@ -196,7 +195,7 @@ class Stage:
             value = self.chunks[chunk].run(
                 as_value(read), self._recomputed, self._seeds(chunk, microbatch)
             )
-            outputs = mapped(self._finish(chunk, microbatch, value), isolated)
+            outputs = mapped(self._finish(chunk, microbatch, value), handed_over)
         has_loss = self.batch.targets is not None
         # with a loss, `_finish` has kept what came before it
         if chunk == self._last and self.outputs is not None and not has_loss:
@@ -313,7 +312,8 @@ class Stage:
         """Return what a chunk puts out: a value as it travels, or the loss."""
         if chunk == self._last and self.batch.targets is not None:
             if self.outputs is not None:
-                self.outputs[microbatch] = map_tensors(value, isolated)
+                detached = map_tensors(value, lambda y: handed_over(y).detach())
+                self.outputs[microbatch] = detached
             value = self.loss(value, microbatch)
         return ready(as_tensors(value, self.chunks[chunk].puts_out))
 

@@ -34,7 +34,6 @@ __all__ = [
     "filled",
     "gradients_of",
     "handed_over",
-    "isolated",
     "leaves",
     "mapped",
     "nested",
@@ -181,20 +180,17 @@ def _contiguous(y: Tensor) -> Tensor:
     return y if _is_contiguous(y) else y.contiguous()
 
 
-def isolated(y: Tensor) -> Tensor:
-    """Cut an output off its graph; copy it unless the forward has just computed it.
+def handed_over(y: Tensor) -> Tensor:
+    """Cut an output off its graph; it says whether it needs a gradient.
 
+    It is copied unless the forward has just computed it.
     Others may write to the rest while it waits to be read: the caller to the batch,
     and a layer to a buffer that it returns for every micro-batch. A tensor without a
     graph may be any of these, and so may one that was written to in place.
     """
     cut_off = y.detach()
-    return cut_off.clone() if y.is_leaf or y._version else cut_off
-
-
-def handed_over(y: Tensor) -> Tensor:
-    """Return an output for the next chunk; it says whether it needs a gradient."""
-    return isolated(y).requires_grad_(y.requires_grad)
+    cut_off = cut_off.clone() if y.is_leaf or y._version else cut_off
+    return cut_off.requires_grad_(y.requires_grad)
 
 
 def leaves(tensors: Tensors) -> Tensors:
