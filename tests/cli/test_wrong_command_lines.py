@@ -103,9 +103,8 @@ WRONG = {
     "mesh --devices 8 -m 16 --layers mesh.json --node 4": "go together",
     "mesh --devices 8 -m 16": "one of --layers and --model",
     "bench -p 2 -o out --emulate flat.json --model a:b": "does not go with --emulate",
-    "profile -o x.json --model a:b --layers flat.json": "does not go with --model",
-    "profile -o x.json -p 9 --model their_model:layers": "has 6 layers for 9 chunks",
-    "train --model a:b": "hf:PATH",
+    "profile -o x.json -p 9 --model their_model:layers": "6 layers cannot fill 9",
+    "train --model their_model:layers": "hf:PATH",
     # files that are written
     "compare -p 4 -m 8 --out x.gif": "x.gif: the name of a picture must end in",
     "show ZBV -p 2 -m 3 -o .": "It is a folder",

@@ -9,11 +9,11 @@ A process that merely lost its peer waits a moment before it leaves, so that the
 process that ends is the one that made the others fail.
 """
 
+import ctypes
 import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 import uuid
@@ -33,6 +33,7 @@ __all__ = [
     "run_launched",
 ]
 
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _VICTIM_STAYS_S = 1.0  # for the report of the cause, on a busy machine
 
 
@@ -105,27 +106,9 @@ def run_launched(worker: Callable[[], int | None]) -> NoReturn:
     os._exit(code)  # an orderly end has been seen to abort in torch's own threads
 
 
-def leave_with_parent(poll_s: float = 1.0) -> None:
-    """Leave when the process that has started this one is gone, however it went.
-
-    The other ranks then lose this one, and are started again where that was asked for.
-    """
-    agent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == agent:
-            time.sleep(poll_s)
-        try:
-            print(
-                f"zbpp: rank {os.environ.get('RANK')}: the process {agent} that has "
-                "started it is gone; it ends",
-                file=sys.stderr,
-                flush=True,
-            )
-        finally:  # stderr may be gone too
-            os._exit(1)
-
-    threading.Thread(target=watch, name="zbpp parent watch", daemon=True).start()
+def leave_with_parent() -> None:
+    """End when the process that has started this one ends, however it went."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _fail(error: BaseException) -> NoReturn:

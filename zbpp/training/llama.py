@@ -76,7 +76,12 @@ class LlamaConfig:
         tokens = torch.randint(VOCABULARY, (samples, self.seq + 1), generator=generator)
         layered = Layered(self.n_layers, partial(build_layers, self))
         return UserModel(
-            layered, layered.build, tokens[:, :-1], tokens[:, 1:], cross_entropy
+            layered,
+            layered.build,
+            inputs=tokens[:, :-1],
+            targets=tokens[:, 1:],
+            loss_fn=cross_entropy,
+            is_text=True,
         )
 
 

@@ -1,7 +1,6 @@
 """`zbpp profile`: one process's share, and what it writes and prints."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,22 +9,16 @@ import torch
 from zbpp.core import PassKind, write_costs
 from zbpp.diagnostics import profile
 from zbpp.planning import Plan
-from zbpp.training.options import TrainOptions
-from zbpp.training.setup import (
-    build_pipeline,
-    estimate_layers,
-    random_batch,
-)
-from zbpp.training.user_model import UserModel
+from zbpp.training.options import RunOptions
+from zbpp.training.setup import build_pipeline, estimate_layers, model_of
 
 __all__ = ["run_profile"]
 
 
 def run_profile(
-    options: TrainOptions,
+    options: RunOptions,
     plan: Plan,
     *,
-    load: Callable[[], UserModel] | None,
     out: Path,
     layers_out: Path | None,
     rounds: int,
@@ -36,30 +29,23 @@ def run_profile(
     Args:
         options: of the run whose passes are timed.
         plan: of the run.
-        load: gives a user's model; None: that of `zbpp train`.
         out: costs file to write.
         layers_out: layers file to write.
         rounds: passes that are counted.
         as_json: print a JSON object, and no table.
     """
     torch.set_num_threads(1)  # as in training: the processes share the cores
-    loaded = None if load is None else load()
     if options.enable_optimizer_post_validation is None and plan.schedule.n_stages > 1:
         # from the first step on, as most steps of a run
         splits = plan.schedule.runs(PassKind.W)
         options = replace(options, enable_optimizer_post_validation=splits)
-    pipeline = build_pipeline(options, plan, loaded)
-    m = pipeline.n_microbatches
-    if loaded is None:
-        inputs, targets = random_batch(options, m)
-    else:
-        inputs = [loaded.inputs] * m
-        targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
-    measured = profile(pipeline, inputs, targets, rounds=rounds)
+    model = model_of(options)
+    pipeline = build_pipeline(options, plan, model)
+    batch = model.batch(pipeline.n_microbatches)
+    measured = profile(pipeline, *batch, rounds=rounds)
     if pipeline.rank == 0:
         # another copy: the pipeline has released the layers of other processes
-        memory = estimate_layers(options, None if load is None else load())
-        measured = measured.with_memory(memory)
+        measured = measured.with_memory(estimate_layers(options, model_of(options)))
         write_costs(measured.costs(), out)
         if layers_out is not None:
             write_costs(measured.layers, layers_out)

@@ -15,7 +15,6 @@ from torch.optim import AdamW
 
 from zbpp.core import Costs, LayerCosts, Placement, RequestError, Schedule, read_costs
 from zbpp.memory import layer_memory
-from zbpp.models.configs.causal_lm import read_config
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan, PlanRequest, is_auto, is_file, make_plan
 from zbpp.planning.pipelines import split_of
@@ -23,43 +22,39 @@ from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import Execution, LossScaler, Numerics, StepPolicy
 from zbpp.runtime.support.devices import asked_device
 from zbpp.training.launch import is_launched, launch, run_launched
-from zbpp.training.llama import VOCABULARY, LlamaConfig
-from zbpp.training.options import HF, TrainOptions
-from zbpp.training.text import load_corpus
+from zbpp.training.llama import LlamaConfig
+from zbpp.training.options import RunOptions
 from zbpp.training.user_model import UserModel, load_model
 from zbpp.tuning.measure import SAFE_MODE
 
 __all__ = [
     "AUTOCAST",
     "build_pipeline",
-    "check",
     "estimate_layers",
     "measures_first",
     "model_of",
     "plan_of",
-    "random_batch",
     "split_layers",
     "start_worker",
 ]
 
-Worker = Callable[[TrainOptions, Plan], int | None]
-"""Gives the exit code, if it is not 0."""
+Worker = Callable[[Any, Plan], int | None]
+"""Called with the options and the plan; gives the exit code, if it is not 0."""
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Compute dtypes by the names that ``--dtype`` has for them."""
 
 _STAGES, _MICROBATCHES = 2, 8
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
-_GRACE_S, _SAVING_GRACE_S = 10, 60
-"""Seconds that processes have to end after a signal, and to save before that."""
 
 
 def start_worker(
     worker: Worker,
-    options: TrainOptions,
+    options: RunOptions,
     words: Sequence[str],
     *,
-    check: Callable[[TrainOptions, Plan], None],
+    check: Callable[[Any, Plan], None] | None = None,
+    grace_s: int = 10,
 ) -> None:
     """Run a worker on every rank: in torchrun's processes, in new ones, or here.
 
@@ -68,20 +63,21 @@ def start_worker(
         options: of the run.
         words: the command line that asks for it, for new processes.
         check: called before any process is started, with the same as the worker.
+        grace_s: seconds that processes have to end after a signal.
     """
     if is_launched():
         run_launched(partial(_share, worker, options))
     plan = plan_of(options)
-    check(options, plan)
+    if check is not None:
+        check(options, plan)
     n = plan.schedule.n_stages
     if n > 1:
-        grace_s = _SAVING_GRACE_S if options.save_dir is not None else _GRACE_S
         launch(words, n, grace_s=grace_s)
     elif code := worker(options, plan):
         raise SystemExit(code)
 
 
-def _share(worker: Worker, options: TrainOptions) -> int | None:
+def _share(worker: Worker, options: RunOptions) -> int | None:
     """The share of one of torchrun's processes, one for each stage."""
     n = int(os.environ["WORLD_SIZE"])
     if options.stages not in (None, n):
@@ -93,51 +89,28 @@ def _share(worker: Worker, options: TrainOptions) -> int | None:
     return worker(options, plan_of(options))
 
 
-def check(options: TrainOptions, plan: Plan) -> None:
-    """Find before any process is started what would stop a training."""
-    _split(plan.schedule, model_of(options).n_layers)
-    asked_device(options.device)
-    load_corpus(options.data, seq=options.seq)
-
-
-def model_of(options: TrainOptions) -> UserModel:
-    """The model that is trained; its weights are not made."""
+def model_of(options: RunOptions) -> UserModel:
+    """The model of a run; layers that zbpp makes have no weights yet."""
     samples = options.microbatch_size
     if options.model is None:
         return LlamaConfig.of(options, seed=options.seed).loaded(samples)
-    path = options.model.removeprefix(HF)
-    if path == options.model:
-        raise RequestError(
-            f"--model {path}: zbpp train takes hf:PATH, a config.json of transformers "
-            "or the folder of a checkpoint; another model is trained by a script, with "
-            "zbpp.Pipeline"
-        )
-    if (n_tokens := read_config(path).vocab_size) < VOCABULARY:
-        raise RequestError(
-            f"{path}: its vocabulary has {n_tokens} tokens, and a token of the text is "
-            f"a byte; it needs {VOCABULARY} or more"
-        )
-    return load_model(
-        options.model,
-        seq=options.seq,
-        samples=samples,
-        seed=options.seed,
-        reads_weights=True,
-    )
+    seq, seed = options.seq, options.seed
+    return load_model(options.model, seq=seq, samples=samples, seed=seed)
 
 
-def measures_first(options: TrainOptions) -> bool:
+def measures_first(options: RunOptions) -> bool:
     """True if the costs of the layers are measured before the first step: for auto."""
     return is_auto(options.pipeline_schedule_mode) and not options.has_costs
 
 
-def plan_of(options: TrainOptions) -> Plan:
-    """Plan the mode, or read the schedule file; with costs per layer also the split.
+def plan_of(options: RunOptions) -> Plan:
+    """Plan the mode, or read the schedule file, and split the layers.
 
     Where costs are measured first, it is the plan that is measured under.
     """
     mode = options.pipeline_schedule_mode
-    n_layers, layers = model_of(options).n_layers, options.costs_of_layers()
+    model, layers = model_of(options), options.costs_of_layers()
+    n_layers = model.n_layers
     if layers is not None and layers.n_layers != n_layers:
         raise RequestError(
             f"{options.layers}: it has costs of {layers.n_layers} layers, but the "
@@ -156,20 +129,26 @@ def plan_of(options: TrainOptions) -> Plan:
         costs = Costs() if options.costs is None else read_costs(options.costs)
         request = replace(request, costs=costs.with_limit(options.memory_limit))
     if layers is None:
-        request = replace(request, split=partial(_placed_split, n_layers))
-    return replace(make_plan(request), has_costs=options.has_costs)
+        request = replace(request, split=partial(_placed_split, model))
+    plan = make_plan(request)
+    split = _split(plan.schedule, model)
+    schedule = replace(plan.schedule, split=split)
+    return replace(plan, schedule=schedule, split=split, has_costs=options.has_costs)
 
 
-def _split(schedule: Schedule, n_layers: int) -> tuple[int, ...]:
+def _split(schedule: Schedule, model: UserModel) -> tuple[int, ...]:
     """Layers of each chunk: the schedule's, or equal blocks."""
     if schedule.split is None:
-        return _placed_split(n_layers, schedule.placement)
-    return split_of(schedule, None, n_layers)  # planned with it
+        return _placed_split(model, schedule.placement)
+    return split_of(schedule, None, model.n_layers)  # planned with it
 
 
-def _placed_split(n_layers: int, placement: Placement) -> tuple[int, ...]:
+def _placed_split(model: UserModel, placement: Placement) -> tuple[int, ...]:
     """Layers of each chunk of a placement, where no costs of layers are known."""
-    return tuple(split_layers(n_layers, placement.n_chunks))
+    if model.is_text:
+        return tuple(split_layers(model.n_layers, placement.n_chunks))
+    ranges = partition_layers(model.n_layers, placement.n_chunks)
+    return tuple(len(layers) for layers in ranges)
 
 
 def split_layers(n_layers: int, n_chunks: int) -> list[int]:
@@ -190,33 +169,35 @@ def split_layers(n_layers: int, n_chunks: int) -> list[int]:
 
 
 def build_pipeline(
-    options: TrainOptions, plan: Plan, loaded: UserModel | None = None
+    options: RunOptions,
+    plan: Plan,
+    model: UserModel,
+    *,
+    lr: float = 0.0,
+    clip_grad_norm: float | None = None,
 ) -> Pipeline:
     """Make the pipeline of a run.
 
     Args:
         options: of the run.
         plan: to run; where costs are measured first, only its sizes count.
-        loaded: a user's model, under the schedule of the plan; None: that of the
-            options.
+        model: of the run.
+        lr: learning rate of the optimizer.
+        clip_grad_norm: largest norm of the gradient.
     """
     schedule = plan.schedule
-    model = loaded or model_of(options)
-    measures = loaded is None and measures_first(options)
     settings: dict[str, Any] = {
         "loss_fn": model.loss_fn or _model_loss,
-        "optimizer": partial(_make_optimizer, options),
+        "optimizer": partial(_make_optimizer, lr),
         "device": asked_device(options.device),
         "numerics": Numerics(autocast=AUTOCAST[options.dtype], seed=options.seed),
         "step": StepPolicy(
             post_validation=options.enable_optimizer_post_validation,
             loss_scale=LossScaler() if options.dtype == "fp16" else None,
         ),
-        "execution": Execution(watch=measures),
+        "execution": Execution(watch=measures_first(options)),
     }
-    if loaded is not None:
-        return Pipeline(model.layered, schedule, **settings)
-    if measures:
+    if measures_first(options):
         plan = plan_model(
             model.layered,
             "auto",
@@ -226,10 +207,6 @@ def build_pipeline(
             example=model.batch(schedule.n_microbatches),
             **settings,
         )
-    else:
-        split = _split(schedule, model.n_layers)
-        plan = replace(plan, schedule=replace(schedule, split=split), split=split)
-    clip_grad_norm = options.clip_grad_norm
     return Pipeline(model.layered, plan, clip_grad_norm=clip_grad_norm, **settings)
 
 
@@ -238,31 +215,18 @@ def _model_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs
 
 
-def _make_optimizer(options: TrainOptions, parameters: list[nn.Parameter]) -> AdamW:
+def _make_optimizer(lr: float, parameters: list[nn.Parameter]) -> AdamW:
     """Make the optimizer of a stage."""
-    return AdamW(parameters, lr=options.lr, betas=_BETAS, weight_decay=0.1, fused=True)
+    return AdamW(parameters, lr=lr, betas=_BETAS, weight_decay=0.1, fused=True)
 
 
-def random_batch(options: TrainOptions, n_microbatches: int) -> tuple[Any, Any]:
-    """Inputs and targets of the sizes of a step, for the model of the options."""
-    return model_of(options).batch(n_microbatches)
-
-
-def estimate_layers(
-    options: TrainOptions, loaded: UserModel | None = None
-) -> LayerCosts:
-    """Estimate what the layers of a model hold, on fake tensors: some seconds.
-
-    Args:
-        options: of the run.
-        loaded: the model; None: that of the options.
-    """
-    model = loaded or model_of(options)
+def estimate_layers(options: RunOptions, model: UserModel) -> LayerCosts:
+    """Estimate what the layers of a model hold, on fake tensors: some seconds."""
     return layer_memory(
         model.model,
         (model.inputs, model.targets),
         model.loss_fn,
         n_layers=model.n_layers,
-        optimizer=partial(_make_optimizer, options),
+        optimizer=partial(_make_optimizer, 0.0),
         autocast=AUTOCAST[options.dtype],
     )

@@ -25,17 +25,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from zbpp import diagnostics
 from zbpp.checkpoint import CheckpointError, locked
 from zbpp.core import RequestError, WorkerError
+from zbpp.models.configs.causal_lm import read_config
 from zbpp.pipeline import Pipeline
 from zbpp.planning import Plan
 from zbpp.profiling.memory import peak_held
 from zbpp.runtime.optim.decision import StepResult
+from zbpp.runtime.support.devices import asked_device
 from zbpp.simulator import bubble_rate, simulate, write_trace
-from zbpp.training.options import TrainOptions
-from zbpp.training.setup import build_pipeline, measures_first
+from zbpp.training.llama import VOCABULARY
+from zbpp.training.options import HF, TrainOptions
+from zbpp.training.setup import build_pipeline, measures_first, model_of
 from zbpp.training.stop_request import stop_requests
 from zbpp.training.text import Batch, load_corpus
 
-__all__ = ["train"]
+__all__ = ["check", "train"]
 
 _WARM_UP_STEPS = 10
 _LOG_EVERY = 10
@@ -55,7 +58,14 @@ def train(options: TrainOptions, plan: Plan) -> int:
         CheckpointError: the state of the end could not be saved.
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
-    pipeline = build_pipeline(options, plan)
+    _check_model(options.model)
+    pipeline = build_pipeline(
+        options,
+        plan,
+        model_of(options),
+        lr=options.lr,
+        clip_grad_norm=options.clip_grad_norm,
+    )
     corpus = load_corpus(options.data, seq=options.seq)
     rates = [LambdaLR(optimizer, _warm_up) for optimizer in pipeline.optimizers]
     pipeline.attach(*rates)
@@ -109,6 +119,30 @@ def train(options: TrainOptions, plan: Plan) -> int:
             )
             _conclude(pipeline, options, log, _arguments(pipeline, validation))
     return 0
+
+
+def check(options: TrainOptions, _: Plan) -> None:
+    """Find before any process is started what would stop a training."""
+    _check_model(options.model)
+    asked_device(options.device)
+    load_corpus(options.data, seq=options.seq)
+
+
+def _check_model(name: str | None) -> None:
+    """Refuse a model whose tokens cannot be bytes."""
+    if name is None:
+        return
+    if not name.startswith(HF):
+        raise RequestError(
+            f"--model {name}: zbpp train takes hf:PATH, a config.json of transformers "
+            "or the folder of a checkpoint; another model is trained by a script, with "
+            "zbpp.Pipeline"
+        )
+    if (n_tokens := read_config(name.removeprefix(HF)).vocab_size) < VOCABULARY:
+        raise RequestError(
+            f"{name}: its vocabulary has {n_tokens} tokens, and a token of the text is "
+            f"a byte; it needs {VOCABULARY} or more"
+        )
 
 
 def _warm_up(step: int) -> float:

@@ -47,6 +47,7 @@ class UserModel:
         inputs: of a micro-batch.
         targets: of it; None if the last layer puts out the loss.
         loss_fn: called with outputs and targets; None likewise.
+        is_text: the first layer is an embedding, the last one a head.
     """
 
     layered: "Layered"
@@ -54,6 +55,7 @@ class UserModel:
     inputs: Any
     targets: Any
     loss_fn: "LossFn | None"
+    is_text: bool = False
 
     @property
     def n_layers(self) -> int:
@@ -79,7 +81,6 @@ def load_model(
     samples: int = 2,
     seed: int = 0,
     is_fake: bool = False,
-    reads_weights: bool = False,
 ) -> UserModel:
     """Call ``module:function``, or make the model of ``hf:config.json``.
 
@@ -89,7 +90,6 @@ def load_model(
         samples: of the micro-batch, likewise.
         seed: of random weights, likewise.
         is_fake: its weights are fake tensors, made in the mode that is entered.
-        reads_weights: of the folder of a configuration; else they are random.
     """
     if name.startswith(HF):
         from zbpp.models.configs.causal_lm import layers_of_config
@@ -99,7 +99,6 @@ def load_model(
             seq=seq,
             samples=samples,
             seed=None if is_fake else seed,
-            reads_weights=reads_weights,
         )
         return _of_layers(name, layered, batch, None)
     built = call_builder(name)
@@ -135,7 +134,8 @@ def _of_layers(name: str, model: Any, batch: Any, loss_fn: Any) -> UserModel:
             f"--model {name}: loss_fn is called with outputs and targets; give both, "
             "or neither if the last layer puts out the loss"
         )
-    return UserModel(layered, model_to_build(model, layered), inputs, targets, loss_fn)
+    built = model_to_build(model, layered)
+    return UserModel(layered, built, inputs, targets, loss_fn, name.startswith(HF))
 
 
 def call_builder(name: str) -> Any:

@@ -20,6 +20,7 @@ def run_train(*words: str) -> int:
         _: Sequence[str],
         *,
         check: Callable[[TrainOptions, Plan], None],
+        grace_s: int,
     ) -> None:
         plan = setup.plan_of(options)
         check(options, plan)

@@ -27,9 +27,10 @@ def layers_of_config(
     seq: int | None = None,
     samples: int = 2,
     seed: int | None = 0,
-    reads_weights: bool = False,
 ) -> tuple[Layered, dict[str, Any]]:
     """Make the layers of a model, and a batch of tokens.
+
+    A folder has its weights; those of a file are random.
 
     Args:
         path: a config.json of transformers, or the folder that holds it.
@@ -37,7 +38,6 @@ def layers_of_config(
         samples: of the batch.
         seed: of random weights, which are made layer by layer where they are needed;
             None: all at once, by the model itself, as under fake tensors.
-        reads_weights: read those of a folder; else, and for a file, they are random.
 
     Raises:
         RequestError: there is no such file, transformers is missing or knows no causal
@@ -50,7 +50,7 @@ def layers_of_config(
         seq = min(128, getattr(config, "max_position_embeddings", None) or 128)
     if seed is None:
         layered = layered_of(_model(config))
-    elif reads_weights and path.is_dir():
+    elif path.is_dir():
         try:
             layered = cut(_on_meta(config), weights=path)
         except RequestError as error:
