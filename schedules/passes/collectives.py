@@ -21,7 +21,7 @@ All replicas run the same order, so their collectives start in the same order as
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -80,11 +80,11 @@ def add_collectives(
             f"{schedule.name} has parts, and no place on the network for the gathers "
             "and sums of replicas; leave the parts out of the costs"
         )
-    orders = []
-    for order in without_collectives(schedule).orders:
-        with_sums = _with_sums(order, every=reduces == "every")
-        orders.append(_with_gathers(with_sums, ahead) if shards else with_sums)
-    return replace(schedule, orders=tuple(map(tuple, orders)))
+    orders = tuple(
+        tuple(_with_collectives(order, shards, reduces == "every", ahead))
+        for order in without_collectives(schedule).orders
+    )
+    return replace(schedule, orders=orders)
 
 
 def without_collectives(schedule: Schedule) -> Schedule:
@@ -92,48 +92,42 @@ def without_collectives(schedule: Schedule) -> Schedule:
     return schedule.without(Collective)
 
 
-def _with_sums(order: Sequence[Job], *, every: bool) -> list[Job]:
-    """Start sums of gradients after W's, and wait for them as late as can be."""
-    last = _last(order, _WEIGHTS)
-    jobs: list[Job] = []
+def _with_collectives(
+    order: Sequence[Job], shards: bool, every: bool, ahead: int
+) -> Iterator[Job]:
+    """Start sums behind W's and wait for them late; gather early, free after B's."""
+    last_w, last_b = _last(order, _WEIGHTS), _last(order, _INPUTS)
+    gathers = _gathers(order, ahead) if shards else {}
     running: list[int] = []
     for column, job in enumerate(order):
-        if isinstance(job, Step):
-            jobs += [Collective(REDUCE_WAIT, chunk) for chunk in running]
-            running = []
-        chunks = [part.chunk for part in passes_in(job) if part.kind in _WEIGHTS]
-        for chunk in set(running).intersection(chunks):
-            running.remove(chunk)
-            jobs.append(Collective(REDUCE_WAIT, chunk))
-        jobs.append(job)
-        for chunk in chunks:
-            if every or last[chunk] == column:
-                running.append(chunk)
-                jobs.append(Collective(REDUCE_GRAD, chunk))
-    return [*jobs, *(Collective(REDUCE_WAIT, chunk) for chunk in running)]
+        passes = passes_in(job)
+        again = {one.chunk for one in passes if one.kind in _WEIGHTS}
+        awaited = [c for c in running if c in again or isinstance(job, Step)]
+        running = [chunk for chunk in running if chunk not in awaited]
+        yield from (Collective(REDUCE_WAIT, chunk) for chunk in awaited)
+        yield from (Collective(UNSHARD, chunk) for chunk in gathers.get(column, ()))
+        yield job
+        for one in passes:
+            if one.kind in _WEIGHTS and (every or last_w[one.chunk] == column):
+                running.append(one.chunk)
+                yield Collective(REDUCE_GRAD, one.chunk)
+            if shards and one.kind in _INPUTS and last_b[one.chunk] == column:
+                yield Collective(RESHARD, one.chunk)
+    yield from (Collective(REDUCE_WAIT, chunk) for chunk in running)
 
 
-def _with_gathers(order: Sequence[Job], ahead: int) -> list[Job]:
-    """Gather each chunk ahead of its first F, and free it after its last B."""
+def _gathers(order: Sequence[Job], ahead: int) -> dict[int, list[int]]:
+    """By column the chunks that are gathered before it, ahead of their first pass."""
     passes = [column for column, job in enumerate(order) if passes_in(job)]
-    gathers: dict[int, list[Job]] = defaultdict(list)
+    gathers: dict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
     for number, column in enumerate(passes):
-        for part in passes_in(order[column]):
-            if part.chunk not in seen:
-                seen.add(part.chunk)
+        for one in passes_in(order[column]):
+            if one.chunk not in seen:
+                seen.add(one.chunk)
                 place = passes[number - ahead] if number >= ahead else 0
-                gathers[place].append(Collective(UNSHARD, part.chunk))
-    frees = {
-        _behind_its_sum(order, column, chunk): Collective(RESHARD, chunk)
-        for chunk, column in _last(order, _INPUTS).items()
-    }
-    jobs: list[Job] = []
-    for column, job in enumerate(order):
-        jobs += [*gathers[column], job]
-        if column in frees:
-            jobs.append(frees[column])
-    return jobs
+                gathers[place].append(one.chunk)
+    return gathers
 
 
 def _last(order: Sequence[Job], kinds: Sequence[PassKind]) -> dict[int, int]:
@@ -144,13 +138,3 @@ def _last(order: Sequence[Job], kinds: Sequence[PassKind]) -> dict[int, int]:
         for part in passes_in(job)
         if part.kind in kinds
     }
-
-
-def _behind_its_sum(order: Sequence[Job], column: int, chunk: int) -> int:
-    """Column of the REDUCE_GRAD right behind a BW, which starts first; or its own."""
-    last = column
-    while last + 1 < len(order) and isinstance(order[last + 1], Collective):
-        last += 1
-        if order[last] == Collective(REDUCE_GRAD, chunk):
-            return last
-    return column

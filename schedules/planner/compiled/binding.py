@@ -2,17 +2,16 @@
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from zbpp.core import RequestError
 from zbpp.schedules.planner.compiled.build import compile_loops, sources, stamp
 
-__all__ = ["Structure", "check", "doubles", "kept", "loops", "pointer", "whole"]
+__all__ = ["Structure", "check", "doubles", "loops", "pointer", "whole"]
 
-T = TypeVar("T")
 _GIVEN_UP = 1  # as in loops.h
 
 
@@ -81,15 +80,6 @@ class Structure:
         self._arrays = fields
         layout = _layout(tuple(fields), tuple(map(type, fields.values())))
         self.address = ctypes.byref(layout(*map(pointer, fields.values())))
-
-
-def kept(problem: T, make: Callable[[T], Structure]) -> Structure:
-    """The structure of a problem, made once: it lives with it, as its properties do."""
-    values = vars(problem)
-    if make.__name__ not in values:
-        values[make.__name__] = make(problem)
-    structure: Structure = values[make.__name__]
-    return structure
 
 
 @lru_cache

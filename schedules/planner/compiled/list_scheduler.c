@@ -15,15 +15,6 @@
 /* A hash of the sources, which library.py looks for. */
 ZBPP_API const char zbpp_stamp[] = "zbpp sources " ZBPP_STAMP;
 
-/* Parts of number q: first[q] to first[q + 1] - 1. */
-typedef struct {
-    double round; /* time of a micro-batch on the busiest lane */
-    const int64_t *first, *is_network;
-    const int64_t *source; /* of a part of W: the part of B that it needs */
-    const double *time;
-    const double *work; /* by stage: what computes */
-} Parts;
-
 /* `Settings`; the order of stage s is order[order_from[s]] to order[order_from[s + 1] - 1]
    (NULL: there is none). */
 typedef struct {
@@ -58,7 +49,6 @@ typedef struct {
 
 typedef struct {
     const Problem *of;
-    const Parts *parts;
     const Settings *settings;
     double *ends;    /* of F's and B's, by number and micro-batch; INFINITY: not known */
     double *sources; /* ends of parts of F's and B's, by part and micro-batch */
@@ -167,7 +157,7 @@ static const Known *best_ready(const Draft *draft, int64_t n, double now) {
         Known one = known[k];
         if (one.arrival > now + of->tiny) continue;
         if (one.q >= of->n_chunks) return &known[k];
-        double time = draft->parts->time[draft->parts->first[one.q]];
+        double time = of->part_time[of->part_from[one.q]];
         double b_from = now + (1 - settings->delay_b) * time - of->tiny;
         double f_from = now + (1 - settings->delay_f) * time - of->tiny;
         int is_held = 0;
@@ -186,7 +176,6 @@ static const Known *best_ready(const Draft *draft, int64_t n, double now) {
    -1: none can go. */
 static int64_t next_weight(const Draft *draft, int64_t s, double now) {
     const Problem *of = draft->of;
-    const Parts *parts = draft->parts;
     const int64_t C = of->n_chunks, m = of->n_microbatches;
     int64_t n, chosen = -1, least = INT64_MAX;
     const int64_t *mine = numbers_of(of, s, &n);
@@ -194,9 +183,9 @@ static int64_t next_weight(const Draft *draft, int64_t s, double now) {
     for (int64_t k = n / 2; k < n; k++) {
         const int64_t b = mine[k], w = b + C, i = draft->started[w];
         if (i == draft->started[b] || draft->w_part[w] < 0) continue;
-        const int64_t part = parts->first[w] + draft->w_part[w];
-        int is_last = part + 1 == parts->first[w + 1];
-        if (draft->w_ready[w] > now || draft->sources[parts->source[part] * m + i] > now
+        const int64_t part = of->part_from[w] + draft->w_part[w];
+        int is_last = part + 1 == of->part_from[w + 1];
+        if (draft->w_ready[w] > now || draft->sources[of->source[part] * m + i] > now
             || (is_last && draft->ends[b * m + i] > now)) continue;
         int64_t turn = draft->w_part[w] ? -1 : draft->w_turn[w * m + i];
         if (turn < least) {
@@ -226,9 +215,9 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
             if (one.ready < next) next = one.ready;
             continue;
         }
-        double rank = (double)one.i * draft->parts->round - settings->go_on;
+        double rank = (double)one.i * of->unit - settings->go_on;
         if (!settings->order) rank += settings->offset[one.q];
-        if (one.part == draft->parts->first[one.q + 1]) rank = -INFINITY; /* to end */
+        if (one.part == of->part_from[one.q + 1]) rank = -INFINITY; /* to end */
         if (rank < best) {
             best = rank;
             chosen = k;
@@ -250,7 +239,7 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
         if (arrival > soon && arrival < next) next = arrival;
         double rank = 0.0;
         if (!settings->order)
-            rank = (double)i * draft->parts->round + settings->offset[q];
+            rank = (double)i * of->unit + settings->offset[q];
         Known one = {rank, arrival, q};
         int64_t at = n_known++;
         for (; at > 0 && is_before(one, known[at - 1]); at--) known[at] = known[at - 1];
@@ -272,7 +261,7 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
     if (chosen >= 0) return chosen;
     int is_tail = started[mine[0]] == of->n_microbatches;
     double share = is_tail ? settings->overrun_tail[s] : settings->overrun[s];
-    double time = draft->parts->time[draft->parts->first[weight] + draft->w_part[weight]];
+    double time = of->part_time[of->part_from[weight] + draft->w_part[weight]];
     if (now + time * (1 - share) <= next + of->tiny
         || (settings->is_fair && stage->idle + next - now > draft->most_idle))
         return 3 * C + weight;
@@ -294,13 +283,13 @@ static double compute(Draft *draft, Stage *stage, double now, double time) {
 
 /* Run a part of a W. */
 static void run_weight(Draft *draft, int64_t s, int64_t w, double now) {
-    const Parts *parts = draft->parts;
+    const Problem *of = draft->of;
     Stage *stage = &draft->stages[s];
-    int64_t part = parts->first[w] + draft->w_part[w];
-    draft->w_ready[w] = compute(draft, stage, now, parts->time[part]);
+    int64_t part = of->part_from[w] + draft->w_part[w];
+    draft->w_ready[w] = compute(draft, stage, now, of->part_time[part]);
     stage->row[stage->n_row++] = (int32_t)part;
     if (!draft->w_part[w]) stage->n_w--;
-    draft->w_part[w] = part + 1 == parts->first[w + 1] ? -1 : draft->w_part[w] + 1;
+    draft->w_part[w] = part + 1 == of->part_from[w + 1] ? -1 : draft->w_part[w] + 1;
 }
 
 /* Let a stage decide at a time, if it does not before. */
@@ -346,19 +335,19 @@ static int finish(Draft *draft, Flight *flight, double now) {
 /* Run the next stretch of a pass: what computes, and one part on the network. A pass
    that ends there ends for good when its stage turns to it again. */
 static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
-    const Parts *parts = draft->parts;
-    const int64_t m = draft->of->n_microbatches, stop = parts->first[flight->q + 1];
+    const Problem *of = draft->of;
+    const int64_t m = of->n_microbatches, stop = of->part_from[flight->q + 1];
     Stage *stage = &draft->stages[s];
     int is_network = 0;
     double end = compute(draft, stage, now, 0.0);
     while (flight->part < stop && !is_network) {
         int64_t part = flight->part++;
-        is_network = parts->is_network[part] != 0;
+        is_network = of->is_network[part] != 0;
         if (is_network) {
             if (stage->network > end) end = stage->network;
-            end = stage->network = end + parts->time[part];
+            end = stage->network = end + of->part_time[part];
         } else {
-            end = compute(draft, stage, end, parts->time[part]);
+            end = compute(draft, stage, end, of->part_time[part]);
         }
         draft->sources[part * m + flight->i] = end;
         stage->row[stage->n_row++] = (int32_t)part;
@@ -387,7 +376,7 @@ static int run(Draft *draft, int64_t s, int64_t chosen, double now) {
         draft->w_turn[(q + C) * m + i] = stage->n_backward++;
     }
     Flight *flight = &stage->flights[stage->n_flights++];
-    *flight = (Flight){.q = q, .i = i, .part = draft->parts->first[q]};
+    *flight = (Flight){.q = q, .i = i, .part = of->part_from[q]};
     return run_stretch(draft, s, flight, arrival > now ? arrival : now);
 }
 
@@ -436,7 +425,7 @@ static int64_t grow(Draft *draft, double below) {
         }
         if (!run(draft, s, chosen, event.time)
             || !wake(draft, s, stage->free)) return NO_MEMORY;
-        if (stage->idle + draft->parts->work[s] + of->tiny > below) return GIVEN_UP;
+        if (stage->idle + of->work[s] + of->tiny > below) return GIVEN_UP;
     }
     for (int64_t q = 0; q < 3 * of->n_chunks; q++)
         if ((q < 2 * of->n_chunks || !of->joint[of->stage[q]])
@@ -446,15 +435,14 @@ static int64_t grow(Draft *draft, double below) {
 
 /* Write the parts that stage s runs from rows[rows_from[s]] on, and their number. Those
    of one part run in the order of the micro-batches. */
-ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Parts *parts,
-                                    const Settings *settings, double below,
+ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Settings *settings,
+                                    double below,
                                     int32_t *rows, const int64_t *rows_from,
                                     int64_t *lengths, double *span) {
     const int64_t C = of->n_chunks, m = of->n_microbatches, p = of->n_stages;
-    const int64_t n_parts = parts->first[3 * C], n_times = (2 * C + n_parts) * m;
+    const int64_t n_parts = of->part_from[3 * C], n_times = (2 * C + n_parts) * m;
     int64_t result = NO_MEMORY;
-    Draft draft = {.of = of, .parts = parts, .settings = settings,
-                   .most_idle = -INFINITY};
+    Draft draft = {.of = of, .settings = settings, .most_idle = -INFINITY};
     double *times = calloc((size_t)(n_times + 3 * C), sizeof(double));
     int64_t *counts = calloc((size_t)(6 * C + 3 * C * m), sizeof(int64_t));
     Flight *flights = calloc((size_t)(2 * C), sizeof(Flight));

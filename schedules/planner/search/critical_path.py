@@ -23,7 +23,6 @@ from typing import NamedTuple, TypeAlias
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.compiled.binding import (
     check,
-    kept,
     loops,
     pointer,
     whole,
@@ -32,7 +31,6 @@ from zbpp.schedules.planner.search.problem import (
     PlacementProblem,
     Plan,
     Rows,
-    flatten,
     joined,
 )
 
@@ -126,7 +124,7 @@ def _run(
     spent = ctypes.c_double(budget.spent)
     is_done = check(
         loops().zbpp_improve(
-            kept(problem, flatten).address,
+            problem.in_c.address,
             pointer(passes),
             pointer(lengths),
             ctypes.c_double(_COST),

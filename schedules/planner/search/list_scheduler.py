@@ -49,13 +49,11 @@ from array import array
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zbpp.core import Lane
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.compiled.binding import (
     Structure,
     check,
     doubles,
-    kept,
     loops,
     pointer,
     whole,
@@ -64,7 +62,6 @@ from zbpp.schedules.planner.search.problem import (
     PlacementProblem,
     Plan,
     Rows,
-    flatten,
     joined,
 )
 
@@ -134,8 +131,7 @@ def list_schedule(
     span = ctypes.c_double()
     is_done = check(
         loops().zbpp_list_schedule(
-            kept(problem, flatten).address,
-            kept(problem, _parts).address,
+            problem.in_c.address,
             rules.address,
             ctypes.c_double(below),
             pointer(rows),
@@ -149,22 +145,3 @@ def list_schedule(
         return None
     starts = zip(rows_from, lengths, strict=False)
     return Plan(span.value, [rows[at : at + n] for at, n in starts])
-
-
-def _parts(problem: PlacementProblem) -> Structure:
-    """`Parts` of list_scheduler.c."""
-    n = problem.n_chunks
-    pieces = [problem.pieces_of(q) for q in range(3 * n)]
-    sources = [
-        problem.first_part[q - n] + problem.source_of(q, index) if q >= 2 * n else 0
-        for q, times in enumerate(pieces)
-        for index in range(len(times))
-    ]
-    return Structure(
-        round=float(problem.unit),
-        first=whole(problem.first_part),
-        is_network=whole(lane is Lane.NETWORK for row in pieces for lane, _ in row),
-        source=whole(sources),
-        time=doubles(time for row in pieces for _, time in row),
-        work=doubles(problem.work),
-    )

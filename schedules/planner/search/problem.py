@@ -16,7 +16,7 @@ plans of millions of passes affordable.
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -38,7 +38,7 @@ from zbpp.core.jobs import gc_paused, passes
 from zbpp.schedules.planner.compiled.binding import Structure, doubles, whole
 from zbpp.schedules.planner.limits import beyond
 
-__all__ = ["PlacementProblem", "Plan", "Row", "Rows", "flatten", "joined"]
+__all__ = ["PlacementProblem", "Plan", "Row", "Rows", "joined"]
 
 _ROUNDING = 1e-9  # relative, of sums of times and of memory; `Schedule` allows as much
 
@@ -170,12 +170,6 @@ class PlacementProblem:
             return self.costs.parts_of(self.pass_of(q))
         return ((Lane.COMPUTE, self.time[q]),)
 
-    def source_of(self, q: int, index: int) -> int:
-        """The part of its B that a part of a W needs."""
-        lane, _ = self.pieces_of(q)[index]
-        part = Part(self.pass_of(q), index, lane)
-        return self.costs.source_of(part) if self.costs.parts else 0
-
     @cached_property
     def first_part(self) -> list[int]:
         """The first part of each number in a list of all, and the end of the list."""
@@ -289,31 +283,47 @@ class PlacementProblem:
             for stage, row in enumerate(rows)
         )
 
+    @cached_property
+    def in_c(self) -> Structure:
+        """`Problem` of loops.h; it lives as long as the problem."""
+        counts = [len(numbers) for numbers in self.numbers]
+        parts = [part for q in range(3 * self.n_chunks) for part in self.pieces_of(q)]
+        return Structure(
+            n_microbatches=self.n_microbatches,
+            n_chunks=self.n_chunks,
+            n_stages=self.n_stages,
+            is_plain=int(self.is_plain),
+            unit=float(self.unit),
+            tiny=self.tiny,
+            target=self.target,
+            time=doubles(self.time),
+            change=doubles(self.change),
+            peak=doubles(self.peak),
+            delay=doubles(self.delay),
+            needs=doubles(self.needs),
+            work=doubles(self.work),
+            limits=doubles(self.limits),
+            forward_limits=doubles(self.forward_limits),
+            stage=whole(self.stage),
+            numbers=whole(chain.from_iterable(self.numbers)),
+            first=whole(accumulate(counts, initial=0)),
+            joint=whole(self.joint),
+            part_from=whole(self.first_part),
+            is_network=whole(lane is Lane.NETWORK for lane, _ in parts),
+            source=whole(self._sources()),
+            part_time=doubles(time for _, time in parts),
+        )
 
-def flatten(problem: PlacementProblem) -> Structure:
-    """`Problem` of loops.h."""
-    counts = [len(numbers) for numbers in problem.numbers]
-    return Structure(
-        n_microbatches=problem.n_microbatches,
-        n_chunks=problem.n_chunks,
-        n_stages=problem.n_stages,
-        is_plain=int(problem.is_plain),
-        unit=float(problem.unit),
-        tiny=problem.tiny,
-        target=problem.target,
-        time=doubles(problem.time),
-        change=doubles(problem.change),
-        peak=doubles(problem.peak),
-        delay=doubles(problem.delay),
-        needs=doubles(problem.needs),
-        work=doubles(problem.work),
-        limits=doubles(problem.limits),
-        forward_limits=doubles(problem.forward_limits),
-        stage=whole(problem.stage),
-        numbers=whole(chain.from_iterable(problem.numbers)),
-        first=whole(accumulate(counts, initial=0)),
-        joint=whole(problem.joint),
-    )
+    def _sources(self) -> Iterator[int]:
+        """For each part of a W the part of its B that it needs; 0 for others."""
+        for q in range(3 * self.n_chunks):
+            for index, (lane, _) in enumerate(self.pieces_of(q)):
+                source = 0
+                if q >= 2 * self.n_chunks:
+                    part = Part(self.pass_of(q), index, lane)
+                    source = self.first_part[q - self.n_chunks]
+                    source += self.costs.source_of(part) if self.costs.parts else 0
+                yield source
 
 
 def joined(rows: Sequence[Sequence[int]]) -> "array[int]":
