@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zbpp.core import (
+    KINDS,
     ChunkCosts,
     Costs,
     Job,
@@ -25,7 +26,7 @@ from zbpp.core import (
     Pass,
     PassKind,
     Schedule,
-    members_of,
+    passes_in,
 )
 
 __all__ = ["lay_out"]
@@ -33,18 +34,16 @@ __all__ = ["lay_out"]
 F, B, W, BW = PassKind
 
 
-def lay_out(
-    schedule: Schedule, costs: Costs, *, w_first: bool | None = None
-) -> Schedule:
+def lay_out(schedule: Schedule, costs: Costs) -> Schedule:
     """Give a schedule rows of parts: the same passes in the same order.
 
-    On stages that cannot split the backward it comes in one piece, where B was.
+    On stages that cannot split the backward it comes in one piece, where B was. There
+    and in pairs, W comes as early as it can, or when its B has ended, so that the
+    gradient leaves sooner: the shorter of both.
 
     Args:
         schedule: any, without UNSHARDs and the like.
         costs: with parts.
-        w_first: the W of a backward in one piece comes as early as it can; False: when
-            its B has ended, so that the gradient leaves sooner; None: the shorter.
 
     Raises:
         RequestError: the costs do not fit, or the limit is exceeded.
@@ -52,57 +51,41 @@ def lay_out(
     times = costs.on(schedule.placement)
     pairs = zip(schedule.orders, times.splits, strict=True)
     orders = tuple(tuple(_joined(order, splits=splits)) for order, splits in pairs)
-    plans = []
-    for first in (False, True) if w_first is None else (w_first,):
-        rows = tuple(
-            tuple(part for job in order for part in _parts(job, times, w_first=first))
-            for order in orders
-        )
-        plans.append((JobGraph(rows, times).run().span, rows))
-    parts = min(plans, key=lambda plan: plan[0])[1]
+    rows = [
+        tuple(tuple(_parts(order, times, w_first=w_first)) for order in orders)
+        for w_first in (False, True)
+    ]
+    parts = min(rows, key=lambda rows: JobGraph(rows, times).run().span)
     return replace(schedule, orders=orders, parts=parts)
 
 
 def _joined(order: Order, *, splits: bool) -> Iterator[Job]:
     """Run backwards in one piece on a stage that cannot split them."""
     for job in order:
-        match job:
-            case Pass(kind=PassKind.B | PassKind.W) if not splits:
-                if job.kind is B:
-                    yield Pass(BW, job.chunk, job.microbatch)
-            case _:
-                yield job
+        if splits or not isinstance(job, Pass) or job.kind not in (B, W):
+            yield job
+        elif job.kind is B:
+            yield Pass(BW, job.chunk, job.microbatch)
 
 
-def _parts(job: Job, times: ChunkCosts, *, w_first: bool) -> Iterator[Job]:
-    """Parts of a job: of F and B in turns, W's among or behind them."""
-    passes = [whole_pass for member in members_of(job) for whole_pass in _split(member)]
-    if not passes:
-        yield job
-        return
-    parts: dict[PassKind, list[Part]] = {kind: [] for kind in PassKind}
-    for whole_pass in passes:
-        lanes = [lane for lane, _ in times.parts_of(whole_pass)]
-        parts[whole_pass.kind] = [
-            Part(whole_pass, index, lane) for index, lane in enumerate(lanes)
-        ]
-    waiting = parts[W]
-    is_joint = isinstance(job, Pair) or job.kind is BW
-    for index in range(max(len(parts[F]), len(parts[B]))):
-        yield from parts[F][index : index + 1]
-        for part in parts[B][index : index + 1]:
-            yield part
-            while is_joint and w_first and waiting:
-                if times.source_of(waiting[0]) > part.index:
+def _parts(order: Order, times: ChunkCosts, *, w_first: bool) -> Iterator[Job]:
+    """Parts of an order: of F and B in turns, W's among or behind them."""
+    for job in order:
+        parts: dict[PassKind, list[Part]] = {kind: [] for kind in PassKind}
+        for whole in passes_in(job):
+            for kind in KINDS[whole.kind].work:
+                one = Pass(kind, whole.chunk, whole.microbatch)
+                lanes = enumerate(lane for lane, _ in times.parts_of(one))
+                parts[kind] = [Part(one, index, lane) for index, lane in lanes]
+        waiting = parts[W]
+        is_joint = isinstance(job, Pair) or (isinstance(job, Pass) and job.kind is BW)
+        for index in range(max(len(parts[F]), len(parts[B]))):
+            yield from parts[F][index : index + 1]
+            yield from parts[B][index : index + 1]
+            while is_joint and w_first and waiting and index < len(parts[B]):
+                if times.source_of(waiting[0]) > index:
                     break
                 yield waiting.pop(0)
-    yield from waiting
-
-
-def _split(job: Job) -> tuple[Pass, ...]:
-    """A pass as F, B and W."""
-    if not isinstance(job, Pass):
-        return ()
-    if job.kind is BW:
-        return Pass(B, job.chunk, job.microbatch), Pass(W, job.chunk, job.microbatch)
-    return (job,)
+        yield from waiting
+        if not passes_in(job):
+            yield job

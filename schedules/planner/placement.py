@@ -106,7 +106,7 @@ def plan_placement(
     problems = [problem_of(each) for each in (whole, *_without_overhead(whole))]
     efforts = shares(effort if costs.parts is None else "fast", len(problems))
     plans = [_search(problem, next(efforts)) for problem in problems]
-    rows = shortest([timed(problems[0], plan.rows).plan for plan in plans]).rows
+    rows = shortest([timed(problems[0], plan.rows)[0] for plan in plans]).rows
     orders = problems[0].orders(rows)
     limited = None if costs.memory_limit is None else costs
     if costs.parts is None:

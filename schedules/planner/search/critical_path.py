@@ -18,7 +18,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.compiled.binding import (
@@ -34,7 +34,7 @@ from zbpp.schedules.planner.search.problem import (
     joined,
 )
 
-__all__ = ["Starts", "Timed", "XorShift64", "improve", "timed"]
+__all__ = ["Starts", "XorShift64", "improve", "timed"]
 
 _COST = 0.25  # of timing a pass, in passes of the list scheduler; measured in C
 
@@ -66,25 +66,18 @@ Starts: TypeAlias = Sequence[Sequence[float]]
 """Starts of F's and B's, by number and micro-batch."""
 
 
-class Timed(NamedTuple):
-    """A plan, and when its F's and B's start."""
-
-    plan: Plan
-    starts: Starts
-
-
-def timed(problem: PlacementProblem, rows: Rows) -> Timed:
+def timed(problem: PlacementProblem, rows: Rows) -> tuple[Plan, Starts]:
     """Let every pass start as early as its row allows.
 
-    Rows whose stages wait for one another have an infinite span.
+    Rows whose stages wait for one another have an infinite span, and no starts.
     """
     m = problem.n_microbatches
     begins = array("d", bytes(8 * problem.n_passes))
     plan = _run(problem, rows, Budget(0), XorShift64(0), 0.0, begins)
     if plan is None:
-        return Timed(Plan(math.inf, rows), ())
+        return Plan(math.inf, rows), ()
     numbers = range(2 * problem.n_chunks)
-    return Timed(plan, [begins[q * m : (q + 1) * m] for q in numbers])
+    return plan, [begins[q * m : (q + 1) * m] for q in numbers]
 
 
 def improve(

@@ -101,7 +101,7 @@ def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[
         return plans
     budget = Budget(min(_CLIMB * problem.n_passes, 1e6 + 30 * problem.n_passes))
     plan, _ = climb(problem, plan, settings, budget, XorShift64(0))
-    return sorted([timed(problem, plan.rows).plan, *plans], key=lambda plan: plan.span)
+    return sorted([timed(problem, plan.rows)[0], *plans], key=lambda plan: plan.span)
 
 
 def climb(
@@ -226,7 +226,7 @@ def iterated_local_search(
     (Lourenco, Martin and Stuetzle, "Iterated local search", Handbook of Metaheuristics,
     2003.)
     """
-    best, starts = plan, timed(problem, plan.rows).starts
+    best, starts = plan, timed(problem, plan.rows)[1]
     while budget.is_left and best.span > problem.target:
         rows = rows_by_starts(problem, _shifted(problem, starts, draws))
         order = known_order(rows, _OVERRUNS[draws.below(len(_OVERRUNS))])
@@ -239,7 +239,7 @@ def iterated_local_search(
         neighbour = improve(problem, neighbour, moves, draws, _DETOUR)
         budget.spend(moves.spent)
         if neighbour.span <= best.span * (1 + _LEFT_BEHIND):
-            starts = timed(problem, neighbour.rows).starts
+            starts = timed(problem, neighbour.rows)[1]
         if neighbour.span < best.span * (1 - 1e-9):
             best = neighbour
     return best

@@ -109,11 +109,11 @@ def _planned(
         if plan is None:
             return None
         is_known = attempt.order is not None
-        return Seed(timed(problem, plan.rows).plan, None if is_known else attempt)
+        return Seed(timed(problem, plan.rows)[0], None if is_known else attempt)
     budget.spend(problem.n_passes / 3)  # it is only timed
     if not problem.fits(attempt):
         return None
-    plan = timed(problem, attempt).plan
+    plan = timed(problem, attempt)[0]
     return Seed(plan, None) if plan.span < below else None
 
 
