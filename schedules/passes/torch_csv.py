@@ -16,7 +16,7 @@ torch waits for a sum where it starts it, so REDUCE_WAIT is left out, and its W 
 the parameters gathered, so a chunk's RESHARD comes behind its last pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from zbpp.core import (
     KINDS,
@@ -55,7 +55,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     """
     orders: Sequence[Sequence[Instruction]] = schedule.orders
     if any(isinstance(job, Collective) for order in orders for job in order):
-        orders = [_for_torch(order) for order in lower(schedule, ahead=0)]
+        orders = [[*_for_torch(order)] for order in lower(schedule, ahead=0)]
     rows = (",".join(filter(None, map(_cell, order))) for order in orders)
     return "".join(f"{row}\n" for row in rows)
 
@@ -80,38 +80,25 @@ def _cell(instruction: Instruction) -> str:
     return ""
 
 
-def _for_torch(order: Sequence[Instruction]) -> list[Instruction]:
+def _for_torch(order: Sequence[Instruction]) -> Iterator[Instruction]:
     """Gather each chunk once, and free it behind its last pass and the sum after it."""
     last = {
         instruction.chunk: column
         for column, instruction in enumerate(order)
         if isinstance(instruction, Pass | Collective) and instruction.kind in _LAST
     }
-    freed = {
-        instruction.chunk: instruction
-        for instruction in order
-        if isinstance(instruction, Collective)
-        and instruction.kind is CollectiveKind.RESHARD
-    }
-    gathered: set[int] = set()
-    instructions: list[Instruction] = []
+    frees = {Collective(CollectiveKind.RESHARD, chunk) for chunk in last}
+    frees.intersection_update(order)
+    gathered: set[Instruction] = set()
     for column, instruction in enumerate(order):
-        match instruction:
-            case Collective(CollectiveKind.RESHARD):
-                continue
-            case Collective(CollectiveKind.UNSHARD, chunk):
-                if chunk in gathered:
-                    continue
-                gathered.add(chunk)
-        instructions.append(instruction)
-        if (
-            isinstance(instruction, Pass | Collective)
-            and last[instruction.chunk] == column
-        ):
-            instructions += (
-                [freed[instruction.chunk]] if instruction.chunk in freed else []
-            )
-    return instructions
+        if instruction not in frees and instruction not in gathered:
+            yield instruction
+        if isinstance(instruction, Pass | Collective):
+            if instruction.kind is CollectiveKind.UNSHARD:
+                gathered.add(instruction)
+            free = Collective(CollectiveKind.RESHARD, instruction.chunk)
+            if last[instruction.chunk] == column and free in frees:
+                yield free
 
 
 def torch_schedule_name(placement: Placement) -> str | None:
