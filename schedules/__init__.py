@@ -2,7 +2,7 @@
 
 from zbpp.schedules.passes.collectives import add_collectives, without_collectives
 from zbpp.schedules.passes.lay_out import lay_out
-from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
+from zbpp.schedules.passes.lower import lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
 from zbpp.schedules.passes.torch_csv import to_torch_csv, torch_schedule_name
 from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
@@ -29,7 +29,6 @@ __all__ = [
     "Split",
     "add_collectives",
     "balance",
-    "check_channels",
     "even_split",
     "lay_out",
     "lower",

@@ -67,7 +67,7 @@ from zbpp.core.text import mistake
 from zbpp.schedules.passes.posting import Columns, Orders, Posting, in_time, when_sent
 from zbpp.schedules.passes.segments import in_segments
 
-__all__ = ["check_channels", "lower", "lower_forward"]
+__all__ = ["lower", "lower_forward"]
 
 Channel = tuple[int, int]
 """(sending stage, receiving stage)."""
@@ -199,7 +199,6 @@ def _lower_orders(
             program.append(job)
             program += sends[stage].get(column, ())
         programs.append(tuple(program))
-    check_channels(programs, placement)
     return tuple(programs)
 
 
@@ -263,46 +262,6 @@ def _posts(
                 column = min(column, check) if early else max(column, check + 1)
             posts[column].append(Receive(value, source))
     return posts
-
-
-def check_channels(programs: Sequence[Program], placement: Placement) -> None:
-    """Prove that both ends of every channel agree, and that no pass lacks an input.
-
-    Transports that match messages by their order alone (NCCL) rely on it. It is proved
-    of whole programs and of their parts before V. So it also holds if a V fails: then
-    a stage runs that part twice, and the rest once.
-    """
-    _check_run(programs, placement)
-    if any(isinstance(i, Check) for program in programs for i in program):
-        _check_run([at_check(program)[0] for program in programs], placement)
-
-
-def _check_run(programs: Sequence[Program], placement: Placement) -> None:
-    sent: dict[Channel, list[Message]] = defaultdict(list)
-    received: dict[Channel, list[Message]] = defaultdict(list)
-    n_chunks = placement.n_chunks
-    for stage, program in enumerate(programs):
-        here: set[Message] = set()
-        for instruction in program:
-            match instruction:
-                case Send(value, peer):
-                    is_tied = isinstance(value, TiedGradient)
-                    assert is_tied or value in here, (
-                        f"stage {stage} sends {value} too early"
-                    )
-                    sent[stage, peer].append(value)
-                case Receive(value, peer):
-                    received[peer, stage].append(value)
-                    here.add(value)
-                case Pass() | Segment():
-                    begun, ended = begun_by(instruction), ended_by(instruction)
-                    for value in () if begun is None else reads(begun, n_chunks):
-                        assert value in here, (
-                            f"stage {stage}: {instruction} lacks {value}"
-                        )
-                    if ended is not None:
-                        here.update(writes(ended, n_chunks))
-    assert sent == received, "a channel's ends disagree about its messages"
 
 
 def _sent_before_checks(placement: Placement, orders: Orders) -> set[Value]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge import judge
-from programs import ends_where_all_wait
+from programs import ends_agree, ends_where_all_wait
 
 from zbpp.core import (
     Costs,
@@ -301,6 +301,7 @@ def follow(plan: Plan) -> None:
             programs = lower(
                 checked, costs=costs, overlaps=overlaps, on_device=on_device
             )
+            assert ends_agree(programs)
             assert not on_device or ends_where_all_wait(programs)
     if schedule.parts is None:
         for shards in (False, True):

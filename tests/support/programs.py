@@ -1,6 +1,37 @@
 """Run programs without a device."""
 
-from zbpp.core import Program, Receive, Reduce, Send
+from collections.abc import Sequence
+
+from zbpp.core import Program, Receive, Reduce, Send, at_check
+
+
+def replayed(program: Program) -> Program:
+    """List all that a stage runs if its V finds the last step invalid."""
+    before, rest = at_check(program)
+    return (*before, *rest[:1], *before, *rest[1:]) if before else program
+
+
+def channels(programs: Sequence[Program], end: type) -> dict[tuple[int, int], list]:
+    """The messages of each channel, as its senders or its receivers see it."""
+    found: dict[tuple[int, int], list] = {}
+    for stage, program in enumerate(programs):
+        for i in program:
+            if isinstance(i, end):
+                key = (i.peer, stage) if end is Receive else (stage, i.peer)
+                found.setdefault(key, []).append(i.value)
+    return found
+
+
+def ends_agree(programs: Sequence[Program]) -> bool:
+    """True if both ends of each channel have its messages in the same order.
+
+    Transports that match messages by their order alone (NCCL) rely on it, also where a
+    V fails and stages run a part of their programs twice.
+    """
+    again = [replayed(program) for program in programs]
+    return all(
+        channels(run, Send) == channels(run, Receive) for run in (programs, again)
+    )
 
 
 def ends_where_all_wait(programs: tuple[Program, ...]) -> bool:
