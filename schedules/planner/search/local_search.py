@@ -101,7 +101,7 @@ def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[
         return plans
     budget = Budget(min(_CLIMB * problem.n_passes, 1e6 + 30 * problem.n_passes))
     plan, _ = climb(problem, plan, settings, budget, XorShift64(0))
-    return sorted([plan, *plans], key=lambda plan: plan.span)
+    return sorted([timed(problem, plan.rows)[0], *plans], key=lambda plan: plan.span)
 
 
 def climb(

@@ -109,7 +109,7 @@ def _planned(
         if plan is None:
             return None
         is_known = attempt.order is not None
-        return Seed(plan, None if is_known else attempt)
+        return Seed(timed(problem, plan.rows)[0], None if is_known else attempt)
     budget.spend(problem.n_passes / 3)  # it is only timed
     if not problem.fits(attempt):
         return None
