@@ -54,12 +54,9 @@ F, B, W, BW = PassKind
 
 @dataclass(frozen=True)
 class SegmentedOrders:
-    """Orders of segments, and when they run.
+    """Orders of segments with O's and V's, and when each column runs.
 
-    Args:
-        orders: of all stages, their O's and V's included.
-        starts, ends: of each column.
-        numbers: of each column; one that is waited for has a smaller one.
+    A column that is waited for has a smaller number.
     """
 
     orders: list[list[Job | Segment]]

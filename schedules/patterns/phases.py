@@ -32,14 +32,8 @@ def in_phases(
 ) -> Schedule:
     """Make a schedule of the phases of each stage; it steps at its end.
 
-    Args:
-        name: the mode.
-        placement: chunk to stage.
-        n_microbatches: in a step.
-        phases: of a stage.
-        least: micro-batches that the phases need. If there are fewer, some of negative
-            number stand in front, which are left out: what remains of a valid schedule
-            is valid.
+    If there are fewer micro-batches than the phases need, ``least``, some of negative
+    number stand in front. They are left out: what remains of a valid schedule is valid.
     """
     first = min(0, n_microbatches - least)
     orders = tuple(

@@ -64,12 +64,9 @@ def needs(costs: ChunkCosts, n_in_flight: float = 1.0) -> list[float]:
 def capped(
     costs: ChunkCosts, *, memory_cap: float = math.inf, default_limit: float = math.inf
 ) -> ChunkCosts:
-    """Lower the limits to what a mode promises.
+    """Lower the limits to what a mode promises, in M_B of each stage.
 
-    Args:
-        costs: joined, with the limits that the caller gives, or without.
-        memory_cap: never more than this, in M_B of each stage.
-        default_limit: the same where the caller gives no limit.
+    The default limit counts where the costs have none.
     """
     if math.inf in costs.limit:
         memory_cap = min(memory_cap, default_limit)
@@ -82,12 +79,6 @@ def check_limits(
     name: str, wanted: Sequence[float], held: ChunkCosts, n_microbatches: int
 ) -> None:
     """Refuse what needs more memory than there is.
-
-    Args:
-        name: what needs it.
-        wanted: the most of each stage.
-        held: the limits, and what is fixed.
-        n_microbatches: for the message.
 
     Raises:
         LimitError: it names the stage that lacks most, and the smallest limit that

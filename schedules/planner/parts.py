@@ -69,14 +69,7 @@ _KINDS = (
 def plan_in_parts(
     whole: Schedule, costs: Costs, problem: PlacementProblem, *, effort: str
 ) -> Schedule:
-    """Plan the parts of passes.
-
-    Args:
-        whole: a plan of the passes in one piece, under the same limit.
-        costs: with parts.
-        problem: the same, with the limit to keep.
-        effort: as that of `zbpp.schedules.plan_placement`.
-    """
+    """Plan the parts of passes, given a plan of the passes in one piece."""
     kind, seconds = parse_effort(effort)
     plans = [*_laid_out(problem, costs, whole)]
     n_parts = _PARTS.get(kind, _PARTS["default"])

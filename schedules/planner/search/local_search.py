@@ -114,13 +114,7 @@ def climb(
 ) -> tuple[Plan, Settings]:
     """Change settings while plans are not worse.
 
-    Args:
-        problem: to plan.
-        plan: of the settings.
-        settings: where to begin.
-        budget: in passes placed.
-        draws: random numbers.
-        kinds: of changes: fields of the settings, or "rank" of any pass of a stage.
+    Kinds of changes are fields of the settings, or "rank" of any pass of a stage.
     """
     while budget.is_left and plan.span > problem.target:
         tried = _changed(problem, settings, draws, kinds)

@@ -20,12 +20,7 @@ _F, _B, _W = _KINDS = PassKind.F, PassKind.B, PassKind.W
 
 
 def bounds_on_lanes(costs: ChunkCosts, n_microbatches: int) -> dict[str, float]:
-    """Bound the largest span of every schedule of parts, one entry per proof.
-
-    Args:
-        costs: above what is fixed, with parts.
-        n_microbatches: in a step.
-    """
+    """Bound the largest span of every schedule of parts, one entry per proof."""
     way = Way(costs)
     stages = [_Stage(costs, way, chunks, n_microbatches) for chunks in way.chunks_of]
     bounds = (_Stage.ramp, _Stage.network, _Stage.rounds, _Stage.area)
