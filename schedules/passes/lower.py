@@ -59,6 +59,7 @@ from zbpp.core import (
     kind_of,
     members_of,
     output_of,
+    passes_in,
     reader,
     reads,
     writes,
@@ -114,7 +115,11 @@ def lower(
     cut = in_segments(schedule, costs, adds_up=adds_up) if in_parts else None
     orders: Sequence[list[Job | Segment]] = (
         [
-            [part for job in order for part in members_of(job)]
+            [
+                part
+                for job in order
+                for part in ((job,) if overlaps else members_of(job))
+            ]
             for order in schedule.orders
         ]
         if cut is None
@@ -132,27 +137,7 @@ def lower(
         else in_time(orders, times, ahead, columns)
     )
     programs = _lower_orders(placement, orders, posting, ties)
-    if not overlaps or in_parts:
-        return programs
-    return tuple(
-        _join_pairs(program, [job for job in order if isinstance(job, Pair)])
-        for program, order in zip(programs, schedule.orders, strict=True)
-    )
-
-
-def _join_pairs(program: Program, pairs: Sequence[Pair]) -> Program:
-    """Put pairs in the places of their passes: receives before, sends behind.
-
-    Each channel keeps its order: sends stay among sends, receives among receives.
-    """
-    joined = list(program)
-    for pair in pairs:
-        start, end = joined.index(pair.forward), joined.index(pair.backward)
-        between = joined[start + 1 : end]
-        receives = [x for x in between if isinstance(x, Receive)]
-        others = [x for x in between if not isinstance(x, Receive)]
-        joined[start : end + 1] = [*receives, pair, *others]
-    return tuple(joined)
+    return programs
 
 
 def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program, ...]:
@@ -202,6 +187,18 @@ def _lower_orders(
     return tuple(programs)
 
 
+def _begun(job: Instruction) -> tuple[Pass, ...]:
+    """The passes that begin with a job; those of a pair together."""
+    begun = begun_by(job)
+    return passes_in(job) if isinstance(job, Pair) else (begun,) if begun else ()
+
+
+def _ended(job: Instruction) -> tuple[Pass, ...]:
+    """The passes that end with a job."""
+    ended = ended_by(job)
+    return passes_in(job) if isinstance(job, Pair) else (ended,) if ended else ()
+
+
 def _sends(
     placement: Placement, order: Sequence[Instruction], ties: Ties
 ) -> dict[int, list[Send]]:
@@ -241,7 +238,7 @@ def _posts(
     needed_at: dict[Message, int] = {
         value: column
         for column, job in enumerate(order)
-        if (begun := begun_by(job)) is not None
+        for begun in _begun(job)
         for value in reads(begun, placement.n_chunks)
     }
     check = order.index(Check(stage)) if Check(stage) in order else None
@@ -270,7 +267,7 @@ def _sent_before_checks(placement: Placement, orders: Orders) -> set[Value]:
         value
         for order in orders
         for job in at_check(tuple(order))[0]
-        if (ended := ended_by(job)) is not None
+        for ended in _ended(job)
         for value in writes(ended, placement.n_chunks)
     }
 
@@ -280,8 +277,7 @@ def _check_validation(placement: Placement, orders: Orders) -> None:
     early = _sent_before_checks(placement, orders)
     for stage, order in enumerate(orders):
         for column, job in enumerate(at_check(tuple(order))[0]):
-            begun = begun_by(job)
-            for value in () if begun is None else reads(begun, placement.n_chunks):
+            for value in (v for x in _begun(job) for v in reads(x, placement.n_chunks)):
                 if value in early:
                     continue
                 source = placement.stage_of[value.chunk]
