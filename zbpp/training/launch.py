@@ -100,6 +100,8 @@ def run_launched(worker: Callable[[], int | None]) -> NoReturn:
         code = worker() or 0
         if dist.is_initialized():
             dist.barrier()
+    except SystemExit as error:  # of rich, whose reader has left: `zbpp train | head`
+        os._exit(int(error.code or 0))
     except BaseException as error:
         _fail(error)
     print(end="", flush=True)

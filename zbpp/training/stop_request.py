@@ -37,7 +37,7 @@ class StopRequest:
         self._key = _KEY
         if store is not None:
             self._key += str(store.add(f"{_KEY}_runs_of_{rank}", 1))
-        self._told = False
+        self._is_written = False
         self.number: int | None = None
         """Of the first signal that this process was sent."""
 
@@ -51,8 +51,8 @@ class StopRequest:
         """True if no rank is to begin this step; every rank asks before every step."""
         if self._store is None:
             return self.number is not None
-        if self.number is not None and not self._told:
-            self._told = True
+        if self.number is not None and not self._is_written:
+            self._is_written = True
             self._store.compare_set(self._key, "", f"{step + 2} {self.number}")
         if not self._store.check([self._key]):
             return False
