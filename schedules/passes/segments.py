@@ -45,7 +45,7 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.costs.parts import PartTimes
-from zbpp.core.validation import unit_times
+from zbpp.core.graph import unit_times
 
 __all__ = ["SegmentedOrders", "in_segments"]
 

@@ -10,7 +10,6 @@ from zbpp.core.costs.collectives import (
     fit_link,
 )
 from zbpp.core.costs.columns import parse_memory
-from zbpp.core.costs.held import held_during, peaks
 from zbpp.core.costs.layers import LayerCosts
 from zbpp.core.costs.parts import Parts
 from zbpp.core.costs.table import Costs
@@ -36,6 +35,7 @@ from zbpp.core.files.schedule_file import (
     write_schedule,
 )
 from zbpp.core.graph import JobGraph, JobTimes, Wait
+from zbpp.core.held import held_during, peaks
 from zbpp.core.jobs import (
     KINDS,
     Check,

@@ -22,11 +22,13 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import inf
 from typing import Literal, NamedTuple
 
 from zbpp.core.costs.chunks import ChunkCosts
+from zbpp.core.costs.parts import Parts, PartTimes
+from zbpp.core.costs.table import Costs
 from zbpp.core.jobs import (
     Check,
     Job,
@@ -50,10 +52,13 @@ from zbpp.core.jobs import (
     reads,
     writes,
 )
+from zbpp.core.placement import Placement
 from zbpp.core.text import mistake
 from zbpp.core.timeline import Slot
 
-__all__ = ["JobGraph", "JobTimes", "Wait"]
+__all__ = ["JobGraph", "JobTimes", "Wait", "lanes_of_parts", "unit_times"]
+
+_Lanes = dict[tuple[PassKind, int], dict[int, Lane]]
 
 
 class Wait(NamedTuple):
@@ -436,3 +441,29 @@ class JobTimes:
                 bulk_construct(Slot, len(row), job=row, start=starts, end=ends)
                 for row, starts, ends in rows
             ]
+
+
+def lanes_of_parts(rows: Sequence[Sequence[Job]]) -> _Lanes:
+    """The lane of each part of the passes of each kind and chunk, as it comes first."""
+    lanes: _Lanes = {}
+    for job in chain.from_iterable(rows):
+        if isinstance(job, Part):
+            lanes.setdefault((job.kind, job.chunk), {}).setdefault(job.index, job.lane)
+    return lanes
+
+
+def unit_times(placement: Placement, rows: Sequence[Sequence[Job]]) -> ChunkCosts:
+    """Times by which every part takes a unit, on the lanes that rows tell."""
+    lanes = lanes_of_parts(rows)
+
+    def parts(kind: PassKind, chunk: int) -> PartTimes:
+        part_lanes = sorted(lanes.get((kind, chunk), {}).items())
+        return tuple((lane, 1.0) for _, lane in part_lanes)
+
+    whole = ((Lane.COMPUTE, 1.0),)  # of chunks that are in no row
+    f, b, w = PassKind.F, PassKind.B, PassKind.W
+    of_chunks = tuple(
+        Parts(parts(f, chunk) or whole, parts(b, chunk) or whole, parts(w, chunk))
+        for chunk in range(placement.n_chunks)
+    )
+    return Costs(parts=of_chunks).on(placement)

@@ -10,22 +10,19 @@ Where passes have parts, each stage has its order of passes, and a row of their 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.costs.chunks import ChunkCosts
-from zbpp.core.costs.held import held_during
-from zbpp.core.costs.parts import Parts
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError, ScheduleError
-from zbpp.core.graph import JobGraph
+from zbpp.core.graph import JobGraph, lanes_of_parts, unit_times
+from zbpp.core.held import held_during
 from zbpp.core.jobs import (
     KINDS,
     Check,
     Collective,
     CollectiveKind,
     Job,
-    Lane,
     Part,
     Pass,
     PassKind,
@@ -46,7 +43,6 @@ __all__ = [
     "check_layers",
     "check_memory",
     "check_parts",
-    "unit_times",
     "validate",
 ]
 
@@ -302,21 +298,9 @@ def check_parts(placement: Placement, orders: Orders, rows: Orders) -> None:
         raise ScheduleError(f"parts, {error}") from None
 
 
-_Lanes = dict[tuple[PassKind, int], dict[int, Lane]]
-"""By kind and chunk of a pass, the lane of each of its parts."""
-
-
-def _lanes_of(rows: Orders) -> _Lanes:
-    lanes: _Lanes = {}
-    for job in chain.from_iterable(rows):
-        if isinstance(job, Part):
-            lanes.setdefault((job.kind, job.chunk), {}).setdefault(job.index, job.lane)
-    return lanes
-
-
 def _part_breaches(orders: Orders, rows: Orders) -> Iterator[tuple[int, int, str]]:
     """Find breaches of the rules of parts: row, column, and the reason."""
-    lanes = _lanes_of(rows)
+    lanes = lanes_of_parts(rows)
     for stage, row in enumerate(rows):
         parts = [(x, job) for x, job in enumerate(row) if isinstance(job, Part)]
         for column, job in parts:
@@ -367,19 +351,6 @@ def _row_breaches(
     for of, n in done.items():
         if isinstance(of, Pass) and n < counts[of.kind, of.chunk]:
             yield len(row), f"part {n} of {of} is missing"
-
-
-def unit_times(placement: Placement, rows: Orders) -> ChunkCosts:
-    """Times by which every part takes a unit, on the lanes that rows tell."""
-    lanes = _lanes_of(rows)
-
-    def parts(kind: PassKind, chunk: int) -> tuple[tuple[Lane, float], ...]:
-        part_lanes = sorted(lanes.get((kind, chunk), {}).items())
-        return tuple((lane, 1.0) for _, lane in part_lanes)
-
-    chunks = range(placement.n_chunks)
-    of_chunks = tuple(Parts(parts(F, c), parts(B, c), parts(W, c)) for c in chunks)
-    return Costs(parts=of_chunks).on(placement)
 
 
 def check_memory(orders: Orders, costs: ChunkCosts) -> None:

@@ -1,6 +1,6 @@
 """Memory of every stage under every mode, before a step has run.
 
-The bytes of a stage are the planner's own: `zbpp.core.costs.held.peaks` of the layers'
+The bytes of a stage are the planner's own: `zbpp.core.held.peaks` of the layers'
 columns. On top come three of its largest messages (two are announced, one leaves), and
 the inputs and targets of all micro-batches where the stage reads them.
 """
@@ -12,7 +12,7 @@ from functools import cache, lru_cache, partial
 from typing import Any, Unpack
 
 from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule
-from zbpp.core.costs.held import peaks
+from zbpp.core.held import peaks
 from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
 from zbpp.memory.tracking import bytes_of
 from zbpp.models.entry import AnyModel

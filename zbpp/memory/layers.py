@@ -3,7 +3,7 @@
 Every layer runs F, B and W as a chunk of its own on the runtime's own stage, so the
 split of the backward, checkpoints and the order of releases are those of a run. Layers
 that are alike run once. What a stage holds under a schedule follows by the planner's
-own sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.costs.held.peaks`.
+own sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.held.peaks`.
 """
 
 from collections.abc import Sequence

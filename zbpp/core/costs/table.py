@@ -42,7 +42,7 @@ counted from what the stage holds when the pass starts.
 the copy that a rollback needs. ``memory_limit`` bounds the sum of all. Without peaks
 and ``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, section
 2.3), with any unit, such as M_B. What a stage holds follows from its order alone, not
-from the times (`zbpp.core.costs.held`).
+from the times (`zbpp.core.held`).
 """
 
 import math

@@ -17,7 +17,8 @@ pass before it started.
 from collections.abc import Sequence
 
 from zbpp.core.costs.chunks import ChunkCosts
-from zbpp.core.jobs import Job, Lane, Part, Pass, Step, lanes_of, reads, writes
+from zbpp.core.graph import JobGraph, unit_times
+from zbpp.core.jobs import Job, Lane, Part, Pass, lanes_of
 
 __all__ = ["held_during", "peaks"]
 
@@ -57,47 +58,41 @@ def peaks(orders: Sequence[Sequence[Job]], costs: ChunkCosts) -> list[float]:
 
 def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
     """Most that a stage holds from each part of a row on, fixed memory included."""
-    n_chunks = costs.placement.n_chunks
-    last = {
+    rows = [row if s == stage else () for s in range(costs.placement.n_stages)]
+    graph = JobGraph(rows, unit_times(costs.placement, rows))
+    last: dict[Job, int] = {
         part.of: column for column, part in enumerate(row) if isinstance(part, Part)
     }
-    on_lane: list[_Known] = [(0, 0), (0, 0)]
+    starts: list[_Known] = []
+    ends: list[_Known] = []
     counts = [0, 0]
-    ended: dict[object, _Known] = {}  # by pass, and by value: known when it is there
-    at_last_start: _Known = (0, 0)
     settled, running = costs.fixed[stage], dict[Job, tuple[int, int]]()
     during: list[float] = []
     for column, job in enumerate(row):
         lane = _LANES.index(lanes_of(job)[0])
-        n_ended = on_lane[lane]
         of: Job = job.of if isinstance(job, Part) else job
+        n_ended: _Known = (0, 0)
+        for wait in graph.waits(column):
+            if wait.source == graph.all_gradients:
+                n_ended = counts[0], counts[1]
+            elif wait.source < len(row):  # on this stage
+                known = starts if wait.from_start else ends
+                n_ended = _join(n_ended, known[wait.source])
+        starts.append(n_ended)
         if isinstance(job, Part) and job.index:
-            n_ended = _join(n_ended, ended[of])
-        elif isinstance(of, Step):  # it waits for all gradients
-            n_ended = counts[0], counts[1]
+            held = during[-1]
         else:
-            n_ended = _join(n_ended, at_last_start)
-            for value in reads(of, n_chunks) if isinstance(of, Pass) else ():
-                n_ended = _join(n_ended, ended.get(value, n_ended))
-        if of not in running and not (isinstance(job, Part) and job.index):
-            at_last_start = n_ended
             for running_job, (on, number) in list(running.items()):
                 if number <= n_ended[on]:
                     settled += costs.change(running_job)
                     del running[running_job]
             held = settled + sum(map(costs.peak, (*running, of)))
             running[of] = (0, 2**62)
-        else:
-            held = during[-1]
         during.append(held)
         counts[lane] += 1
-        n_ended = (counts[0], n_ended[1]) if lane == 0 else (n_ended[0], counts[1])
-        on_lane[lane] = ended[of] = n_ended
-        is_last = not isinstance(job, Part) or last[job.of] == column
-        if is_last:
+        ends.append((counts[0], n_ended[1]) if lane == 0 else (n_ended[0], counts[1]))
+        if last.get(of, column) == column:
             running[of] = lane, counts[lane]
-            if isinstance(of, Pass):
-                ended |= dict.fromkeys(writes(of, n_chunks), n_ended)
     return during
 
 
