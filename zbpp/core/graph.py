@@ -62,19 +62,16 @@ _Lanes = dict[tuple[PassKind, int], dict[int, Lane]]
 
 
 class Wait(NamedTuple):
-    """A reason for which a job starts no earlier than it does.
-
-    Args:
-        source: node of another job, or one of the nodes without a job (`JobGraph`).
-        reason: what the job needs of it.
-        delay: time from the end of the source on.
-        from_start: the wait is for the start of the source.
-    """
+    """A reason for which a job starts no earlier than it does."""
 
     source: int
+    """Node of another job, or one of the nodes without a job (`JobGraph`)."""
     reason: Literal["lane", "part", "state", "value"]
+    """What the job needs of it."""
     delay: float = 0.0
+    """Time from the end of the source on."""
     from_start: bool = False
+    """The wait is for the start of the source."""
 
 
 class _Shape(NamedTuple):
