@@ -136,8 +136,7 @@ def lower(
         if on_device
         else in_time(orders, times, ahead, columns)
     )
-    programs = _lower_orders(placement, orders, posting, ties)
-    return programs
+    return _lower_orders(placement, orders, posting, ties)
 
 
 def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program, ...]:
@@ -209,15 +208,14 @@ def _sends(
     sends: dict[int, list[Send]] = defaultdict(list)
     last: dict[int, int] = {}
     for column, job in enumerate(order):
-        ended = ended_by(job)
-        value = None if ended is None else output_of(ended, placement.n_chunks)
-        if value is not None:
-            peer = placement.stage_of[reader(value)]
-            if peer != placement.stage_of[value.chunk]:
-                sends[column].append(Send(value, peer))
-        done = job if isinstance(job, Collective) else ended
-        if done is not None and kind_of(done).ends_gradients:
-            last[done.chunk] = column
+        for ended in _ended(job):
+            if (value := output_of(ended, placement.n_chunks)) is not None:
+                peer = placement.stage_of[reader(value)]
+                if peer != placement.stage_of[value.chunk]:
+                    sends[column].append(Send(value, peer))
+        for done in (job,) if isinstance(job, Collective) else _ended(job):
+            if kind_of(done).ends_gradients:
+                last[done.chunk] = column
     for tie, chunks in enumerate(ties):
         stages = {placement.stage_of[chunk] for chunk in chunks}
         for chunk in sorted(last.keys() & set(chunks)):

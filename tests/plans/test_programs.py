@@ -32,6 +32,7 @@ from zbpp.core import (
     at_check,
     begun_by,
     ended_by,
+    input_of,
     passes_in,
     peaks,
     reads,
@@ -354,3 +355,26 @@ def test_segments_end_with_no_more_memory_than_planned(seed):
 def test_a_plan_without_parts_has_no_segments():
     schedule = plan("ZBH1", n_stages=2, n_microbatches=2)
     assert lower(schedule, overlaps=True) == lower(schedule)
+
+
+@pytest.mark.parametrize("mode", ["DualPipeV", "Combined1F1B", "ZBV"])
+def test_every_value_of_another_stage_is_received_before_its_pass(mode):
+    """Both passes of a pair begin with it; what they write is sent behind it."""
+    schedule = plan(mode, n_stages=3, n_microbatches=8)
+    stage_of = schedule.placement.stage_of
+    for options in ({"overlaps": True}, {"overlaps": True, "on_device": True}, {}):
+        programs = lower(schedule, **options)
+        received, needed = [0] * 3, [0] * 3
+        for stage, program in enumerate(programs):
+            there = set()
+            for job in program:
+                if isinstance(job, Receive):
+                    there.add(job.value)
+                    received[stage] += 1
+                for done in () if isinstance(job, Receive | Send) else passes_in(job):
+                    value = input_of(done, len(stage_of))
+                    if value is not None and stage_of[value.chunk] != stage:
+                        assert value in there, f"{job} of stage {stage}"
+                        needed[stage] += 1
+        assert received == needed
+        assert sum(isinstance(x, Send) for x in sum(programs, ())) == sum(received) > 0

@@ -357,7 +357,7 @@ def with_an_error_of_nccl(fails_at: int) -> None:
 
 @pytest.mark.parametrize(
     ("fails_at", "what"),
-    [pytest.param(41, "allreduce", marks=pytest.mark.slow), (39, "receive")],
+    [pytest.param(41, "allreduce", marks=pytest.mark.slow), (38, "receive")],
 )
 def test_an_error_of_nccl_is_reported(
     pool: SimulatedPool, fails_at: int, what: str
