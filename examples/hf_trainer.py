@@ -35,8 +35,8 @@ arguments = TrainingArguments(
 trainer = PipelineTrainer(
     LlamaForCausalLM(config),
     arguments,
-    train_dataset=rows[:99],
-    eval_dataset=rows[99:],
+    train_dataset=rows[:100],
+    eval_dataset=rows[100:],
     pipeline={"schedule": "ZBH1", "n_microbatches": 4},
 )
 trainer.train(resume_from_checkpoint=sys.argv[3] if sys.argv[3:] else None)

@@ -30,7 +30,7 @@ arguments = TrainingArguments(
 trainer = Trainer(
     LlamaForCausalLM(config),
     arguments,
-    train_dataset=rows[:99],
-    eval_dataset=rows[99:],
+    train_dataset=rows[:100],
+    eval_dataset=rows[100:],
 )
 trainer.train(resume_from_checkpoint=sys.argv[3] if sys.argv[3:] else None)
