@@ -1,5 +1,6 @@
 """Bytes of passes by the device's own allocator are those of the estimate."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -38,3 +39,24 @@ def test_measured_bytes_of_layers() -> None:
     planned = profile.with_memory(replace(estimated, m_b=0.0)).layers
     assert planned.m_b == profile.memory["m_b"]
     assert planned.m_fixed == estimated.m_fixed
+
+
+def test_a_backward_is_counted_on_one_thread() -> None:
+    """A thread of autograd could free tensors after the count."""
+    simgpu.begin("lazy")
+    threads = set()
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            y.register_hook(lambda _: threads.add(threading.get_ident()))
+            return y
+
+    layers = [Watched(8, 8) for _ in range(2)]
+    x = torch.randn(4, 8)
+    layer_memory(layers, (x, x), loss_fn, device="cuda")
+    assert threads == {threading.get_ident()}
+    threads.clear()
+    y = nn.Sequential(*layers).to("cuda")(x.to("cuda"))
+    y.sum().backward()
+    assert threads - {threading.get_ident()}, "the device has a thread of its own"

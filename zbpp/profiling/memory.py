@@ -6,7 +6,7 @@ An accelerator's allocator counts them in a profile, and `zbpp.memory` on fake t
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -132,7 +132,7 @@ def measure_bytes(
     left_output = max(0, sum(t.nbytes for t in output) - (with_output - now))
     left = now - base - left_input - left_output
     base = counter.restart()
-    with counter:
+    with counter, _on_this_thread():
         dy = (
             None
             if is_last
@@ -148,12 +148,17 @@ def measure_bytes(
     # the output is the next layer's input, which has its own B
     change_b = counter.now - base + left_output
     base = counter.restart()
-    with counter:
+    with counter, _on_this_thread():
         stage.backward_weight(index, microbatch)
         peak_w = counter.most - base
     return PassBytes(
         left, left_input, left_output, change_b, peak_f, peak_b, peak_w
     ), output
+
+
+def _on_this_thread() -> AbstractContextManager[Any]:
+    """Let no thread of autograd free tensors of a backward after it has returned."""
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def columns_of_bytes(
