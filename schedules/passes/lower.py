@@ -40,7 +40,6 @@ from zbpp.core import (
     Instruction,
     Job,
     Message,
-    Pair,
     Pass,
     PassKind,
     Placement,
@@ -59,7 +58,6 @@ from zbpp.core import (
     kind_of,
     members_of,
     output_of,
-    passes_in,
     reader,
     reads,
     writes,
@@ -186,18 +184,6 @@ def _lower_orders(
     return tuple(programs)
 
 
-def _begun(job: Instruction) -> tuple[Pass, ...]:
-    """The passes that begin with a job; those of a pair together."""
-    begun = begun_by(job)
-    return passes_in(job) if isinstance(job, Pair) else (begun,) if begun else ()
-
-
-def _ended(job: Instruction) -> tuple[Pass, ...]:
-    """The passes that end with a job."""
-    ended = ended_by(job)
-    return passes_in(job) if isinstance(job, Pair) else (ended,) if ended else ()
-
-
 def _sends(
     placement: Placement, order: Sequence[Instruction], ties: Ties
 ) -> dict[int, list[Send]]:
@@ -208,12 +194,12 @@ def _sends(
     sends: dict[int, list[Send]] = defaultdict(list)
     last: dict[int, int] = {}
     for column, job in enumerate(order):
-        for ended in _ended(job):
+        for ended in ended_by(job):
             if (value := output_of(ended, placement.n_chunks)) is not None:
                 peer = placement.stage_of[reader(value)]
                 if peer != placement.stage_of[value.chunk]:
                     sends[column].append(Send(value, peer))
-        for done in (job,) if isinstance(job, Collective) else _ended(job):
+        for done in (job,) if isinstance(job, Collective) else ended_by(job):
             if kind_of(done).ends_gradients:
                 last[done.chunk] = column
     for tie, chunks in enumerate(ties):
@@ -236,7 +222,7 @@ def _posts(
     needed_at: dict[Message, int] = {
         value: column
         for column, job in enumerate(order)
-        for begun in _begun(job)
+        for begun in begun_by(job)
         for value in reads(begun, placement.n_chunks)
     }
     check = order.index(Check(stage)) if Check(stage) in order else None
@@ -265,7 +251,7 @@ def _sent_before_checks(placement: Placement, orders: Orders) -> set[Value]:
         value
         for order in orders
         for job in at_check(tuple(order))[0]
-        for ended in _ended(job)
+        for ended in ended_by(job)
         for value in writes(ended, placement.n_chunks)
     }
 
@@ -275,7 +261,9 @@ def _check_validation(placement: Placement, orders: Orders) -> None:
     early = _sent_before_checks(placement, orders)
     for stage, order in enumerate(orders):
         for column, job in enumerate(at_check(tuple(order))[0]):
-            for value in (v for x in _begun(job) for v in reads(x, placement.n_chunks)):
+            for value in (
+                v for x in begun_by(job) for v in reads(x, placement.n_chunks)
+            ):
                 if value in early:
                     continue
                 source = placement.stage_of[value.chunk]

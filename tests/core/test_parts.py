@@ -266,7 +266,7 @@ def test_all_forms_of_parts_are_planned_and_run(mode, f, w, more):
     assert found.lower_bound <= found.span * (1 + 1e-9)
     for schedule in (found.schedule, post_validated(found.schedule)):
         programs = lower(schedule, costs=costs, overlaps=True)
-        ended = {ended_by(one) for program in programs for one in program}
+        ended = {x for program in programs for one in program for x in ended_by(one)}
         passes = (passes_in(job) for order in schedule.orders for job in order)
         assert {each for of_job in passes for each in of_job} <= ended
 

@@ -303,16 +303,17 @@ def run(programs: tuple[Program, ...], schedule: Schedule, costs: Costs) -> None
         before = list(columns)
         for stage, program in enumerate(programs):
             for one in program[columns[stage] :]:
-                begun, done = begun_by(one), ended_by(one)
-                if begun and not written.issuperset(reads(begun, n_chunks)):
+                begun = begun_by(one)
+                if not written.issuperset(v for x in begun for v in reads(x, n_chunks)):
                     break
                 if isinstance(one, Segment) and one.part.kind is W:
                     b = Pass(B, one.part.chunk, one.part.of.microbatch)
                     assert b in ended or b in is_open[stage]
-                elif begun:
-                    is_open[stage].add(begun)
-                    if begun.kind is F:
-                        held[stage] += times.m_b[begun.chunk]
+                    begun = ()
+                for each in begun:
+                    is_open[stage].add(each)
+                    if each.kind is F:
+                        held[stage] += times.m_b[each.chunk]
                         most[stage] = max(most[stage], held[stage])
                 kinds = Counter((x.kind is F, x.chunk) for x in is_open[stage])
                 assert sum(n for (is_f, _), n in kinds.items() if is_f) <= 1
@@ -320,7 +321,7 @@ def run(programs: tuple[Program, ...], schedule: Schedule, costs: Costs) -> None
                 assert not (isinstance(one, Check) and is_open[stage])
                 if isinstance(one, Collective):  # a sum of replicas
                     assert ended >= {x for x in passes if x.chunk == one.chunk}
-                if done:
+                for done in ended_by(one):
                     written.update(writes(done, n_chunks))
                     ended.add(done)
                     is_open[stage].discard(done)

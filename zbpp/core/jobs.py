@@ -489,7 +489,6 @@ def passes_in(job: object) -> tuple[Pass, ...]:
 
     That of a part is the pass that it is one of.
 
-
     >>> passes_in(Pass(PassKind.F, 0, 0)), passes_in(Step(0))
     ((Pass(kind=<PassKind.F: 'F'>, chunk=0, microbatch=0),), ())
     """

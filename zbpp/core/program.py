@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zbpp.core.jobs import Check, Job, Part, Pass, Value
+from zbpp.core.jobs import Check, Job, Part, Pass, Value, passes_in
 
 __all__ = [
     "AddTied",
@@ -111,15 +111,15 @@ def at_check(program: Program) -> tuple[Program, Program]:
     return (), program
 
 
-def begun_by(instruction: Instruction) -> Pass | None:
-    """The pass that begins with an instruction, and reads its inputs there."""
+def begun_by(instruction: Instruction) -> tuple[Pass, ...]:
+    """The passes that begin with an instruction, and read their inputs there."""
     if isinstance(instruction, Segment):
-        return instruction.part.of if instruction.begins else None
-    return instruction if isinstance(instruction, Pass) else None
+        return (instruction.part.of,) if instruction.begins else ()
+    return passes_in(instruction)
 
 
-def ended_by(instruction: Instruction) -> Pass | None:
-    """The pass that ends with an instruction, and whose outputs are there then."""
+def ended_by(instruction: Instruction) -> tuple[Pass, ...]:
+    """The passes that end with an instruction, and whose outputs are there then."""
     if isinstance(instruction, Segment):
-        return None if instruction.left else instruction.part.of
-    return instruction if isinstance(instruction, Pass) else None
+        return () if instruction.left else (instruction.part.of,)
+    return passes_in(instruction)
