@@ -4,41 +4,28 @@ engine          from orders and costs to a timeline, of one iteration or of seve
                 the time of a step among many, and of one that is rolled back
 arguments       a Plan for a Schedule; what is no timeline is refused
 metrics         figures of a timeline: spans, bubble rate, memory
-job_graph       the jobs and their waits as a graph of networkx
-critical_path   the chain of jobs that fixed the time; who sends to whom
+critical_path   jobs and waits as a graph of networkx; the chain that fixed the time
 boxes           a timeline as a list of boxes: what all of these draw:
-plot            pictures of timelines and of modes (by matplotlib: figures)
-svg             shapes of a page
-tables          figures in a terminal, or on a page
-entries         a mode on a page: figures and timelines
+plot            pictures of timelines and of modes, by matplotlib
 page            one HTML file to zoom in
 trace           files for Perfetto
+tables          figures in a terminal, or on a page
 """
 
 from zbpp.core import lower_bound, lower_bounds
-from zbpp.simulator.critical_path import (
-    CriticalPath,
-    Message,
-    critical_path,
-    messages,
-)
+from zbpp.simulator.critical_path import CriticalPath, critical_path, job_graph
 from zbpp.simulator.engine import (
-    expected_step_time,
     join,
-    rollback_time,
     simulate,
     simulate_iterations,
     steady_step_time,
     with_rollback,
 )
-from zbpp.simulator.entries import PageEntry
-from zbpp.simulator.job_graph import job_graph
 from zbpp.simulator.metrics import (
     bubble_rate,
     idle,
     makespan,
     memory_over_time,
-    overhead,
     peak_memory,
     sending,
     span,
@@ -46,17 +33,17 @@ from zbpp.simulator.metrics import (
     step_time,
     work,
 )
-from zbpp.simulator.page import write_page
+from zbpp.simulator.page import charts_html, write_page
 from zbpp.simulator.plot import plot, plot_comparison
-from zbpp.simulator.trace import trace_events, write_trace
+from zbpp.simulator.tables import Table
+from zbpp.simulator.trace import write_trace
 
 __all__ = [
     "CriticalPath",
-    "Message",
-    "PageEntry",
+    "Table",
     "bubble_rate",
+    "charts_html",
     "critical_path",
-    "expected_step_time",
     "idle",
     "job_graph",
     "join",
@@ -64,12 +51,9 @@ __all__ = [
     "lower_bounds",
     "makespan",
     "memory_over_time",
-    "messages",
-    "overhead",
     "peak_memory",
     "plot",
     "plot_comparison",
-    "rollback_time",
     "sending",
     "simulate",
     "simulate_iterations",
@@ -77,7 +61,6 @@ __all__ = [
     "stage_span",
     "steady_step_time",
     "step_time",
-    "trace_events",
     "with_rollback",
     "work",
     "write_page",

@@ -10,7 +10,7 @@ What a box is called, its colour, its lane and its place are decided here for al
 
 import colorsys
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -26,53 +26,42 @@ from zbpp.core import (
     Scope,
     State,
     Timeline,
+    format_memory,
     kind_of,
     lanes_of,
     passes_in,
     place_of,
 )
-from zbpp.simulator.metrics import (
-    memory_over_time,
-    memory_scale,
-    peak_memory,
-    step_time,
-)
+from zbpp.simulator.metrics import memory_over_time, peak_memory, step_time, waste
 
 __all__ = [
     "DARK",
-    "IDLE",
     "LOOKS",
     "PALETTE",
-    "SEND",
     "Box",
     "Drawing",
-    "Mark",
     "Memory",
-    "Rectangle",
     "Style",
+    "drawings_of",
     "ink_on",
     "legend_of",
     "origin_of",
-    "shade",
 ]
 
-IDLE = "#E4E4E4"
 DARK = "#222222"
-SEND = "SEND"
-"""Role of the end of a job in which its stage only sends."""
-
+_SEND = "SEND"  # role of the end of a job in which its stage only sends
 
 LOOKS = {row.text: row for row in KINDS.values() if row.colour} | {
-    SEND: JobKind(SEND, Scope.MICROBATCH, "only sends", colour="#8A8A8A")
+    _SEND: JobKind(_SEND, Scope.MICROBATCH, "only sends", colour="#8A8A8A")
 }
 """Looks by the text of the kind, in the order of legends."""
 
-PALETTE = {role: look.colour or DARK for role, look in LOOKS.items()} | {"idle": IDLE}
+PALETTE = {role: look.colour or DARK for role, look in LOOKS.items()} | {
+    "idle": "#E4E4E4"
+}
 """Colours by role, and that of idle time."""
 
 _LANES = list(Lane)
-_TOP, _BOTTOM = 0.07, 0.93  # of the row of a stage
-_JOBS_SHARE = 0.71  # of a row, for lane 0 where a stage has others too
 _MOST_CURVES = 16
 
 
@@ -80,7 +69,7 @@ class Style(NamedTuple):
     """The look of a box.
 
     ``leg``: the first (0), second (1), ... chunk of its stage, lighter each time;
-    ``recomputes``: a B that computes layers again.
+    ``recomputes``: a backward that computes layers again, darker.
     """
 
     role: str
@@ -89,17 +78,18 @@ class Style(NamedTuple):
 
     def colour_in(self, palette: Mapping[str, str]) -> str:
         """As ``#rrggbb``."""
-        return shade(palette[self.role], self.leg)
+        white = (0.0, 0.5, 0.7, 0.8)[min(self.leg, 3)]
+        black = 0.3 * self.recomputes
+        mixed = (
+            round(255 * (part + (1 - part) * white) * (1 - black))
+            for part in _rgb(palette[self.role])
+        )
+        return "#" + "".join(f"{part:02x}" for part in mixed)
 
     @property
     def at_once(self) -> bool:
         """True if a box that takes no time is drawn as a line: a validation."""
         return State.VERDICT in LOOKS[self.role].awaits
-
-    @property
-    def order(self) -> tuple[int, int, bool]:
-        """Place among all styles: that of the legend."""
-        return list(LOOKS).index(self.role), self.leg, self.recomputes
 
 
 class Box(NamedTuple):
@@ -124,47 +114,41 @@ class Box(NamedTuple):
     @property
     def name(self) -> str:
         """Text of the job: ``3B7``."""
-        return f"send of {self.job}" if self.style.role == SEND else str(self.job)
-
-    @property
-    def microbatches(self) -> list[int]:
-        """Of its passes; of none, one, or the two of a pair."""
-        return [part.microbatch for part in passes_in(self.job)]
+        return f"send of {self.job}" if self.style.role == _SEND else str(self.job)
 
     @property
     def text(self) -> str:
         """Text inside the box: micro-batches, or the name of a job of the stage."""
-        if self.lane or self.style.role == SEND:
+        if self.lane or self.style.role == _SEND:
             return ""
-        return " ".join(map(str, self.microbatches)) or str(self.job)
-
-    @property
-    def is_work(self) -> bool:
-        """True within the span of a stage, which steps and validations are not."""
-        return bool(passes_in(self.job))
-
-
-class Rectangle(NamedTuple):
-    """A box, or the ground of a span (``box`` is None); a stage's row has height 1."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    colour: str
-    box: Box | None = None
-
-    @property
-    def strip(self) -> "Rectangle":
-        """The lower quarter, which marks passes that compute layers again."""
-        return self._replace(y=self.y + 0.75 * self.height, height=0.25 * self.height)
+        microbatches = (str(part.microbatch) for part in passes_in(self.job))
+        return " ".join(microbatches) or str(self.job)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A timeline as boxes, and what media ask about all of them."""
+    """A timeline as boxes, and what media ask about all of them.
+
+    ``costs``: of its memory, where that is shown.
+    """
 
     timeline: Timeline
+    costs: Costs | None = None
+
+    @property
+    def facts(self) -> str:
+        """Bubble rate and peak memory."""
+        measure, share = waste(self.timeline)
+        facts = f"{measure} {share:.2%}"
+        if self.costs is None:
+            return facts
+        peak = max(peak_memory(self.timeline, self.costs))
+        return f"{facts}, peak memory {_memory_text(peak, self.costs)}"
+
+    @property
+    def memory(self) -> "Memory | None":
+        """Memory over time, where there are costs."""
+        return None if self.costs is None else Memory(self.timeline, self.costs)
 
     @property
     def n_stages(self) -> int:
@@ -176,30 +160,6 @@ class Drawing:
         """From the first start to the last end."""
         return step_time(self.timeline)
 
-    def rectangles(self, palette: Mapping[str, str]) -> Iterator[Rectangle]:
-        """The idle time within each stage's span, and above it the boxes, by style."""
-        top, height = self.extent(0)
-        for stage, span in enumerate(self.spans):
-            if span is not None:
-                start, end = span
-                yield Rectangle(
-                    start, stage + top, end - start, height, palette["idle"]
-                )
-        for box in sorted(self.boxes, key=lambda box: box.style.order):
-            top, height = self.extent(box.lane)
-            colour = box.style.colour_in(palette)
-            y = box.stage + top
-            yield Rectangle(box.start, y, box.duration, height, colour, box)
-
-    def extent(self, lane: int) -> tuple[float, float]:
-        """Top and height of a lane in a row; lane 0 is the widest."""
-        whole = _BOTTOM - _TOP
-        jobs = whole * (_JOBS_SHARE if self.n_lanes > 1 else 1.0)
-        if lane == 0:
-            return _TOP, jobs
-        each = (whole - jobs) / (self.n_lanes - 1)
-        return _TOP + jobs + (lane - 1) * each + 0.05, each - 0.05
-
     @cached_property
     def boxes(self) -> list[Box]:
         """The boxes of lane 0, stage after stage, each in time order; then lane 1."""
@@ -207,9 +167,10 @@ class Drawing:
         return sorted(boxes, key=lambda box: (box.lane, box.stage, box.start))
 
     @cached_property
-    def n_lanes(self) -> int:
-        """Rows of boxes that each stage has."""
-        return max((box.lane for box in self.boxes), default=0) + 1
+    def lanes(self) -> tuple[tuple[float, float], ...]:
+        """Top and height of each lane in the row of a stage, which has height 1."""
+        has_network = any(box.lane for box in self.boxes)
+        return ((0.07, 0.61), (0.73, 0.2)) if has_network else ((0.07, 0.86),)
 
     @cached_property
     def typical(self) -> float:
@@ -220,17 +181,17 @@ class Drawing:
         return durations[len(durations) // 2] if durations else 0.0
 
     @cached_property
-    def spans(self) -> list[tuple[float, float] | None]:
+    def spans(self) -> dict[int, tuple[float, float]]:
         """From the first to the last pass of each stage: what is idle there is bubble.
 
-        None: the stage has no passes.
+        Stages without passes have none.
         """
         spans: dict[int, tuple[float, float]] = {}
         for box in self.boxes:
-            if box.lane == 0 and box.is_work:
+            if box.lane == 0 and passes_in(box.job):
                 start, _ = spans.get(box.stage, (box.start, box.end))
                 spans[box.stage] = (start, box.end)
-        return [spans.get(stage) for stage in range(self.n_stages)]
+        return spans
 
 
 def _boxes(timeline: Timeline) -> Iterator[Box]:
@@ -250,7 +211,7 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
             for lane in lanes:
                 yield Box(stage, lane, start, end - sends, style, job)
                 if sends:
-                    yield Box(stage, lane, end - sends, end, Style(SEND), job)
+                    yield Box(stage, lane, end - sends, end, Style(_SEND), job)
 
 
 def _style(job: Job, timeline: Timeline) -> Style:
@@ -268,6 +229,16 @@ def origin_of(timeline: Timeline) -> float:
     return min((slot.start for slot in slots), default=0.0)
 
 
+def drawings_of(
+    timelines: Timeline | Sequence[Timeline],
+    costs: Costs | Sequence[Costs | None] | None = None,
+) -> list[Drawing]:
+    """Drawings of one or more timelines, whose costs are the same or one each."""
+    several = [timelines] if isinstance(timelines, Timeline) else timelines
+    of_each = [costs] * len(several) if isinstance(costs, Costs | None) else costs
+    return [Drawing(*both) for both in zip(several, of_each, strict=True)]
+
+
 class Memory:
     """Memory over time as curves, one a stage; of many stages some.
 
@@ -280,17 +251,15 @@ class Memory:
     def __init__(self, timeline: Timeline, costs: Costs) -> None:
         fixed = costs.on(timeline.placement).fixed
         self.base = min(fixed)
-        self.peak = max(peak_memory(timeline, costs))
-        self.length = step_time(timeline)
+        peak = max(peak_memory(timeline, costs))
         limit = costs.memory_limit
-        self.top = 1.06 * self.peak or 1.0
+        self.top = 1.06 * peak or 1.0
         """Of the axis."""
         self.limit: float | None = None
         """One for all stages, unless it is far away."""
         if isinstance(limit, int | float) and limit < 1.5 * self.top:
             self.limit, self.top = limit, max(self.top, 1.06 * limit)
-        name, unit = memory_scale(self.peak, [costs])
-        self.labels = {0.0: "0", self.peak: f"{self.peak / unit:.4g} {name}".strip()}
+        self.labels = {0.0: "0", peak: _memory_text(peak, costs)}
         """Texts at the axis, by the amounts where they are."""
         origin, curves = origin_of(timeline), memory_over_time(timeline, costs)
         self.curves: dict[str, list[tuple[float, float]]] = {}
@@ -300,8 +269,14 @@ class Memory:
             for time, held in dict(curves[stage]).items():  # the last of one time
                 points += [(time - origin, amount), (time - origin, held)]
                 amount = held
-            points.append((self.length, amount))
+            points.append((step_time(timeline), amount))
             self.curves[_stage_colour(stage, len(curves))] = points
+
+
+def _memory_text(amount: float, costs: Costs) -> str:
+    """Write a memory in four digits; in M_B where F leaves 1."""
+    text = format_memory(float(f"{amount:.4g}"))
+    return f"{text} M_B" if costs.m_b == 1.0 else text
 
 
 def _stage_colour(stage: int, n_stages: int) -> str:
@@ -311,37 +286,26 @@ def _stage_colour(stage: int, n_stages: int) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
-class Mark(NamedTuple):
-    """An entry of a legend; ``is_strip``: with a strip in the colour of F."""
-
-    label: str
-    colour: str
-    is_strip: bool = False
-
-
-def legend_of(boxes: Iterable[Box], palette: Mapping[str, str] = PALETTE) -> list[Mark]:
-    """Explain what can be seen of boxes, and the ground that idle time leaves."""
+def legend_of(
+    boxes: Iterable[Box], palette: Mapping[str, str] = PALETTE
+) -> dict[str, str]:
+    """Texts, and their colours, for what can be seen of boxes, and for idle time."""
     styles = {box.style for box in boxes if box.end > box.start or box.style.at_once}
     roles = {style.role for style in styles}
-    marks = [
-        Mark(f"{role}  {look.summary}", Style(role).colour_in(palette))
+    marks = {
+        f"{role}  {look.summary}": Style(role).colour_in(palette)
         for role, look in LOOKS.items()
         if role in roles
-    ]
-    marks.append(Mark("idle", palette["idle"]))
-    if any(style.recomputes for style in styles):
-        marks.append(Mark("strip: recomputes", palette["B"], is_strip=True))
+    }
+    marks["idle"] = palette["idle"]
+    for style in sorted(styles):
+        if style.recomputes:
+            darker = Style(style.role, recomputes=True).colour_in(palette)
+            marks.setdefault("darker: recomputes", darker)
     if any(style.leg for style in styles):
         later = Style("F", 1).colour_in(palette)
-        marks.append(Mark("lighter: later chunk of a stage", later))
+        marks["lighter: later chunk of a stage"] = later
     return marks
-
-
-def shade(colour: str, leg: int) -> str:
-    """Lighten a colour for the second chunk of a stage, more so for later ones."""
-    white = (0.0, 0.5, 0.7, 0.8)[min(leg, 3)]
-    mixed = (round(255 * (part + (1 - part) * white)) for part in _rgb(colour))
-    return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
 def ink_on(colour: str) -> str:

@@ -1,50 +1,33 @@
-"""The chain of jobs that fixed the time of a step, and the messages of a timeline.
+"""Jobs and their waits as a graph, and the longest way in it: what fixed the time.
 
-From the job that ends last, back to what it waited for longest (`zbpp.core.graph`):
+0F0 --value--> 1F0         1F0 reads what 0F0 writes
+0F0 --lane---> 0F1         both occupy the compute lane of stage 0
+0B0 --state--> O           the optimizer step awaits all gradients
 
-    stage 0 | F0  F1  ..........  B0          chain: 0F0 1F0 1B0 0B0
+The critical path goes from the job that ends last back to what it waited for longest
+(`zbpp.core.graph`):
+
+    stage 0 | F0  F1  ..........  B0          path: 0F0 1F0 1B0 0B0
     stage 1 |     F0  B0  F1
-
-Messages are found in any timeline, simulated or measured: each leaves when its pass
-ends, and is awaited by the pass that reads it.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from zbpp.core import (
-    Costs,
-    Kind,
-    Part,
-    Pass,
-    PassKind,
-    Schedule,
-    Slot,
-    Step,
-    Timeline,
-    Value,
-    input_of,
-    kind_of,
-    output_of,
-    passes_in,
-)
-from zbpp.core.timeline import Place, sending_time
-from zbpp.simulator.arguments import takes_plans, takes_timelines
+from zbpp.core import Costs, Kind, Schedule, Slot, kind_of
+from zbpp.core.timeline import sending_time
+from zbpp.simulator.arguments import takes_plans
 from zbpp.simulator.engine import first_step
 
-__all__ = ["CriticalPath", "Message", "critical_path", "messages"]
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
+__all__ = ["CriticalPath", "critical_path", "job_graph"]
 
 _UNIT = Costs()
 
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One value that goes from a pass on one stage to a pass on another."""
-
-    value: Value
-    source: Place
-    target: Place
+Node = tuple[int, int]
+"""A job: its stage, and its place in the order of the stage."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +54,6 @@ class CriticalPath:
         )
 
     @property
-    def time_in_collectives(self) -> float:
-        """Time that the path spends in gathers, and in sums of gradients."""
-        return sum(s.duration for s in self.slots if kind_of(s.job).is_async)
-
-    @property
     def time_in_messages(self) -> float:
         """Time that the path spends on the way from stage to stage.
 
@@ -87,82 +65,58 @@ class CriticalPath:
 
 
 @takes_plans
-def critical_path(
-    schedule: Schedule, costs: Costs = _UNIT, *, with_steps: bool = True
-) -> CriticalPath:
-    """Find a longest path; its length is the step time (without steps: the makespan).
+def critical_path(schedule: Schedule, costs: Costs = _UNIT) -> CriticalPath:
+    """Find a longest path of the simulated jobs; its length is the step time.
 
     Where several paths are longest, one of them is returned.
-
-    Args:
-        schedule: whose jobs are simulated.
-        costs: their times.
-        with_steps: False leaves the optimizer steps out.
 
     Raises:
         RequestError: the costs do not fit the placement.
     """
     run = first_step(schedule, costs)
     jobs = run.graph
-    nodes: Sequence[int] = range(len(run.starts))
-    if not with_steps:
-        nodes = [node for node in nodes if not isinstance(jobs.job(node), Step)]
-    path = run.path(max(nodes, key=run.ends.__getitem__))
+    path = run.path(max(range(len(run.starts)), key=run.ends.__getitem__))
     slots = (Slot(jobs.job(x), run.starts[x], run.ends[x]) for x in path)
     shown = (slot for slot in slots if kind_of(slot.job).times)
     return CriticalPath(tuple(shown), jobs.times.sending)
 
 
-@takes_timelines
-def messages(timeline: Timeline) -> Iterator[Message]:
-    """Find the messages of a timeline, in the order of their targets.
+@takes_plans
+def job_graph(schedule: Schedule, costs: Costs = _UNIT) -> "DiGraph[Node]":
+    """Return the jobs of one step as a directed graph without circles.
 
-    Of several iterations, the n-th pass that reads a value reads what the n-th that
-    wrote it has sent. A value that no slot has written is left out, as what reads it.
+    A node is ``(stage, place in its order)``, with the attributes ``job``, ``start``
+    and ``end``. An edge leads from a job to one that waits for it, with the attributes
+    ``reason`` (``"lane"``, ``"value"``, ``"state"`` or ``"part"``) and ``time``: from
+    the start of the first to the earliest start of the second. A job starts at the
+    largest sum of a start and a time that leads to it. So the critical path is
+    ``networkx.dag_longest_path(graph, weight="time")``, but for the time of its last
+    job.
+
+    Args:
+        schedule: a schedule or a plan.
+        costs: times of its jobs; those of a plan come with it.
+
+    Raises:
+        RequestError: the costs do not fit the placement.
     """
-    sent: dict[Value, deque[Place]] = defaultdict(deque)
-    for place, value in _values(timeline, output_of):
-        sent[value].append(place)
-    for place, value in _values(timeline, input_of):
-        if sent[value]:
-            source = sent[value].popleft()
-            if (source[0] - place[0]) % timeline.placement.n_stages:
-                yield Message(value, source, place)
+    import networkx as nx
 
-
-def _values(
-    timeline: Timeline, rule: Callable[[Pass, int], Value | None]
-) -> Iterator[tuple[Place, Value]]:
-    """The value that a rule names for each pass, stage after stage.
-
-    A pass in parts reads with the first of them, and writes with the last.
-    """
-    n_chunks = timeline.placement.n_chunks
-    examples: dict[tuple[PassKind, int], Value | None] = {}  # rules take long
-    n_parts = _count_parts(timeline)
-    for line, row in enumerate(timeline.lines):
-        for index, slot in enumerate(row):
-            job = slot.job
-            if isinstance(job, Part):
-                last = n_parts[job.kind, job.chunk] - 1
-                if job.index != (0 if rule is input_of else last):
-                    continue
-            for part in passes_in(job):
-                key = part.kind, part.chunk
-                if key not in examples:
-                    examples[key] = rule(part, n_chunks)
-                value = examples[key]
-                if value is not None:
-                    value = Value(value.what, value.chunk, part.microbatch)
-                    yield (line, index), value
-
-
-def _count_parts(timeline: Timeline) -> dict[tuple[PassKind, int], int]:
-    """Parts of the passes of each kind and chunk that has any."""
-    n_parts: dict[tuple[PassKind, int], int] = {}
-    for line in timeline.lines:
-        for slot in line:
-            if isinstance(slot.job, Part):
-                key = slot.job.kind, slot.job.chunk
-                n_parts[key] = max(n_parts.get(key, 0), slot.job.index + 1)
-    return n_parts
+    run = first_step(schedule, costs)
+    jobs, exported = run.graph, nx.DiGraph()
+    for node, (start, end) in enumerate(zip(run.starts, run.ends, strict=False)):
+        place = jobs.place(node)
+        exported.add_node(place, job=jobs.job(node), start=start, end=end)
+    for node in range(len(run.starts)):
+        for wait in jobs.waits(node):
+            is_sum = wait.source == jobs.all_gradients
+            for source in jobs.gradients if is_sum else [wait.source]:
+                if source >= len(run.starts):
+                    continue  # the verdict is known from the start
+                time = jobs.times.of(jobs.job(source)) + wait.delay
+                time = 0.0 if wait.from_start else time
+                edge = jobs.place(source), jobs.place(node)
+                known = exported.get_edge_data(*edge)
+                if known is None or known["time"] < time:
+                    exported.add_edge(*edge, reason=wait.reason, time=time)
+    return exported

@@ -35,7 +35,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zbpp.core import (
     Check,
@@ -52,12 +54,8 @@ from zbpp.core import (
 from zbpp.simulator.arguments import takes_plans
 
 __all__ = [
-    "IteratedSchedule",
-    "IterationState",
-    "expected_step_time",
     "first_step",
     "join",
-    "rollback_time",
     "simulate",
     "simulate_iterations",
     "steady_step_time",
@@ -97,8 +95,8 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
 def first_step(schedule: Schedule, costs: Costs) -> JobTimes:
     """Starts and ends of the jobs of `simulate`."""
     if schedule.is_post_validated:
-        iterated = IteratedSchedule(schedule, costs)
-        return iterated.iterate(iterated.start)[0][0]
+        iterated = _Iterations(schedule, costs)
+        return iterated.after(iterated.start)[0][0]
     times = costs.on(schedule.placement)
     return JobGraph(schedule.rows_for(times), times).run()
 
@@ -123,19 +121,19 @@ def simulate_iterations(
     Raises:
         RequestError: the costs do not fit the placement, or there is no such V.
     """
-    run = IteratedSchedule(schedule, costs)
+    iterations = _Iterations(schedule, costs)
     if rolled_back and not (
-        run.has_checks and all(0 < i < n_iterations for i in rolled_back)
+        iterations.has_checks and all(0 < i < n_iterations for i in rolled_back)
     ):
         raise RequestError(
             f"iterations {sorted(rolled_back)} cannot be rolled back; the schedule "
             f"needs a V on every stage, and the iterations are 1 to {n_iterations - 1}"
         )
-    state, timelines = run.start, []
+    state, timelines = iterations.start, []
     for i in range(n_iterations):
-        runs, state = run.iterate(state, rolled_back=i in rolled_back)
-        rows = _end_to_end([one.slots() for one in runs])
-        timelines.append(schedule.timeline(rows, run.times.sending))
+        runs, state = iterations.after(state, rolled_back=i in rolled_back)
+        rows = _end_to_end([run.slots() for run in runs])
+        timelines.append(schedule.timeline(rows, iterations.times.sending))
     return timelines
 
 
@@ -150,30 +148,19 @@ def join(timelines: Sequence[Timeline], *, name: str | None = None) -> Timeline:
     )
 
 
-_Rows = Sequence[Sequence[Slot]]
-
-
-def _end_to_end(parts: Sequence[_Rows]) -> tuple[tuple[Slot, ...], ...]:
+def _end_to_end(
+    parts: Sequence[Sequence[Sequence[Slot]]],
+) -> tuple[tuple[Slot, ...], ...]:
     """Rows that go on in the next part."""
     return tuple(tuple(chain.from_iterable(rows)) for rows in zip(*parts, strict=True))
 
 
-class IterationState(NamedTuple):
-    """State that an iteration leaves to the next one."""
-
-    free: tuple[float, ...]
-    """End of each stage's O."""
-    verdict: float
-    """Time from which the V's know the sum."""
+_State = NDArray[np.float64]
+"""Ends of each stage's O, and the time from which the V's know the sum."""
 
 
-class IteratedSchedule:
-    """One schedule, iterated: post-validated if it has V's, else behind a barrier.
-
-    Args:
-        schedule: as for `simulate_iterations`.
-        costs: as there.
-    """
+class _Iterations:
+    """One schedule, iterated: post-validated if it has V's, else behind a barrier."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.times = costs.on(schedule.placement)
@@ -183,28 +170,20 @@ class IteratedSchedule:
             for stage, row in enumerate(schedule.rows_for(self.times))
         ]
         self._graph = JobGraph(self._rows, self.times, barrier=not self.has_checks)
-
-    @property
-    def start(self) -> IterationState:
+        self.start: _State = np.zeros(len(self._rows) + 1)
         """All stages are free at 0, and know all they need."""
-        return IterationState((0.0,) * len(self._rows), 0.0)
 
-    def iterate(
-        self, state: IterationState, *, rolled_back: bool = False
-    ) -> tuple[list[JobTimes], IterationState]:
-        """Time the next iteration, two attempts if it rolls a step back.
-
-        Returns:
-            The times of each attempt, and what the iteration leaves.
-        """
-        graphs = self._attempts if rolled_back else [self._graph]
+    def after(
+        self, state: _State, *, rolled_back: bool = False
+    ) -> tuple[list[JobTimes], _State]:
+        """Times of the next iteration, two attempts if it rolls a step back."""
+        *free, verdict = state.tolist()
         runs: list[JobTimes] = []
-        for graph in graphs:
-            free = runs[-1].row_ends if runs else state.free
+        for graph in self._attempts if rolled_back else [self._graph]:
             reduction = self.times.reduction
-            run = graph.run(free=free, verdict=state.verdict, reduction=reduction)
-            runs.append(run)
-        return runs, IterationState(tuple(run.row_ends), run.all_gradients)
+            runs.append(graph.run(free=free, verdict=verdict, reduction=reduction))
+            free = runs[-1].row_ends
+        return runs, np.array([*free, runs[-1].all_gradients])
 
     @cached_property
     def _attempts(self) -> list[JobGraph]:
@@ -217,6 +196,33 @@ class IteratedSchedule:
             second.append([*row[:cut], *row[cut + 1 :]])
         return [JobGraph(rows, self.times, barrier=False) for rows in (first, second)]
 
+    def settle(self) -> tuple[float, _State]:
+        """Iterate until everything repeats; the period, and a state that repeats."""
+        seen = [self.start]
+        for _ in range(_LEAPS):
+            while len(seen) <= _PATIENCE:
+                state = self.after(seen[-1])[1]
+                for back, earlier in enumerate(reversed(seen), start=1):
+                    if _is_even(state - earlier):
+                        return (state[:-1].max() - earlier[:-1].max()) / back, state
+                seen.append(state)
+            # Stages that slowly fall behind are far behind at once: one that is a
+            # little faster than the slowest gains on it for many iterations until it
+            # must wait. Where all begin changes nothing in the end.
+            late = state - seen[0]
+            moved = state - 10 * late.max() * (late.max() - late) / np.ptp(late)
+            seen = [moved - moved.min()]
+        raise RequestError(
+            f"no period is found within {_LEAPS * _PATIENCE} iterations, so there is "
+            "no time of a step among many; round the costs, or leave the tiniest ones "
+            "out"
+        )
+
+
+def _is_even(late: _State) -> bool:
+    """True if all is later by the same time."""
+    return bool(np.ptp(late) <= _SAME * late.max())
+
 
 @takes_plans
 def steady_step_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
@@ -228,12 +234,12 @@ def steady_step_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    return _settle(IteratedSchedule(schedule, costs))[0]
+    return float(_Iterations(schedule, costs).settle()[0])
 
 
 @takes_plans
-def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
-    """Time by which one failed validation delays all that follows.
+def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, float]:
+    """`steady_step_time`, and the time by which one failed validation delays all.
 
     Every stage steps again and replays its passes before V; stages that had to wait
     anyway may lose less than that.
@@ -241,85 +247,14 @@ def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     Raises:
         RequestError: there is no V, or the costs do not fit the placement.
     """
-    return with_rollback(schedule, costs)[1]
-
-
-@takes_plans
-def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, float]:
-    """`steady_step_time` and `rollback_time`, from one search for what repeats.
-
-    Raises:
-        RequestError: as `rollback_time`.
-    """
-    run = IteratedSchedule(schedule, costs)
-    if not run.has_checks:
+    iterations = _Iterations(schedule, costs)
+    if not iterations.has_checks:
         raise RequestError(f"{schedule.name} has no V that could fail; place V's first")
-    period, state = _settle(run)
-    late = run.iterate(state, rolled_back=True)[1]
-    state = run.iterate(state)[1]
+    period, state = iterations.settle()
+    late = iterations.after(state, rolled_back=True)[1]
+    state = iterations.after(state)[1]
     for _ in range(_PATIENCE):  # lateness spreads, and slack takes some of it away
-        if _repeats(late, state):
+        if _is_even(late - state):
             break
-        late, state = run.iterate(late)[1], run.iterate(state)[1]
-    return period, max(_lateness(late, state))
-
-
-@takes_plans
-def expected_step_time(
-    schedule: Schedule, costs: Costs = _UNIT, *, failure_rate: float
-) -> float:
-    """Mean time of an iteration if a share of the validations fails, one by one.
-
-    Raises:
-        RequestError: the rate is none, there is no V, or the costs do not fit.
-    """
-    if not 0.0 <= failure_rate <= 1.0:
-        raise RequestError(f"failure_rate is {failure_rate}; it must be from 0 to 1")
-    period, lost = with_rollback(schedule, costs)
-    return period + failure_rate * lost
-
-
-def _settle(run: IteratedSchedule) -> tuple[float, IterationState]:
-    """Iterate until everything repeats; the period, and a state that repeats."""
-    seen = [run.start]
-    for _ in range(_LEAPS):
-        while len(seen) <= _PATIENCE:
-            state = run.iterate(seen[-1])[1]
-            for back, earlier in enumerate(reversed(seen), start=1):
-                if _repeats(state, earlier):
-                    return (max(state.free) - max(earlier.free)) / back, state
-            seen.append(state)
-        seen = [_leap(seen[0], seen[-1])]
-    raise RequestError(
-        f"no period is found within {_LEAPS * _PATIENCE} iterations, so there is no "
-        "time of a step among many; round the costs, or leave the tiniest ones out"
-    )
-
-
-def _repeats(state: IterationState, earlier: IterationState) -> bool:
-    lateness = _lateness(state, earlier)
-    return max(lateness) - min(lateness) <= _SAME * max(lateness)
-
-
-def _leap(earlier: IterationState, state: IterationState) -> IterationState:
-    """Let stages that slowly fall behind be far behind at once.
-
-    A stage that is a little faster than the slowest one gains on it for many
-    iterations until it must wait. Where all begin changes nothing in the end.
-    """
-    lateness = _lateness(state, earlier)
-    slowest, spread = max(lateness), max(lateness) - min(lateness)
-    moved = [
-        time - 10 * slowest * (slowest - late) / spread
-        for time, late in zip((*state.free, state.verdict), lateness, strict=True)
-    ]
-    origin = min(moved)
-    *free, verdict = (time - origin for time in moved)
-    return IterationState(tuple(free), verdict)
-
-
-def _lateness(state: IterationState, earlier: IterationState) -> list[float]:
-    pairs = zip(
-        (*state.free, state.verdict), (*earlier.free, earlier.verdict), strict=True
-    )
-    return [after - before for after, before in pairs]
+        late, state = iterations.after(late)[1], iterations.after(state)[1]
+    return float(period), float((late - state).max())

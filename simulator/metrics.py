@@ -13,7 +13,6 @@ A stage that only sends (`Costs.send_occupies`) computes nothing: that time is i
 bubble rate, as no work, and is told apart from idle time.
 """
 
-from collections.abc import Collection
 from itertools import chain
 from operator import itemgetter
 
@@ -35,8 +34,6 @@ __all__ = [
     "idle",
     "makespan",
     "memory_over_time",
-    "memory_scale",
-    "overhead",
     "peak_memory",
     "sending",
     "span",
@@ -45,9 +42,6 @@ __all__ = [
     "waste",
     "work",
 ]
-
-
-_BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20}
 
 
 @takes_timelines
@@ -84,17 +78,18 @@ def step_time(timeline: Timeline) -> float:
 @takes_timelines
 def work(timeline: Timeline) -> list[float]:
     """Time that each stage computes passes, its sends left out."""
-    pairs = zip(_busy(timeline), sending(timeline), strict=True)
-    return [busy - sent for busy, sent in pairs]
+    busy = (
+        sum(slot.duration for slot in timeline.passes(stage))
+        for stage in _stages(timeline)
+    )
+    return [a - sent for a, sent in zip(busy, sending(timeline), strict=True)]
 
 
 @takes_timelines
 def sending(timeline: Timeline) -> list[float]:
     """Time that each stage only sends (`Costs.send_occupies`), else 0."""
     return [
-        sum(timeline.sending_of(slot.job) for slot in timeline.passes(stage))
-        if timeline.sending
-        else 0.0
+        float(sum(timeline.sending_of(slot.job) for slot in timeline.passes(stage)))
         for stage in _stages(timeline)
     ]
 
@@ -102,17 +97,8 @@ def sending(timeline: Timeline) -> list[float]:
 @takes_timelines
 def idle(timeline: Timeline) -> list[float]:
     """Time that each stage neither computes nor sends, within its span."""
-    return [
-        stage_span(timeline, stage) - busy for stage, busy in enumerate(_busy(timeline))
-    ]
-
-
-def _busy(timeline: Timeline) -> list[float]:
-    """Time that each stage computes passes or sends."""
-    return [
-        sum(slot.duration for slot in timeline.passes(stage))
-        for stage in _stages(timeline)
-    ]
+    stages = zip(_stages(timeline), work(timeline), sending(timeline), strict=True)
+    return [stage_span(timeline, stage) - busy - sent for stage, busy, sent in stages]
 
 
 @takes_timelines
@@ -144,16 +130,6 @@ def waste(timeline: Timeline) -> tuple[str, float]:
     return "idle", _above_zero(longest - most, longest)
 
 
-@takes_timelines
-def overhead(timeline: Timeline) -> float:
-    """Bubble over the work of the busiest stage, 0 or more; of one iteration.
-
-    Other tools print this one as their bubble rate.
-    """
-    ideal = max(work(timeline))
-    return _above_zero(span(timeline) - ideal, ideal)
-
-
 def _above_zero(part: float, whole: float) -> float:
     """Share of a whole; where a sum was rounded below zero, zero."""
     return max(0.0, part) / whole if whole > 0 else 0.0
@@ -180,12 +156,12 @@ def memory_over_time(
     """
     times = costs.on(timeline.placement)
     origin = min((row[0].start for row in timeline.rows if row), default=0.0)
-    curves, has_parts = [], timeline.has_parts
+    curves = []
     for stage, held in enumerate(times.fixed):
         jobs: dict[Job | Slot, tuple[Job, float, float]] = {}
         for slot in _slots(timeline, stage):
             job: Job = slot.job.of if isinstance(slot.job, Part) else slot.job
-            key = job if has_parts else slot  # parts of a pass are one
+            key = job if isinstance(slot.job, Part) else slot  # parts of a pass are one
             _, start, _ = jobs.get(key, (job, slot.start, slot.end))
             jobs[key] = job, start, slot.end
         changes = []
@@ -217,19 +193,6 @@ def peak_memory(timeline: Timeline, costs: Costs) -> list[float]:
         [slot.job for slot in _slots(timeline, stage)] for stage in _stages(timeline)
     ]
     return peaks(orders, costs.on(timeline.placement))
-
-
-def memory_scale(most: float, costs: Collection[Costs]) -> tuple[str, float]:
-    """Name and size of the unit in which memory is shown; M_B where F leaves 1.
-
-    Args:
-        most: the largest amount that is shown; from 1 MiB on it is in bytes.
-        costs: whose memories are shown beside one another.
-    """
-    for name, size in _BYTES.items():
-        if most >= size:
-            return name, size
-    return ("M_B" if all(table.m_b == 1.0 for table in costs) else ""), 1.0
 
 
 def _stages(timeline: Timeline) -> range:

@@ -1,53 +1,67 @@
-// Zoom, numbers, tooltips, and the same micro-batch highlighted, of all timelines of a page.
+// Draws the timelines of a page: zoom, numbers, tooltips, and the same micro-batch highlighted.
 const byId = (id) => document.getElementById(id);
 const number = (value, digits = 6) => String(Number(value.toPrecision(digits)));
+const LEFT = 64, RIGHT = 8, AXIS = 20, MEMORY = 84;  // pixels around a timeline, and below it
+const rowHeight = (stages) => (stages <= 8 ? 24 : stages <= 16 ? 19 : stages <= 32 ? 15 : 11);
 const view = { from: 0, to: 1, full: 1 };
-let panels = [];
+let panels = [], highlighted = "";
 
-// The boxes of a timeline, as its paths have them.
-function readBoxes(lanes) {
-  return [...lanes.querySelectorAll("[data-name]")].flatMap((path) => {
-    const { name, ink } = path.dataset, numbers = path.dataset.numbers.split(",");
-    let x = 0, y = 0;  // each box is as far from the one before it
-    const rows = path.getAttribute("d").matchAll(/m(\S+) ([^h]+)h([^v]+)v([^h]+)/g);
-    return Array.from(rows, ([, ...sizes], k) => {
-      const [across, down, width, height] = sizes.map(Number);
-      x += across;
-      y += down;
-      const microbatches = numbers[k].split(" "), text = ink ? numbers[k] || name : "";
-      const full = microbatches.reduce((part, microbatch) => part.replace("*", microbatch), name);
-      return { x, y, width, height, path, microbatches, text, name: full };
+// The boxes of a timeline; each begins so long after the one before it on its line has ended.
+function boxesOf({ lines, styles, lanes }, unit) {
+  return lines.flatMap((line) => {
+    let end = 0;
+    const [top, height] = lanes[line.lane];
+    return line.names.map((name, k) => {
+      const start = end + line.gaps[k], microbatches = name.match(/(?<=[A-Z])\d+/g) ?? [];
+      end = start + line.times[k];
+      const text = line.lane || name.startsWith("send") ? "" : microbatches.join(" ") || name;
+      return {
+        name, text, microbatches, start: start * unit, end: end * unit, stage: line.stage, lane: line.lane,
+        y: line.stage + top, height, style: styles[line.styles[k]],
+      };
     });
   });
 }
 
-function pathOf(boxes) {
-  return boxes.map(({ x, y, width, height }) => `M${x} ${y}h${width}v${height}h${-width}z`).join("");
-}
-
-// Shows the view of a panel: its boxes, the numbers in them, and the time axis.
-function draw({ lanes, memory, over, boxes, stages }) {
-  const { width, height } = lanes.getBoundingClientRect(), scale = width / (view.to - view.from);
-  if (!width) return;
-  for (const svg of [lanes, memory].filter(Boolean)) {
-    const [, top, , rows] = svg.getAttribute("viewBox").split(" ");
-    svg.setAttribute("viewBox", `${view.from} ${top} ${view.to - view.from} ${rows}`);
-  }
-  const row = height / stages, x = (time) => (time - view.from) * scale, texts = [];
-  const write = (left, top, text, colour) => texts.push(`<text x="${left}" y="${top}" fill="${colour}">${text}</text>`);
-  let outlined = false;
+// Draws the part of a timeline that is in view: idle time, boxes with their numbers, memory, and the axis.
+function draw({ svg, data, boxes }) {
+  const { stages, lanes, spans, memory } = data, inner = svg.clientWidth - LEFT - RIGHT;
+  if (inner <= 0) return;
+  const row = rowHeight(stages), bottom = stages * row + (memory ? MEMORY + 12 : 0);
+  svg.setAttribute("height", bottom + AXIS);
+  const scale = inner / (view.to - view.from), x = (time) => Math.max(0, Math.min(inner, (time - view.from) * scale));
+  const shapes = [], labels = [], rectangle = (left, top, width, height) => `M${left.toFixed(2)} ${top.toFixed(2)}h${width.toFixed(2)}v${height.toFixed(2)}h${(-width).toFixed(2)}z`;
+  const line = (colour, d, more = "") => shapes.push(`<path fill="none" stroke="${colour}" d="${d}" ${more}/>`);
+  const write = (left, top, text, colour = "var(--muted)") => shapes.push(`<text x="${left}" y="${top}" fill="${colour}">${text}</text>`);
+  const label = (top, text) => labels.push(`<text class="label" x="${LEFT - 6}" y="${top}" fill="var(--muted)">${text}</text>`);
+  const ground = spans.map(([stage, start, end]) => rectangle(x(start), (stage + lanes[0][0]) * row, x(end) - x(start), lanes[0][1] * row));
+  shapes.push(`<path fill="var(--idle)" d="${ground.join("")}"/>`);
+  const paths = new Map(), texts = [];
+  let outline = "";
   for (const box of boxes) {
-    const left = Math.max(x(box.x), 0), right = Math.min(x(box.x + box.width), width);
-    outlined ||= box.text && box.width * scale > 6;
-    if (!box.text || right - left < 6 * box.text.length + 2 || row < 11) continue;
-    write((left + right) / 2, (box.y + box.height / 2) * row, box.text, box.path.dataset.ink);
+    if (box.end < view.from || box.start > view.to) continue;
+    const left = x(box.start), width = Math.max(x(box.end) - left, box.style.least), dim = highlighted && !box.microbatches.includes(highlighted);
+    const key = `fill="${box.style.colour}" class="${dim ? "dim" : ""}"`;
+    if (!paths.has(key)) paths.set(key, []);
+    paths.get(key).push(rectangle(left, box.y * row, width, box.height * row));
+    if (box.text && width > 6) outline = 'stroke="var(--ground)"';
+    if (box.text && width > 6 * box.text.length + 2 && row >= 11) texts.push([left + width / 2, (box.y + box.height / 2) * row, box.text, box.style.ink]);
   }
-  lanes.classList.toggle("outlined", outlined);
-  const rough = 90 / scale, power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+  for (const [key, rectangles] of paths) shapes.push(`<path ${key} ${outline} d="${rectangles.join("")}"/>`);
+  for (const text of texts) write(...text);
+  for (let stage = 0; stage < stages; stage++) label((stage + 0.5) * row, `stage ${stage}`);
+  if (memory) {
+    const y = (held) => bottom - (held / memory.top) * MEMORY;
+    shapes.push(`<path fill="var(--idle)" d="${rectangle(0, y(memory.base), inner, bottom - y(memory.base))}"/>`);
+    for (const [colour, points] of memory.curves) line(colour, "M" + points.map(([time, held]) => `${((time - view.from) * scale).toFixed(2)} ${y(held).toFixed(2)}`).join("L"), 'stroke-width="1.4"');
+    if (memory.limit !== null) line("var(--ink)", `M0 ${y(memory.limit)}h${inner}`, 'stroke-dasharray="5 4"');
+    line("var(--line)", `M0 ${bottom}h${inner}`);
+    for (const [held, text] of memory.labels) label(y(held), text);
+  }
+  const rough = 90 / scale, power = 10 ** Math.floor(Math.log10(rough)), step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   for (let k = Math.ceil(view.from / step); k * step <= view.to * (1 + 1e-9); k++)
-    write(Math.min(Math.max(x(k * step), 12), width - 12), over.clientHeight - 7, number(k * step), "var(--muted)");
-  over.innerHTML = texts.join("");
+    write(Math.min(Math.max(x(k * step), 8), inner - 8), bottom + AXIS / 2 + 2, number(k * step));
+  svg.innerHTML = `${labels.join("")}<svg x="${LEFT}" width="${inner}">${shapes.join("")}</svg>`;
 }
 
 function setView(from, to) {
@@ -62,65 +76,54 @@ function zoom(factor, share = 0.5) {
   setView(fixed - length * share, fixed + length * (1 - share));
 }
 
+const perPixel = (svg) => (view.to - view.from) / (svg.clientWidth - LEFT - RIGHT);
+
 // The box under the pointer: its figures in the tooltip, its micro-batch in full colour everywhere.
-function hover({ lanes, boxes, stages }, event) {
-  const { left, top, width, height } = lanes.getBoundingClientRect(), tip = byId("tip");
-  const time = view.from + ((event.clientX - left) / width) * (view.to - view.from);
-  const row = ((event.clientY - top) / height) * stages;
-  const box = boxes.find((one) => one.x <= time && time < one.x + one.width && one.y <= row && row < one.y + one.height);
-  highlight(box ? box.microbatches[0] : "");
+function hover({ svg, boxes, data }, event) {
+  const { left, top } = svg.getBoundingClientRect(), tip = byId("tip");
+  const time = view.from + (event.clientX - left - LEFT) * perPixel(svg);
+  const y = (event.clientY - top) / rowHeight(data.stages);
+  const box = boxes.find((one) => one.start <= time && time < one.end && one.y <= y && y < one.y + one.height);
+  highlight(box?.microbatches[0] ?? "");
   tip.hidden = !box;
   if (!box) return;
-  const unit = document.body.dataset.unit ?? "", times = [box.x, box.x + box.width, box.width];
-  const [start, end, lasts] = times.map((value) => `${number(value)} ${unit}`);
-  tip.textContent = `${box.name}  ${box.path.dataset.about}\nstage  ${Math.floor(box.y)}\nstart  ${start}\nend    ${end}\nlasts  ${lasts}`;
+  const unit = document.body.dataset.unit ?? "", [start, end, lasts] = [box.start, box.end, box.end - box.start].map((value) => `${number(value)} ${unit}`);
+  tip.textContent = `${box.name}  ${box.style.about}\nstage  ${box.stage}\nstart  ${start}\nend    ${end}\nlasts  ${lasts}`;
   tip.style.left = `${Math.min(event.clientX + 16, window.innerWidth - tip.offsetWidth - 8)}px`;
   tip.style.top = `${Math.min(event.clientY + 16, window.innerHeight - tip.offsetHeight - 8)}px`;
 }
 
-let highlighted = "";
 function highlight(microbatch) {
   if (microbatch === highlighted) return;
   highlighted = microbatch;
-  document.querySelectorAll(".same").forEach((path) => path.remove());
-  for (const { lanes, boxes } of panels) {
-    lanes.classList.toggle("dimmed", microbatch !== "");
-    const same = Map.groupBy(boxes.filter(({ microbatches }) => microbatches.includes(microbatch)), ({ path }) => path);
-    for (const [path, members] of microbatch === "" ? [] : same) {
-      const copy = path.cloneNode();
-      copy.setAttribute("class", "same");
-      copy.setAttribute("d", pathOf(members));
-      lanes.append(copy);
-    }
-  }
+  panels.forEach(draw);
 }
 
 function listen(panel) {
-  const { plot, lanes } = panel, on = (name, act) => plot.addEventListener(name, act, { passive: false });
+  const { svg } = panel, on = (name, act) => svg.addEventListener(name, act, { passive: false });
   let grip = null;
-  const leave = () => { byId("tip").hidden = true; highlight(""); };
-  on("pointerdown", (event) => { grip = { x: event.clientX, from: view.from }; plot.setPointerCapture(event.pointerId); });
+  on("pointerdown", (event) => { grip = { x: event.clientX, from: view.from }; svg.setPointerCapture(event.pointerId); });
   on("pointerup", () => (grip = null));
   on("pointermove", (event) => {
     if (!grip) return hover(panel, event);
-    const from = grip.from - ((event.clientX - grip.x) / lanes.clientWidth) * (view.to - view.from);
+    const from = grip.from - (event.clientX - grip.x) * perPixel(svg);
     setView(from, from + view.to - view.from);
   });
-  on("pointerleave", leave);
+  on("pointerleave", () => { byId("tip").hidden = true; highlight(""); });
   on("dblclick", () => setView(0, view.full));
   on("wheel", (event) => {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
-    const { left, width } = lanes.getBoundingClientRect();
-    zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.006), (event.clientX - left) / width);
+    const share = (event.clientX - svg.getBoundingClientRect().left - LEFT) / (svg.clientWidth - LEFT - RIGHT);
+    zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.006), share);
   });
 }
 
 // Hands the jobs on the page to Perfetto, in a new tab, which needs a network.
 function openTrace() {
-  const events = panels.flatMap(({ boxes, name }, pid) => [
-    { name: "process_name", ph: "M", pid, tid: 0, args: { name } },
-    ...boxes.map((box) => ({ name: box.name, ph: "X", pid, tid: Math.floor(box.y * 2), ts: 1e3 * box.x, dur: 1e3 * box.width })),
+  const events = panels.flatMap(({ boxes, data }, pid) => [
+    { name: "process_name", ph: "M", pid, tid: 0, args: { name: data.name } },
+    ...boxes.map(({ name, stage, lane, start, end }) => ({ name, ph: "X", pid, tid: 2 * stage + lane, ts: 1e3 * start, dur: 1e3 * (end - start) })),
   ]);
   const buffer = new TextEncoder().encode(JSON.stringify({ traceEvents: events })).buffer;
   const site = "https://ui.perfetto.dev", tab = window.open(site);
@@ -133,18 +136,25 @@ function openTrace() {
   });
 }
 
-// Reads the timelines in the document; of a page that changes, again.
-function showTimelines() {
-  panels = [...document.querySelectorAll(".panel")].map((panel) => {
-    const find = (name) => panel.querySelector(name), lanes = find(".lanes");
-    return {
-      lanes, memory: find(".memory"), over: find(".over"), plot: find(".plot"), boxes: readBoxes(lanes),
-      name: find("b").textContent, stages: Number(panel.dataset.stages), length: Number(panel.dataset.length),
-    };
+// Reads the timelines in the document, which are deflated, and draws them; of a page that changes, again.
+async function showTimelines() {
+  if (!byId("packed")) return;
+  const bytes = Uint8Array.from(atob(byId("packed").textContent), (letter) => letter.charCodeAt(0));
+  const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+  const all = JSON.parse(text);
+  view.full = all.length;
+  panels = all.panels.map((data, k) => {
+    const details = document.createElement("details"), summary = document.createElement("summary"), name = document.createElement("b");
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), panel = { svg, data, boxes: boxesOf(data, all.unit) };
+    name.textContent = data.name;
+    summary.append(name, ` ${data.facts}`);
+    details.append(summary, svg);
+    details.open = k < 4;
+    details.addEventListener("toggle", () => draw(panel));
+    byId("timelines").append(details);
+    listen(panel);
+    return panel;
   });
-  panels.forEach(listen);
-  document.querySelectorAll(".panel").forEach((panel, k) => panel.addEventListener("toggle", () => draw(panels[k])));
-  view.full = Math.max(...panels.map(({ length }) => length), 1e-12);
   setView(0, view.full);
 }
 
@@ -157,11 +167,3 @@ document.addEventListener("click", ({ target }) => {
   if (target.id === "copy") navigator.clipboard?.writeText(byId("command").textContent);
 });
 window.addEventListener("resize", () => panels.forEach(draw));
-
-// Timelines are deflated in a page: text of this kind shrinks to a tenth.
-async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  byId("timelines").innerHTML = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
-  showTimelines();
-}
-if (byId("packed")) unpack(byId("packed").textContent);

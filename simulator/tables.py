@@ -57,12 +57,13 @@ class Table:
         return table
 
     def html(self) -> str:
-        """The table as an element of a page."""
+        """The table as elements of a page, its title above it."""
         head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.heads)
         body = "".join(map(self._html_row, self.rows))
         return (
-            f"<table><caption>{escape(self.caption)}</caption>"
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f'<h2>{escape(self.title)}</h2><div class="wide"><table>'
+            f"<caption>{escape(self.caption)}</caption>"
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
     def _html_row(self, row: _Row) -> str:
@@ -72,7 +73,7 @@ class Table:
             short = escape(row.note.partition(";")[0])
             cells = (
                 f'<td class="why" colspan="{len(self.heads) - 1}" '
-                f'title="{escape(row.note)}"><div>{short}</div></td>'
+                f'title="{escape(row.note)}">{short}</td>'
             )
         look = f' class="{row.look}"' if row.look else ""
         return f'<tr{look}><th scope="row">{name}</th>{cells}</tr>'

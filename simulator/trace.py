@@ -13,19 +13,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zbpp.core import Costs, Timeline
+from zbpp.core import Costs, Part, Slot, Timeline, Value, input_of, output_of, passes_in
 from zbpp.core.files.json_text import write_file
 from zbpp.simulator.arguments import takes_timelines
-from zbpp.simulator.boxes import Drawing, origin_of
-from zbpp.simulator.critical_path import messages
-from zbpp.simulator.metrics import memory_over_time, waste
+from zbpp.simulator.boxes import Drawing, drawings_of, origin_of
+from zbpp.simulator.metrics import memory_over_time
 
-__all__ = ["trace_events", "write_trace"]
+__all__ = ["write_trace"]
 
-_PER_UNIT = 1000.0  # microseconds; the unit of costs is then a millisecond
 _MOMENT = 0.001  # microseconds: the finest time that is written
-
-Event = dict[str, Any]
 
 
 @takes_timelines
@@ -34,12 +30,13 @@ def write_trace(
     path: str | Path,
     *,
     costs: Costs | Sequence[Costs | None] | None = None,
-    microseconds_per_unit: float = _PER_UNIT,
+    microseconds_per_unit: float = 1000.0,
 ) -> None:
     """Write one or more timelines, simulated or measured, into one trace file.
 
     Args:
-        timelines: each becomes one process of the trace.
+        timelines: each becomes one process of the trace; times count from its first
+            start.
         path: the file to write.
         costs: add a counter of the memory for each stage, in their unit; a sequence
             has costs, or None, for each timeline.
@@ -49,79 +46,77 @@ def write_trace(
     Raises:
         RequestError: the file cannot be written.
     """
-    runs = [timelines] if isinstance(timelines, Timeline) else timelines
-    if costs is None or isinstance(costs, Costs):
-        costs = [costs] * len(runs)
     lines = [
-        json.dumps(event)
-        for run, (timeline, of_run) in enumerate(zip(runs, costs, strict=True))
-        for event in trace_events(
-            timeline, run=run, costs=of_run, microseconds_per_unit=microseconds_per_unit
-        )
+        json.dumps({**event, "pid": run})
+        for run, drawing in enumerate(drawings_of(timelines, costs))
+        for event in _events(drawing, run, microseconds_per_unit)
     ]
     text = ",\n".join(lines)
     write_file(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{text}\n]}}\n')
 
 
-@takes_timelines
-def trace_events(
-    timeline: Timeline,
-    *,
-    run: int = 0,
-    costs: Costs | None = None,
-    microseconds_per_unit: float = _PER_UNIT,
-) -> list[Event]:
-    """List the events of one timeline; times count from its first start."""
-    drawing, n_stages = Drawing(timeline), timeline.placement.n_stages
-    origin, lines = origin_of(timeline), timeline.lines
+def _events(drawing: Drawing, run: int, per_unit: float) -> Iterator[dict[str, Any]]:
+    timeline, n_stages, costs = drawing.timeline, drawing.n_stages, drawing.costs
+    origin = origin_of(timeline)
 
-    def event(phase: str, name: str, thread: int, **more: Any) -> Event:
-        return {"name": name, "ph": phase, "pid": run, "tid": thread, **more}
+    def event(phase: str, name: str, thread: int, **more: Any) -> dict[str, Any]:
+        return {"name": name, "ph": phase, "tid": thread, **more}
 
     def microseconds(time: float) -> float:
-        return round(time * microseconds_per_unit, 3)
+        return round(time * per_unit, 3)
 
-    events = [
-        event("M", name, thread, args=arguments)
-        for name, thread, arguments in _names(drawing, run)
-    ]
+    title = f"{timeline.name}, {drawing.facts}"
+    yield event("M", "process_name", 0, args={"name": title})
+    yield event("M", "process_sort_index", 0, args={"sort_index": run})
+    beside = "network" if timeline.has_parts else "collectives"
+    for stage in range(n_stages):
+        for lane in range(len(drawing.lanes)):
+            thread = lane * n_stages + stage
+            name = f"{beside} of stage {stage}" if lane else f"stage {stage}"
+            place = len(drawing.lanes) * stage + lane
+            yield event("M", "thread_name", thread, args={"name": name})
+            yield event("M", "thread_sort_index", thread, args={"sort_index": place})
     for box in drawing.boxes:
         start, end = microseconds(box.start), microseconds(box.end)
         thread, duration = box.lane * n_stages + box.stage, round(end - start, 3)
-        role = box.style.role
-        events.append(event("X", box.name, thread, cat=role, ts=start, dur=duration))
-    for number, message in enumerate(messages(timeline)):
-        sender, reader = (
-            lines[line][index] for line, index in (message.source, message.target)
-        )
+        yield event("X", box.name, thread, cat=box.style.role, ts=start, dur=duration)
+    for number, (value, sender, reader) in enumerate(_messages(timeline)):
+        (source, sends), (target, reads) = sender, reader
         # Viewers bind each end of an arrow to the job in which its time lies.
-        sent = round(microseconds(sender.end - origin) - _MOMENT, 3)
-        sent = max(microseconds(sender.start - origin), sent)
-        read_at = microseconds(reader.start - origin)
+        sent = round(microseconds(sends.end - origin) - _MOMENT, 3)
+        sent = max(microseconds(sends.start - origin), sent)
         arrow = {"cat": "message", "id": f"{run}.{number}"}
-        name = str(message.value.what)
-        events.append(event("s", name, message.source[0], ts=sent, **arrow))
-        target = message.target[0]
-        events.append(event("f", name, target, ts=read_at, bp="e", **arrow))
+        name, read_at = str(value.what), microseconds(reads.start - origin)
+        yield event("s", name, source, ts=sent, **arrow)
+        yield event("f", name, target, ts=read_at, bp="e", **arrow)
     for stage, curve in enumerate(memory_over_time(timeline, costs) if costs else []):
-        name = f"memory of stage {stage}"
         for time, held in curve:
-            ts = microseconds(time - origin)
-            events.append(event("C", name, stage, ts=ts, args={"held": held}))
-    return events
+            name, ts = f"memory of stage {stage}", microseconds(time - origin)
+            yield event("C", name, stage, ts=ts, args={"held": held})
 
 
-def _names(drawing: Drawing, run: int) -> Iterator[tuple[str, int, Event]]:
-    """Names and places of the run and its threads."""
-    timeline, n_stages = drawing.timeline, drawing.timeline.placement.n_stages
-    of, share = waste(timeline)
-    yield "process_name", 0, {"name": f"{timeline.name}, {of} {share:.4f}"}
-    yield "process_sort_index", 0, {"sort_index": run}
-    beside = "network" if timeline.has_parts else "collectives"
-    for stage in range(n_stages):
-        for lane in range(drawing.n_lanes):
-            thread = lane * n_stages + stage
-            name = f"{beside} of stage {stage}" if lane else f"stage {stage}"
-            place = {"sort_index": drawing.n_lanes * stage + lane}
-            yield "thread_name", thread, {"name": name}
-            yield "thread_sort_index", thread, place
+_Place = tuple[int, Slot]
+"""A line of a timeline, and a slot on it."""
+
+
+def _messages(timeline: Timeline) -> Iterator[tuple[Value, _Place, _Place]]:
+    """The values that go from stage to stage: what writes them, and what reads them.
+
+    By the starts of the readers. A pass in parts reads with the first of them; what it
+    writes is there after the last, which starts later than the others.
+    """
+    placement = timeline.placement
+    places = [(line, slot) for line, row in enumerate(timeline.lines) for slot in row]
+    places.sort(key=lambda place: place[1].start)
+    writers: dict[Value, _Place] = {}
+    for place in places:
+        line, slot = place
+        for part in passes_in(slot.job):
+            value = input_of(part, placement.n_chunks)
+            begins = not isinstance(slot.job, Part) or slot.job.index == 0
+            writer = writers.get(value) if value is not None and begins else None
+            if value and writer and (writer[0] - line) % placement.n_stages:
+                yield value, writer, place
+            output = output_of(part, placement.n_chunks)
+            if output is not None:
+                writers[output] = place

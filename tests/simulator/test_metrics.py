@@ -11,7 +11,6 @@ from zbpp.simulator import (
     idle,
     makespan,
     memory_over_time,
-    overhead,
     peak_memory,
     simulate,
     span,
@@ -48,9 +47,8 @@ def test_times_of_a_timeline_that_starts_late():
     assert work(DRAWN) == [6, 6]
     assert idle(DRAWN) == [4, 0]
     assert bubble_rate(DRAWN) == pytest.approx(4 / 10)
-    assert overhead(DRAWN) == pytest.approx(4 / 6)
     free = simulate(plan("1F1B", n_stages=2, n_microbatches=2), Costs(0, 0, 0))
-    assert bubble_rate(free) == overhead(free) == span(free) == 0
+    assert bubble_rate(free) == span(free) == 0
 
 
 def test_the_bubble_rate_is_of_the_longest_span_and_the_busiest_stage():
@@ -62,7 +60,7 @@ def test_the_bubble_rate_is_of_the_longest_span_and_the_busiest_stage():
     assert idle(busier)[0] / stage_span(busier, 0) == 0.4
     full = simulate(plan("ZBH2", n_stages=4, n_microbatches=8), Costs(optimizer=7))
     assert (span(full), makespan(full), step_time(full)) == (24, 27, 34)
-    assert bubble_rate(full) == overhead(full) == 0
+    assert bubble_rate(full) == 0
 
 
 MEMORY = Costs(

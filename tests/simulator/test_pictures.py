@@ -13,17 +13,14 @@ from zbpp.core import Costs, RequestError, lanes_of
 from zbpp.planning import plan
 from zbpp.schedules import add_collectives, lay_out, post_validated
 from zbpp.simulator import (
-    PageEntry,
     join,
     memory_over_time,
-    messages,
     peak_memory,
     plot,
     plot_comparison,
     simulate,
     simulate_iterations,
     step_time,
-    trace_events,
     write_page,
     write_trace,
 )
@@ -87,14 +84,18 @@ def boxes_of(timeline):
 
 
 def on_a_page(timeline, path):
-    write_page([PageEntry(name="x", simulated=timeline)], path)
-    ((_, panel),) = panels_of(path.read_text(encoding="utf-8"))
+    write_page(timeline, path)
+    (panel,) = panels_of(path.read_text(encoding="utf-8"))
     return boxes_in(panel)
 
 
-def in_a_trace(timeline, path):
-    write_trace(timeline, path)
+def events_of(timeline, path, phase, **options):
+    write_trace(timeline, path, **options)
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [event for event in events if event["ph"] in phase]
+
+
+def in_a_trace(timeline, path):
     return [
         (
             event["tid"] % timeline.placement.n_stages,
@@ -102,8 +103,7 @@ def in_a_trace(timeline, path):
             (event["ts"] + event["dur"]) / 1e3,
             re.split(r" of |\.", event["name"])[0],
         )
-        for event in events
-        if event["ph"] == "X"
+        for event in events_of(timeline, path, "X")
     ]
 
 
@@ -133,9 +133,9 @@ def test_every_medium_has_every_box_of_a_timeline(medium, name, tmp_path):
 # Traces.
 
 
-def test_tracks_of_a_trace_have_one_job_at_a_time_and_the_names_of_stages():
+def test_tracks_of_a_trace_have_one_job_at_a_time_and_the_names_of_stages(tmp_path):
     for timeline in TIMELINES.values():
-        events, free = trace_events(timeline), {}
+        events, free = events_of(timeline, tmp_path / "t.json", "XM"), {}
         for event in sorted(
             (e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], e["dur"])
         ):
@@ -146,41 +146,52 @@ def test_tracks_of_a_trace_have_one_job_at_a_time_and_the_names_of_stages():
         assert len(names) == len(free) == (6 if max(free) > 2 else 3)
 
 
-def test_counters_of_a_trace_are_the_memory_of_the_stages():
+def test_counters_of_a_trace_are_the_memory_of_the_stages(tmp_path):
     costs = Costs(m_fixed=10, peak_b=3)
     timeline = timeline_of("ZBH1")
-    events = [e for e in trace_events(timeline, costs=costs) if e["ph"] == "C"]
+    events = events_of(timeline, tmp_path / "t.json", "C", costs=costs)
     for stage, curve in enumerate(memory_over_time(timeline, costs)):
         mine = [e for e in events if e["name"] == f"memory of stage {stage}"]
         assert [(e["ts"] / 1e3, e["args"]["held"]) for e in mine] == curve
 
 
-@pytest.mark.parametrize("name", ["passes", "joint passes", "iterations"])
-def test_every_arrow_of_a_trace_joins_the_jobs_of_its_message(name):
-    timeline = TIMELINES[name]
-    events = [e for e in trace_events(timeline) if e["ph"] in "sf"]
-    sent = list(messages(timeline))
-    assert len(events) == 2 * len(sent) > 0
-    for number, message in enumerate(sent):
-        ends = [e for e in events if e["id"] == f"0.{number}"]
-        for end, (stage, index) in zip(
-            sorted(ends, key=lambda e: e["ph"], reverse=True),
-            (message.source, message.target),
-            strict=True,
-        ):
-            slot = timeline.rows[stage][index]
-            assert end["tid"] == stage
-            assert slot.start * 1e3 - 1e-2 <= end["ts"] < slot.end * 1e3 + 1e-2
-    half = len(timeline.rows[0]) // 3
-    if name == "iterations":  # messages stay within an iteration
-        for message in sent:
-            assert message.source[1] // half == message.target[1] // half
+@pytest.mark.parametrize(
+    ("name", "edges"),
+    [("passes", 4), ("joint passes", 5), ("parts", 4), ("iterations", 3 * 2)],
+)
+def test_arrows_of_a_trace_join_neighbouring_chunks_of_a_micro_batch(
+    name, edges, tmp_path
+):
+    """Of three stages with one chunk 2 edges, of a V with two 4, of VPP 5."""
+    events = events_of(TIMELINES[name], tmp_path / "t.json", "Xsf")
+    boxes = [event for event in events if event["ph"] == "X"]
+    arrows = [event for event in events if event["ph"] != "X"]
+    assert len(arrows) == 2 * 2 * edges * 6
+    for start, end in zip(arrows[::2], arrows[1::2], strict=True):
+        assert start["id"] == end["id"] and start["tid"] != end["tid"]
+        assert start["ts"] < end["ts"]
+        chunks, kinds, numbers = zip(
+            *map(job_at, (boxes, boxes), (start, end)), strict=True
+        )
+        assert numbers[0] == numbers[1]
+        step = 1 if start["name"] == "activation" else -1
+        assert int(chunks[1]) - int(chunks[0]) == step
+        assert all(("F" in kind) == (step == 1) for kind in kinds)
 
 
-def test_a_trace_counts_in_microseconds_of_the_unit():
+def job_at(boxes, end):
+    """Chunk, kind and micro-batch of the job that an end of an arrow is bound to."""
+    (name,) = (
+        box["name"]
+        for box in boxes
+        if box["tid"] == end["tid"] and box["ts"] <= end["ts"] < box["ts"] + box["dur"]
+    )
+    return re.match(r"(\d+)([A-Z]+)(\d+)", name).groups()
+
+
+def test_a_trace_counts_in_microseconds_of_the_unit(tmp_path):
     timeline = timeline_of("ZBH1", Costs(18.522, 18.086, 9.337))
-    events = trace_events(timeline, microseconds_per_unit=1e6)
-    first = next(event for event in events if event["ph"] == "X")
+    first, *_ = events_of(timeline, tmp_path / "t", "X", microseconds_per_unit=1e6)
     assert (first["ts"], first["dur"]) == (0, pytest.approx(18522e3))
 
 
@@ -200,10 +211,13 @@ def texts_of(figure):
 
 def boxes_of_axes(axes):
     """Stage, start, end and colour of the boxes in a timeline's axes."""
-    _, boxes, _ = (x for x in axes.collections if type(x).__name__ == "PolyCollection")
-    for path, colour in zip(boxes.get_paths(), boxes.get_facecolors(), strict=True):
-        (start, top), (end, _) = path.vertices[0], path.vertices[2]
-        yield int(top), start, end, to_hex(colour)
+    for line in axes.collections:
+        if len(line.get_linewidths()) and line.get_linewidths()[0]:  # 0: idle time
+            for path, colour in zip(
+                line.get_paths(), line.get_facecolors(), strict=True
+            ):
+                (start, top), (end, _) = path.vertices[0], path.vertices[2]
+                yield int(top), start, end, to_hex(colour)
 
 
 def to_hex(colour):
@@ -230,36 +244,31 @@ def test_boxes_have_numbers_and_a_picture_a_title_and_a_legend():
                 job = re.findall(r"(?<=[A-Z])\d+", str(slot.job))
                 assert (" ".join(job) or "O") in texts
     assert "ZBV   4 stages, 8 micro-batches" in texts
-    assert "bubble rate 0.00 %    peak memory 4 M_B" in texts
+    assert "bubble rate 0.00%, peak memory 4 M_B" in texts
     for word in ("F  ", "B  ", "W  ", "O  ", "idle", "lighter:"):
         assert any(text.startswith(word) for text in texts), word
-    bare = texts_of(plot(timeline, title=False, legend=False))
-    assert not any("stages" in text or "idle" in text for text in bare)
-    small = texts_of(plot(timeline, title=False, legend=False, size=(2, 1)))
+    small = texts_of(plot(timeline, size=(4, 3)))
     assert "7" not in small, "too thin for numbers"
-
-
-def lines_of(figure):
-    """Colours and number of the lines that stand for jobs of no time."""
-    return [x for axes in figure.axes for x in axes.collections[-1].get_paths()]
 
 
 @pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize("takes", [0, 1])
 def test_a_v_is_a_box_or_a_line_and_no_waste_between_iterations(takes):
     timeline = validated(2, Costs(optimizer=2, validation=takes))
-    figure = plot(timeline)
-    assert len(lines_of(figure)) == (0 if takes else 3 * 2)
-    assert "idle 0.00 %" in texts_of(figure)
+    figure, pink = plot(timeline), "#cc79a7"
+    widths = {b - a for _, a, b, x in boxes_of_axes(figure.axes[0]) if x == pink}
+    assert all(0.05 < width <= 1.0001 for width in widths) and widths
+    assert "idle 0.00%" in texts_of(figure)
     behind = simulate_iterations(
         plan("ZBH2", n_stages=4, n_microbatches=8), n_iterations=2
     )
-    assert f"idle {100 * 6 / 54:.2f} %" in texts_of(plot(join(behind)))
+    assert f"idle {6 / 54:.2%}" in texts_of(plot(join(behind)))
 
 
 @pytest.mark.needs("matplotlib")
 def test_a_pass_of_no_time_is_no_line():
-    assert not lines_of(plot(timeline_of("ZBH1", Costs(w=0))))
+    boxes = boxes_of_axes(plot(timeline_of("ZBH1", Costs(w=0))).axes[0])
+    assert {b - a for _, a, b, x in boxes if x == "#009e73"} == {0.0}
 
 
 MIB = 2.0**20
@@ -272,7 +281,7 @@ MIB = 2.0**20
         (Costs(memory_limit=5), "4 M_B"),
         (
             Costs(m_b=MIB, m_w=MIB / 2, m_fixed=10 * MIB, memory_limit=20 * MIB),
-            "14 MiB",
+            "14.0 MiB",
         ),
     ],
 )
@@ -291,13 +300,14 @@ def test_memory_over_time_is_drawn_below_in_the_largest_unit(costs, peak):
 
 
 @pytest.mark.needs("matplotlib")
-def test_passes_that_compute_layers_again_have_a_strip():
+def test_passes_that_compute_layers_again_are_darker():
     schedule = plan("ZBV", n_stages=2, n_microbatches=4)
     for recompute, extra in ((None, 0), ((True, False, (0,), False), 2 * 4)):
         figure = plot(simulate(replace(schedule, recompute=recompute)))
-        *_, strips, _ = figure.axes[0].collections
-        assert len(strips.get_paths()) == extra
-        assert ("strip: recomputes" in texts_of(figure)) == bool(extra)
+        colours = [colour for *_, colour in boxes_of_axes(figure.axes[0])]
+        darker = colours.count("#a16f00") + colours.count("#aa9159")
+        assert darker == extra
+        assert ("darker: recomputes" in texts_of(figure)) == bool(extra)
 
 
 @pytest.mark.needs("matplotlib")
@@ -343,7 +353,7 @@ def test_a_file_has_the_same_bytes_each_time(suffix, tmp_path):
 def test_modes_at_one_place_share_a_mark_of_the_charts():
     points = {"1F1B": (4.0, 0.3), "ZBV": (4.0, 0.05), "auto": (4.0, 0.05)}
     series = {"1F1B": [(4, 0.5), (8, 0.25)], "ZBV": [(4, 0.25), (8, 0.1)]}
-    figure = plot_comparison(points, series, unit="M_B", limit=5.0)
+    figure = plot_comparison(points, series, limit=5.0)
     scatter, lines = figure.axes
     legends = [
         [text.get_text() for text in axes.get_legend().get_texts()]
@@ -354,8 +364,10 @@ def test_modes_at_one_place_share_a_mark_of_the_charts():
     assert [tuple(map(float, dot.get_xydata()[0])) for dot in dots] == [(4, 30), (4, 5)]
     assert set(limit.get_xdata()) == {5.0}
     assert list(lines.lines[0].get_ydata()) == [50, 25]
-    assert "peak memory of a stage (M_B)" in texts_of(figure)
-    assert len(plot_comparison(points, {}).axes) == 1
+    assert "peak memory of a stage" in texts_of(figure)
+    in_bytes = {mode: (2**30 * memory, rate) for mode, (memory, rate) in points.items()}
+    (axes,) = plot_comparison(in_bytes, {}).axes
+    assert axes.xaxis.get_major_formatter()(4 * 2**30) == "4.00 GiB"
 
 
 def test_pictures_without_matplotlib_name_what_to_install(monkeypatch, tmp_path):

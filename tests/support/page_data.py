@@ -1,38 +1,29 @@
-"""Timelines of pages and of SVG pictures, read back."""
+"""Timelines of pages, read back."""
 
 import base64
+import json
 import re
 import zlib
-from html import unescape
-
-_SHAPE = re.compile(
-    r'data-name="([^"]*)" data-numbers="([^"]*)"[^>]* d="([^"]*)"', re.DOTALL
-)
-_BOX = re.compile(r"m(\S+) ([^h]+)h([^v]+)v[^h]+")
-
-
-def timelines_of(text):
-    """The elements of a page's timelines."""
-    packed = re.findall(r'id="packed">([^<]*)<', text)
-    return zlib.decompress(base64.b64decode(packed[0])).decode() if packed else ""
 
 
 def panels_of(text):
-    """The elements of each timeline of a page by its title."""
-    panels = timelines_of(text).split("<details")[1:]
-    return [(unescape(re.search("<b>(.*?)</b>", one)[1]), one) for one in panels]
+    """The data of each timeline of a page; times in its own unit."""
+    packed = re.findall(r'id="packed">([^<]*)<', text)
+    if not packed:
+        return []
+    data = json.loads(zlib.decompress(base64.b64decode(packed[0])))
+    return [panel | {"unit": data["unit"]} for panel in data["panels"]]
 
 
-def boxes_in(element):
+def boxes_in(panel):
     """Stage, start, end and name of every box."""
-    boxes = []
-    for name, numbers, path in _SHAPE.findall(element):
-        x = y = 0.0
-        rows = zip(_BOX.findall(path), numbers.split(","), strict=True)
-        for (across, down, width), microbatches in rows:
-            x, y = x + float(across), y + float(down)
-            full = unescape(name)
-            for microbatch in microbatches.split():
-                full = full.replace("*", microbatch, 1)
-            boxes.append((int(y), x, x + float(width), re.split(r" of |\.", full)[0]))
+    boxes, unit = [], panel["unit"]
+    for line in panel["lines"]:
+        end = 0
+        for gap, time, name in zip(
+            line["gaps"], line["times"], line["names"], strict=True
+        ):
+            start, end = end + gap, end + gap + time
+            name = re.split(r" of |\.", name)[0]
+            boxes.append((line["stage"], start * unit, end * unit, name))
     return boxes

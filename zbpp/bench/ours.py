@@ -1,6 +1,6 @@
 """A mode of zbpp in a bench."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -8,17 +8,32 @@ import torch.distributed as dist
 
 from zbpp.bench.contender import Setting, make_optimizer, output_is_loss
 from zbpp.bench.names import split_name
-from zbpp.core import PassKind, Schedule, Timeline, passes_in
+from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation import emulated_batch, emulated_pipeline
 from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.runtime.policies import Numerics, StepPolicy
-from zbpp.simulator import PageEntry, bubble_rate, simulate, steady_step_time
+from zbpp.simulator import bubble_rate, simulate, steady_step_time
 
-__all__ = ["Ours", "resolved"]
+__all__ = ["Jobs", "Ours", "resolved"]
 
 _STEPS_KEPT = 10  # timelines of so many steps are there
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of a mode's steps, in ms: by its costs, and as they were measured.
+
+    ``step`` is predicted, one among many; ``bubble`` is a median of what was measured.
+    """
+
+    name: str
+    costs: Costs
+    simulated: Timeline
+    measured: Timeline
+    step: float
+    bubble: float
 
 
 class Ours:
@@ -54,19 +69,18 @@ class Ours:
         result = self.pipeline.step(*self._batch)
         return result.loss, result.grad_norm
 
-    def jobs(self, name: str, n_steps: int) -> PageEntry:
+    def jobs(self, name: str, n_steps: int) -> Jobs:
         """Read the jobs of the last steps, in ms (every rank must call)."""
         n, schedule = min(n_steps, _STEPS_KEPT), self.pipeline.schedule
         steps = timelines(self.pipeline, n)
         costs = self._costs or measured_costs(self.pipeline, n, joint=True)
-        return PageEntry(
-            name=name,
-            schedule=schedule,
-            costs=costs,
-            simulated=simulate(schedule, costs),
+        return Jobs(
+            name,
+            costs,
+            simulate(schedule, costs),
+            _in_ms(steps[-1]),
             step=steady_step_time(schedule, costs),
-            measured=_in_ms(steps[-1]),
-            bubble_measured=median(map(bubble_rate, steps)),
+            bubble=median(map(bubble_rate, steps)),
         )
 
     def close(self) -> None:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from rich.console import Console
 
 from zbpp.bench.contender import Setting
-from zbpp.bench.names import OURS, split_name
+from zbpp.bench.names import OURS
+from zbpp.bench.ours import Jobs
 from zbpp.bench.turns import Turn
 from zbpp.core import RequestError, format_bytes
 from zbpp.profiling.profile import spread
 from zbpp.runtime.support.devices import device_name, runs_ahead
-from zbpp.simulator import PageEntry, write_page, write_trace
-from zbpp.simulator.tables import Table
+from zbpp.simulator import Table, write_page, write_trace
 
 __all__ = ["Outcome", "write_results"]
 
@@ -42,7 +42,7 @@ class Outcome:
     name: str
     reason: str
     turns: tuple[Turn, ...]
-    jobs: PageEntry | None = None
+    jobs: Jobs | None = None
 
 
 def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
@@ -68,29 +68,31 @@ def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
             f"--out {request.out} cannot be written: {error.strerror}"
         ) from None
     files = [file, request.out / "index.html"]
-    fastest = min(
-        (row["step_s"] for row in rows if "predicted_step_s" in row), default=0
-    )
+    table = _table(setting, rows)
+    fastest = min((row["step_s"] for row in rows if "step_s" in row), default=0)
+    jobs = [x.jobs for x in outcomes if x.jobs is not None]
+    first = {rows[0]["name"], *(x["name"] for x in rows if x.get("step_s") == fastest)}
+    jobs.sort(
+        key=lambda x: f"{OURS}:{x.name}" not in first
+    )  # the page opens the first ones
     write_page(
         [
-            _entry(outcome, row, shown=row is rows[0] or row.get("step_s") == fastest)
-            for outcome, row in zip(outcomes, rows, strict=True)
+            replace(timeline, name=f"{x.name}, {kind}")
+            for x in jobs
+            for kind, timeline in (("simulated", x.simulated), ("measured", x.measured))
         ],
         files[-1],
+        costs=[x.costs for x in jobs for _ in range(2)],
+        above=[table.html()],
         title=_title(setting),
         subtitle=f"{data['date']}; {data['hardware']}; {data['versions']}",
         command=request.command,
         time_unit="ms",
     )
-    lines = [
-        replace(x.jobs.measured, name=x.jobs.name)
-        for x in outcomes
-        if x.jobs and x.jobs.measured
-    ]
-    if lines:
+    if jobs:
         files.append(request.out / "trace.json")
-        write_trace(lines, files[-1])
-    Console(highlight=False, width=_WIDTH).print(_table(setting, rows).for_terminal())
+        write_trace([replace(x.measured, name=x.name) for x in jobs], files[-1])
+    Console(highlight=False, width=_WIDTH).print(table.for_terminal())
     print(*files, sep="\n", flush=True)
 
 
@@ -120,9 +122,9 @@ def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
         "peak_bytes": [None if None in x else max(x) for x in peaks],
         "host_us_per_job": None if sleeps else 1e6 * host_s,
     }
-    if outcome.jobs is not None and outcome.jobs.step is not None:
+    if outcome.jobs is not None:
         row |= {
-            "bubble_measured": outcome.jobs.bubble_measured,
+            "bubble_measured": outcome.jobs.bubble,
             "predicted_step_s": outcome.jobs.step / 1e3,
         }
     return row
@@ -148,35 +150,16 @@ def _cells(row: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
     if "predicted_step_s" in row:
         cells["predicted"] = f"{1e3 * row['predicted_step_s']:.4g}"
         cells["bubble"] = f"{row['bubble_measured']:.1%}"
-    return cells | _figures(row)
-
-
-def _figures(row: dict[str, Any]) -> dict[str, str]:
-    """Texts of the other columns, which the page has too."""
     low, high = row["quartiles_s"]
-    figures = {"quartiles, ms": f"{1e3 * low:.3g}-{1e3 * high:.3g}"}
+    cells["quartiles, ms"] = f"{1e3 * low:.3g}-{1e3 * high:.3g}"
     if None not in row["peak_bytes"]:
-        figures["peak of a process"] = format_bytes(max(row["peak_bytes"]))
+        cells["peak of a process"] = format_bytes(max(row["peak_bytes"]))
     unit = "tokens" if row["tokens_per_s"] else "samples"
     if per_s := row[f"{unit}_per_s"]:
-        figures[f"{unit}/s"] = f"{per_s:,.0f}"
+        cells[f"{unit}/s"] = f"{per_s:,.0f}"
     if row["host_us_per_job"] is not None:
-        figures["host, us/job"] = f"{row['host_us_per_job']:.0f}"
-    return figures
-
-
-def _entry(outcome: Outcome, row: dict[str, Any], *, shown: bool) -> PageEntry:
-    """A row of the page; its timelines if it is one of ours."""
-    whose, name = split_name(outcome.name)
-    entry = outcome.jobs or PageEntry(name=name if whose == OURS else outcome.name)
-    if outcome.reason:
-        return replace(entry, reason=outcome.reason)
-    return replace(
-        entry,
-        step_measured=1e3 * row["step_s"],
-        figures=_figures(row),
-        shown=shown,
-    )
+        cells["host, us/job"] = f"{row['host_us_per_job']:.0f}"
+    return cells
 
 
 def _title(setting: Setting) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zbpp.bench.contender import Contender, Setting, StepBatch, step_batch
 from zbpp.bench.names import OURS, TORCH, split_name
-from zbpp.bench.ours import Ours, resolved
+from zbpp.bench.ours import Jobs, Ours, resolved
 from zbpp.bench.request import BenchRequest
 from zbpp.bench.results import Outcome, write_results
 from zbpp.bench.torchs import TorchSchedule, check_torch
@@ -28,7 +28,6 @@ from zbpp.core import RequestError, Schedule
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.support.devices import asked_device, runs_ahead
 from zbpp.runtime.support.errors import PeerError
-from zbpp.simulator import PageEntry
 from zbpp.training.launch import is_launched, launch, run_launched
 
 __all__ = ["difference", "run_bench", "start_bench"]
@@ -77,7 +76,7 @@ def run_bench(request: BenchRequest) -> int:
     }
     reasons = dict.fromkeys(request.contenders, "")
     turns: dict[str, list[Turn]] = {name: [] for name in request.contenders}
-    jobs: dict[str, PageEntry] = {}
+    jobs: dict[str, Jobs] = {}
     first: tuple[float, float] | None = None
     for turn in range(request.rounds):
         racing = [name for name, reason in reasons.items() if not reason]

@@ -2,9 +2,10 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,19 +13,30 @@ from zbpp.cli.flags import PlanFlags
 from zbpp.cli.outputs import Picture, Terminal
 from zbpp.cli.report import gain_text
 from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
-from zbpp.core import PassKind, RequestError
+from zbpp.core import Costs, PassKind, RequestError, Timeline
 from zbpp.planning import BASELINE, MODES, Plan, canonical, is_auto, is_file
 from zbpp.planning.modes import AUTO
-from zbpp.simulator import PageEntry, bubble_rate, plot_comparison, simulate
-from zbpp.simulator.page import write_page
-from zbpp.simulator.tables import Table
+from zbpp.simulator import (
+    Table,
+    bubble_rate,
+    charts_html,
+    plot_comparison,
+    simulate,
+    write_page,
+)
 from zbpp.training import options
 from zbpp.training.options import Microbatches, Names, Paths, Stages, Switch
 
 __all__ = ["Compare", "Comparison", "Planned"]
 
+Series = Mapping[str, Sequence[tuple[int, float]]]
+
 _MOST_PASSES = 2048  # stages x micro-batches of a plan for the chart over m
-_MOST_SHOWN = 4  # timelines that a page shows at first
+_FEWEST_POINTS = 3  # of a chart: two modes are compared in the table
+_CAPTION = (
+    "gap: span over the lower bound for the same placement and, unless a limit is "
+    "given, the same memory"
+)
 
 
 @dataclass(frozen=True)
@@ -88,33 +100,59 @@ class Comparison:
             data["speed_up"] = self.step(BASELINE) / self.step(mode)
         return data
 
-    def entries(self, group: str) -> list[PageEntry]:
-        """The modes as entries of a page."""
-        shown = self._first_shown()
-        return [
-            PageEntry(name=mode, group=group, reason=row)
-            if isinstance(row, str)
-            else PageEntry(
-                name=mode,
-                group=group,
-                schedule=row.plan.schedule,
-                simulated=simulate(row.plan.schedule, row.plan.costs),
-                costs=row.plan.costs,
-                step=self.step(mode),
-                gap=row.summary.gap,
-                shown=mode in shown,
-            )
-            for mode, row in self.rows.items()
-        ]
+    @property
+    def points(self) -> dict[str, tuple[float, float]]:
+        """Peak memory and bubble rate of each planned mode."""
+        return {
+            mode: (max(row.summary.peak_memory), row.summary.bubble_rate)
+            for mode, row in self.planned.items()
+        }
 
-    def _first_shown(self) -> list[str]:
-        """The baseline, `auto`, the fastest modes; not twice the same order."""
-        planned = self.planned
-        shown: dict[Any, str] = {}
-        for mode in (BASELINE, AUTO, *sorted(planned, key=self.step)):
-            if mode in planned:
-                shown.setdefault(planned[mode].plan.schedule.orders, mode)
-        return [*shown.values()][:_MOST_SHOWN]
+    def table(self, title: str, *, with_steps: bool = False) -> Table:
+        """Tabulate modes; the shortest span is bold. Steps take longer to simulate."""
+        steps = ["step", f"speed-up over {BASELINE}"] * with_steps
+        heads = ["mode", "chunks", *steps, "bubble", "span", "makespan"]
+        table = Table([*heads, "peak memory", "gap"], title=title, caption=_CAPTION)
+        shortest = min(row.summary.span for row in self.planned.values())
+        for mode, row in self.rows.items():
+            if isinstance(row, str):
+                table.add(mode, look="dim", note=row)
+                continue
+            figures, times = row.summary, []
+            if with_steps:
+                data = self._mode_data(mode, row)
+                speed_up = f"{data['speed_up']:.3f}" if "speed_up" in data else ""
+                times = [f"{data['step']:.6g}", speed_up]
+            table.add(
+                mode,
+                str(len(figures.placement)),
+                *times,
+                f"{figures.bubble_rate:.2%}",
+                f"{figures.span:.6g}",
+                f"{figures.makespan:.6g}",
+                short_memory(max(figures.peak_memory)),
+                f"{figures.gap:.2%}",
+                look="bold" if figures.span <= shortest * (1 + 1e-9) else "",
+            )
+        return table
+
+    def elements(self, title: str, series: Series | None = None) -> list[str]:
+        """Table and charts, for a page."""
+        elements = [self.table(title, with_steps=True).html()]
+        limits = {row.plan.costs.memory_limit for row in self.planned.values()}
+        limit = limits.pop() if len(limits) == 1 else None
+        if series or len(self.points) >= _FEWEST_POINTS:
+            limit = limit if isinstance(limit, int | float) else None
+            elements.append(charts_html(self.points, series or {}, limit=limit))
+        return elements
+
+    def drawn(self, group: str = "") -> Iterator[tuple[Timeline, Costs]]:
+        """A timeline of each mode: the baseline, `auto`, then the fastest first."""
+        modes = (BASELINE, AUTO, *sorted(self.planned, key=self.step))
+        for mode in dict.fromkeys(mode for mode in modes if mode in self.planned):
+            plan = self.planned[mode].plan
+            name = f"{mode}, {group}" if group else mode
+            yield replace(simulate(plan.schedule, plan.costs), name=name), plan.costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +186,7 @@ class Compare(PlanFlags):
             print(json.dumps(data))
         else:
             for comparison in comparisons:
-                self._print(comparison, comparison.name if len(comparisons) > 1 else "")
+                self._print(comparison)
         if self.out is not None:
             self._draw(self.out, comparisons, command)
             if not self.json:
@@ -180,9 +218,13 @@ class Compare(PlanFlags):
         plan = replace(self, chunks_per_stage=chunks).plan(mode)
         return Planned(plan, summarize(plan.schedule, plan.costs))
 
-    def _print(self, comparison: Comparison, name: str) -> None:
+    def _title(self, comparison: Comparison | None = None) -> str:
         title = f"{self.stages} stages, {self.microbatches} micro-batches"
-        table = _table(comparison, f"{title}, {name}" if name else title)
+        several = comparison is not None and len(self.costs) > 1
+        return f"{title}, {comparison.name}" if comparison and several else title
+
+    def _print(self, comparison: Comparison) -> None:
+        table = comparison.table(self._title(comparison))
         Terminal(highlight=False).print(table.for_terminal())
         for mode, row in comparison.rows.items():
             if isinstance(row, str):
@@ -202,26 +244,28 @@ class Compare(PlanFlags):
         """Write a page, or a picture of the charts of the first costs."""
         series = self._over_m(comparisons[0])
         if out.suffix.lower() != ".html":
-            points = {
-                mode: (max(row.summary.peak_memory), row.summary.bubble_rate)
-                for mode, row in comparisons[0].planned.items()
-            }
-            plot_comparison(points, series, out)
+            plot_comparison(comparisons[0].points, series, out)
             return
         facts = [f"costs {path}" for path in self.costs]
         facts += [f"layers {self.layers}"] if self.layers else []
-        several = len(comparisons) > 1
+        groups = [x.name if len(comparisons) > 1 else "" for x in comparisons]
+        drawn = chain(*map(Comparison.drawn, comparisons, groups))
+        timelines, costs = zip(*drawn, strict=True)
         write_page(
-            [
-                entry
-                for comparison in comparisons
-                for entry in comparison.entries(comparison.name if several else "")
-            ],
+            list(timelines),
             out,
-            title=f"{self.stages} stages, {self.microbatches} micro-batches",
+            costs=costs,
+            above=[
+                element
+                for comparison in comparisons
+                for element in comparison.elements(
+                    self._title(comparison),
+                    series if comparison is comparisons[0] else None,
+                )
+            ],
+            title=self._title(),
             subtitle=", ".join(facts) or "F, B and W take 1 each, messages nothing",
             command=command,
-            by_microbatches=series,
         )
 
     def _over_m(self, comparison: Comparison) -> dict[str, list[tuple[int, float]]]:
@@ -244,32 +288,3 @@ class Compare(PlanFlags):
                 points[m] = bubble_rate(simulate(plan.schedule, plan.costs))
             series[mode] = sorted(points.items())
         return series
-
-
-_HEADS = ["mode", "chunks", "bubble", "span", "makespan", "peak memory", "gap"]
-_CAPTION = (
-    "gap: span over the lower bound for the same placement and, unless a limit is "
-    "given, the same memory"
-)
-
-
-def _table(comparison: Comparison, title: str) -> Table:
-    """Tabulate modes; the shortest span is bold."""
-    table = Table(_HEADS, title=title, caption=_CAPTION)
-    shortest = min(row.summary.span for row in comparison.planned.values())
-    for mode, row in comparison.rows.items():
-        if isinstance(row, str):
-            table.add(mode, look="dim", note=row)
-            continue
-        figures = row.summary
-        table.add(
-            mode,
-            str(len(figures.placement)),
-            f"{figures.bubble_rate:.2%}",
-            f"{figures.span:.6g}",
-            f"{figures.makespan:.6g}",
-            short_memory(max(figures.peak_memory)),
-            f"{figures.gap:.2%}",
-            look="bold" if figures.span <= shortest * (1 + 1e-9) else "",
-        )
-    return table

@@ -13,7 +13,7 @@ from zbpp.core import LayerCosts, Link, RequestError, read_layers
 from zbpp.core.sharding import Shard
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, network_of
-from zbpp.simulator.tables import Table
+from zbpp.simulator import Table
 from zbpp.training.options import (
     Count,
     Memory,

@@ -12,7 +12,7 @@ from zbpp.cli.compare import Comparison, Planned
 from zbpp.cli.summary import summarize
 from zbpp.core import Costs, RequestError
 from zbpp.planning import MODES, PlanRequest, make_plan
-from zbpp.simulator.page import tables_html, timelines_html
+from zbpp.simulator.page import timelines_html
 from zbpp.training.options import Switch
 
 __all__ = ["Playground"]
@@ -102,5 +102,6 @@ def _report(settings: dict[str, str]) -> str:
             rows[mode] = str(error)
         else:
             rows[mode] = Planned(plan, summarize(plan.schedule, plan.costs))
-    entries = Comparison("", rows).entries("")
-    return "".join([*tables_html(entries), timelines_html(entries)])
+    comparison = Comparison("", rows)
+    timelines, of_each = zip(*comparison.drawn(), strict=True)
+    return "".join([*comparison.elements("Modes"), timelines_html(timelines, of_each)])

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zbpp.cli.compare import Comparison, Planned
 from zbpp.cli.flags import ScheduleFlags
 from zbpp.cli.outputs import Drawing
 from zbpp.cli.report import print_report
 from zbpp.cli.summary import steady, summarize
 from zbpp.core import RequestError
 from zbpp.planning import Plan
-from zbpp.simulator import PageEntry, plot, write_page, write_trace
+from zbpp.simulator import plot, write_page, write_trace
 from zbpp.training.options import Switch
 
 __all__ = ["Show"]
@@ -67,26 +68,20 @@ class Show(ScheduleFlags):
         if out.suffix.lower() != ".html":
             plot(timelines, out, costs=plans[0].costs)
             return
-        entries = [
-            PageEntry(
-                name=timeline.name,
-                schedule=plan.schedule,
-                simulated=timeline,
-                costs=plan.costs,
-                gap=summarize(plan.schedule, plan.costs).gap
-                if self.iterations == 1
-                else None,
-            )
-            for plan, timeline in drawn
-        ]
+        rows = {
+            plan.schedule.name: Planned(plan, summarize(plan.schedule, plan.costs))
+            for plan in plans
+        }
         schedules = [plan.schedule for plan in plans]
         facts = [
             f"{x.n_stages} stages, {x.n_microbatches} micro-batches" for x in schedules
         ]
         facts += [f"costs {self.costs}"] if self.costs else []
         write_page(
-            entries,
+            timelines,
             out,
+            costs=[plan.costs for plan, _ in drawn],
+            above=Comparison("", rows).elements("Modes"),
             title=", ".join(dict.fromkeys(x.name for x in schedules)),
             subtitle="; ".join(dict.fromkeys(facts)),
             command=command,

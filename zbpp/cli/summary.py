@@ -8,7 +8,6 @@ from zbpp.simulator import (
     bubble_rate,
     lower_bounds,
     makespan,
-    overhead,
     peak_memory,
     simulate,
     span,
@@ -31,7 +30,6 @@ class Summary:
     n_microbatches: int
     placement: list[int]
     bubble_rate: float
-    overhead: float
     span: float
     makespan: float
     step_time: float
@@ -72,7 +70,6 @@ def summarize(schedule: Schedule, costs: Costs) -> Summary:
         n_microbatches=schedule.n_microbatches,
         placement=list(schedule.placement.stage_of),
         bubble_rate=bubble_rate(timeline),
-        overhead=overhead(timeline),
         span=longest,
         makespan=makespan(timeline),
         step_time=step_time(timeline),
