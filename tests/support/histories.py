@@ -552,8 +552,9 @@ class Run:
             execution=zbpp.Execution(timeout_s=100.0),
         )
         torch.set_rng_state(outer)
-        named = list(self.pipeline.named_parameters())
-        self._names = {p: name for name, p in named}
+        # a tied one has the name of its first layer, wherever that layer is
+        named = sorted(self.pipeline.named_parameters(), key=lambda x: x[0])
+        self._names = {p: name for name, p in reversed(named)}
         here = (name.partition(".")[2] for name, _ in self.pipeline.named_layers())
         self.layers: dict[int, Any] = {int(i): layers[int(i)] for i in here}
         make = SCHEDULERS[case.scheduler]
