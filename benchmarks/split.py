@@ -284,10 +284,8 @@ class LiveBytes(TorchDispatchMode):
 def start(module: nn.Module, x: Tensor, technique: Any) -> Halves:
     """F; return the two half backwards."""
     x = torch.randn_like(x, requires_grad=True)
-    queue = WeightQueue()
-    with queue:  # as a stage runs its forwards
-        y = module(x)
-    return technique(module, x, y, torch.ones_like(y), queue)
+    y = module(x)
+    return technique(module, x, y, torch.ones_like(y), WeightQueue())
 
 
 def now(device: torch.device) -> float:

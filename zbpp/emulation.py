@@ -1,18 +1,16 @@
-"""The real runtime on layers that sleep instead of computing.
+"""The real runtime on passes that sleep instead of computing.
 
-Every chunk is one layer that sleeps for the chunk's times, in milliseconds; the
-optimizer sleeps too, and so do messages, sums and collectives. A stage that sleeps
+Every chunk is one small layer, and its passes last as long as the costs say, in
+milliseconds; so do optimizer steps, messages, sums and collectives. A stage that sleeps
 takes no processor from the others, so schedules of many stages are measured on few
 cores: what shows is the schedule and the runtime's overhead.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from zbpp.core import (
     Costs,
     Job,
     Message,
+    PassKind,
     Schedule,
     State,
     TiedGradient,
@@ -31,14 +30,13 @@ from zbpp.core import (
 )
 from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.backward.split import WeightQueue, current_queue
-from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.transport import Expected, Reduction, Transport
+from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.sums import Collectives
 from zbpp.runtime.policies import Execution, StepPolicy
 from zbpp.runtime.values import Tensors, with_tensors
 
-__all__ = ["EmulatedLayer", "emulated_batch", "emulated_pipeline"]
+__all__ = ["emulated_batch", "emulated_pipeline"]
 
 _OVERSHOOT_S = 2e-4
 
@@ -50,7 +48,7 @@ def emulated_pipeline(
     timeout_s: float = 600.0,
     post_validation: bool | None = None,
 ) -> Pipeline:
-    """Make a pipeline of layers that sleep, one a chunk (every rank must call).
+    """Make a pipeline whose passes sleep (every rank must call).
 
     Args:
         schedule: what to run.
@@ -64,11 +62,11 @@ def emulated_pipeline(
     placement = schedule.placement
     times = costs.on(placement)
     pipeline = Pipeline(
-        layers_from(partial(_layers, times), n_layers=placement.n_chunks),
+        layers_from(_layers, n_layers=placement.n_chunks),
         # the costs are those of chunks, recomputed layers included
         replace(schedule, split=(1,) * placement.n_chunks, recompute=None),
         loss_fn=_mean,
-        optimizer=_SleepingOptimizer,
+        optimizer=_optimizer,
         device="cpu",
         step=StepPolicy(post_validation=bool(post_validation)),
         execution=Execution(timeout_s=timeout_s),
@@ -78,14 +76,24 @@ def emulated_pipeline(
             _delay_messages(executor.transport, times, stage)
         if post_validation is not None:
             _delay_sums(executor.transport, times, stage)
-        sleeping = _SleepingCollectives(times, executor.stage.chunks.values())
-        executor.collectives = sleeping
+        _delay_jobs(executor, times, stage)
     return pipeline
 
 
 def emulated_batch(pipeline: Pipeline) -> Tensor:
     """Return inputs and targets of a step in one."""
     return torch.zeros(pipeline.n_microbatches, 1, dtype=torch.float64)
+
+
+def _layers(chunks: range) -> list[nn.Module]:
+    layers = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in chunks]
+    for layer in layers:
+        nn.init.zeros_(layer.weight)  # messages are times, which must not add up
+    return list(layers)
+
+
+def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
 
 
 def _mean(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -104,121 +112,78 @@ def _sleep_until(deadline: float) -> None:
         pass
 
 
-# --- layers and optimizer -------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------
 
 
-_until: WeakKeyDictionary[WeightQueue, tuple[float, float]] = WeakKeyDictionary()
-"""Of each queue the pass that runs, by its start, and when its layers so far end."""
+def _delay_jobs(executor: Executor, times: ChunkCosts, stage: int) -> None:
+    """Let passes, optimizer steps and collectives take their times, of their starts on.
 
-
-def _take(queue: WeightQueue | None, seconds: float) -> None:
-    """Let a layer take its time of the pass that runs.
-
-    The times of a pass's layers count from its start, one after the other: what torch
-    itself needs is a part of them, as it is a part of every measured cost. Without a
-    queue they count from where the layer begins.
+    What torch itself needs is a part of them, as it is a part of every measured cost.
     """
-    if queue is None:
-        _sleep_until(time.perf_counter() + seconds)
-        return
-    began, end = _until.get(queue, (-1.0, 0.0))
-    if began != queue.began_s:
-        end = queue.began_s
-    end += seconds
-    _until[queue] = queue.began_s, end
-    _sleep_until(end)
+    sleeping = _SleepingCollectives(times)
+    executor.collectives = sleeping
+
+    def delay(owner: Any, name: str, end: Callable[..., float]) -> None:
+        method = getattr(owner, name)
+
+        def delayed(*args: Any) -> Any:
+            due = end(*args)
+            result = method(*args)
+            _sleep_until(due)
+            return result
+
+        setattr(owner, name, delayed)
+
+    def delay_passes(name: str, kind: PassKind) -> None:
+        def end(chunk: int, *_: object) -> float:
+            start = time.perf_counter()
+            if kind is not PassKind.W:
+                start = max(start, sleeping.set_at(State.PARAMETERS, chunk))
+            return start + times.of_pass(kind, chunk) / 1e3
+
+        delay(executor.stage, name, end)
+
+    delay_passes("predict", PassKind.F)
+    delay_passes("forward", PassKind.F)
+    delay_passes("backward_input", PassKind.B)
+    delay_passes("backward", PassKind.BW)
+    delay_passes("backward_weight", PassKind.W)
+    step_s = times.optimizer[stage] / 1e3
+    delay(executor.optimizer, "step", lambda _: time.perf_counter() + step_s)
 
 
-class _Sleep(torch.autograd.Function):
-    """The identity; its forward and its two half backwards take their time."""
+class _SleepingCollectives(Collectives):
+    """Collectives of one stage: one after the other, beside its jobs."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, times: tuple[float, ...]
-    ) -> Tensor:
-        ctx.weight, ctx.times, ctx.queue = weight, times, current_queue()
-        ctx.save_for_backward(x)  # a recomputed layer runs again when it is asked for
-        y = x.clone()
-        _take(ctx.queue, times[0])
-        return y
+    def __init__(self, times: ChunkCosts) -> None:
+        super().__init__({})
+        self._times = times
+        self._free = 0.0
+        self._starts: dict[int, float] = {}
+        self._ends: dict[tuple[State, int], float] = {}
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        _ = ctx.saved_tensors
-        weight, queue, (_, b_s, w_s) = ctx.weight, ctx.queue, ctx.times
-        dx = dy.clone()
-        if queue is None:
-            _take(None, b_s + w_s)
-            return dx, torch.zeros_like(weight), None
-        queue.defer((weight,), partial(_sleep_in_w, queue, weight, w_s))
-        _take(queue, b_s)
-        return dx, None, None
+    def set_at(self, state: State, chunk: int) -> float:
+        """Return when the collective that sets a state of a chunk ends."""
+        return self._ends.get((state, chunk), 0.0)
 
+    def take_start(self, chunk: int) -> float:
+        """Return when the sum of a chunk has begun."""
+        return self._starts.pop(chunk)
 
-def _sleep_in_w(
-    queue: WeightQueue, weight: Tensor, seconds: float
-) -> tuple[Tensor | None]:
-    """W of a layer: zeros, after its time; nothing where there is a gradient."""
-    zeros = torch.zeros_like(weight) if weight.grad is None else None
-    _take(queue, seconds)
-    return (zeros,)
+    def run(self, job: Collective) -> None:
+        """Start one as soon as the network is free, or wait for its end."""
+        kind = kind_of(job)
+        if kind.sets is not None:
+            start = max(time.perf_counter(), self._free)
+            self._free = start + self._times.of(job) / 1e3
+            self._ends[kind.sets, job.chunk] = self._free
+            if kind.sets is State.SUM:
+                self._starts[job.chunk] = start
+        for state in kind.awaits:
+            _sleep_until(self.set_at(state, job.chunk))
 
 
-class EmulatedLayer(nn.Module):
-    """Takes some time in F, B and W; its output equals its input.
-
-    Args:
-        f_s, b_s, w_s: seconds of forward, input gradient and weight gradient.
-        step_s: seconds that an optimizer shall take for this layer; it is an
-            attribute of the layer's parameter, ``weight.step_s``.
-    """
-
-    def __init__(
-        self, f_s: float, b_s: float, w_s: float, *, step_s: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.ready_s: Callable[[], float] = float
-        """The time at which its parameters are gathered."""
-        self.times = (f_s, b_s, w_s)
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.weight.step_s = step_s  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` of any shape, after ``f_s`` seconds."""
-        queue, ready = current_queue(), self.ready_s()
-        _sleep_until(ready)
-        if queue is not None and ready > queue.began_s:
-            _until[queue] = queue.began_s, ready
-        sleep: Any = _Sleep.apply  # typed from torch 2.14 on
-        y: Tensor = sleep(x, self.weight, self.times)
-        return y
-
-
-def _layers(times: ChunkCosts, chunks: range) -> list[nn.Module]:
-    """Make one layer a chunk; a stage's first one carries its optimizer's time."""
-    layers: list[nn.Module] = []
-    for chunk in chunks:
-        stage = times.placement.stage_of[chunk]
-        is_first = chunk == times.placement.chunks_of[stage][0]
-        passes = (name[chunk] / 1e3 for name in (times.f, times.b, times.w))
-        step_s = times.optimizer[stage] / 1e3 if is_first else 0.0
-        layers.append(EmulatedLayer(*passes, step_s=step_s))
-    return layers
-
-
-class _SleepingOptimizer(torch.optim.Optimizer):
-    """Sleeps for the sum of its parameters' ``step_s``, and leaves them alone."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-        self._seconds = sum(getattr(one, "step_s", 0.0) for one in parameters)
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Sleep."""
-        _sleep_until(time.perf_counter() + self._seconds)
-
-
-# --- network --------------------------------------------------------------------------
+# --- messages and sums ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -308,37 +273,3 @@ class _SlowSum(Reduction):
 
     def _due(self) -> float:
         return float(self.inner.result()[self.length :].max()) + self.delay_s
-
-
-class _SleepingCollectives(Collectives):
-    """Collectives of one stage: one after the other, beside its jobs."""
-
-    def __init__(self, times: ChunkCosts, chunks: Iterable[Chunk]) -> None:
-        super().__init__({})
-        self._times = times
-        self._free = 0.0
-        self._starts: dict[int, float] = {}
-        self._ends: dict[tuple[State, int], float] = {}
-        for chunk in chunks:
-            first = chunk.layers[0]
-            assert isinstance(first, EmulatedLayer)
-            first.ready_s = partial(self._set_at, State.PARAMETERS, chunk.index)
-
-    def _set_at(self, state: State, chunk: int) -> float:
-        return self._ends.get((state, chunk), 0.0)
-
-    def take_start(self, chunk: int) -> float:
-        """Return when the sum of a chunk has begun."""
-        return self._starts.pop(chunk)
-
-    def run(self, job: Collective) -> None:
-        """Start one as soon as the network is free, or wait for its end."""
-        kind = kind_of(job)
-        if kind.sets is not None:
-            start = max(time.perf_counter(), self._free)
-            self._free = start + self._times.of(job) / 1e3
-            self._ends[kind.sets, job.chunk] = self._free
-            if kind.sets is State.SUM:
-                self._starts[job.chunk] = start
-        for state in kind.awaits:
-            _sleep_until(self._set_at(state, job.chunk))

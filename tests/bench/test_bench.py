@@ -102,7 +102,7 @@ def test_contenders_are_compared_and_timed(bench, tmp_path):
     assert all(jobs[f"{i}F"] == jobs[f"{i}W"] + jobs[f"{i}BW"] == 4 for i in range(4))
     page = (tmp_path / "report" / "index.html").read_text()
     assert CONTENDERS[2] in page and data["date"] in page
-    assert f"<td>{ours['bubble_measured']:.2%}</td>" in page
+    assert f"<td>{ours['bubble_measured']:.1%}</td>" in page
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from zbpp.core import (
     Placement,
     RequestError,
 )
-from zbpp.emulation import EmulatedLayer, emulated_batch, emulated_pipeline
+from zbpp.emulation import emulated_batch, emulated_pipeline
 from zbpp.profiling import Profile
 
 WIDTH = 8
@@ -273,8 +273,6 @@ def test_a_stage_whose_w_has_nothing_to_do_is_named() -> None:
     linear, norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
     assert splits(linear, norm) == (True, False)
     assert splits(linear, nn.Linear(WIDTH, WIDTH)) == (True, True)
-    one, other = EmulatedLayer(0, 0, 0), EmulatedLayer(0, 0, 0)
-    assert splits(one, other) == (True, True)
 
 
 def weights_of(model: list[nn.Module]) -> list[Any]:
@@ -326,7 +324,9 @@ def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Pool) -> None:
         for found, given in zip(
             getattr(costs, name), getattr(COSTS, name), strict=True
         ):
-            assert found >= given
+            # the loss is a part of the last F, which sleeps as a whole
+            loss = costs.loss if (name, given) == ("f", COSTS.f[-1]) else 0.0
+            assert found + loss >= given - 1e-9
     assert costs.reduction >= 4.0
     assert costs.on(Placement.single(2)).hops[0] > 0
     ((link,)) = data["links"]

@@ -217,7 +217,7 @@ class Stage:
             # all its uses, whose gradients would then be added in 16 bits.
             read, versions = mapped(taken, alias_of), [x._version for x in asked]
         queue = WeightQueue(self._lent.get(chunk, ()))
-        with queue, self._computes:
+        with self._computes:
             value = self.chunks[chunk].run(
                 as_value(read), self._recomputed, self._seeds(chunk, microbatch)
             )

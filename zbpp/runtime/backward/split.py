@@ -28,9 +28,7 @@ tensor([[1., 1.],
 """
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -40,7 +38,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.core import RequestError
 from zbpp.runtime.backward.plan import Plan, PlanCache, Product, Site, grad_dtype_of
-from zbpp.runtime.backward.products import Rule
 from zbpp.runtime.backward.wrappers import check_module
 from zbpp.runtime.compiled.backend import defer_piece
 from zbpp.runtime.support.autograd_internals import add_hook, hooks_made, run_backward
@@ -54,7 +51,6 @@ __all__ = [
     "SplitGraph",
     "WeightQueue",
     "alias_of",
-    "current_queue",
     "memory_of",
     "split_forward",
 ]
@@ -109,9 +105,6 @@ def memory_of(tensor: Tensor) -> int:
 class WeightQueue:
     """Weight-gradient work of one micro-batch, which B leaves for W.
 
-    ``with queue:`` makes it the `current_queue` of this thread, for modules that defer
-    work by themselves.
-
     Args:
         lent: `memory_of` parameters that are gathered for B, and freed before W.
     """
@@ -122,18 +115,6 @@ class WeightQueue:
         """Hooks of the user when the forward began."""
         self.work: list[_Work] = []
         """In the order of B."""
-        self._token: Token[WeightQueue | None] | None = None
-        self.began_s = 0.0
-        """`time.perf_counter` at the start of the pass that runs now, for emulation."""
-
-    def defer(
-        self,
-        leaves: Sequence[Tensor],
-        compute: Callable[[], Sequence[Tensor | None]],
-    ) -> None:
-        """Leave a call for W, which returns a gradient for each leaf."""
-        edges = [get_gradient_edge(leaf) for leaf in leaves]
-        self.work.append(_Work(Product(Rule(compute), (), leaves), edges, (), (), []))
 
     def read(self, site: Site) -> tuple[list[Tensor], list[Any]]:
         """Read the operands and settings of a product before its backward."""
@@ -162,7 +143,6 @@ class WeightQueue:
         With ``in_place`` gradients are added within the products' kernels, where these
         can.
         """
-        self.began_s = time.perf_counter()
         if progress is not None:
             leaves = [leaf for work in self.work for leaf in work.product.leaves]
             progress.begin(list(dict.fromkeys(leaves)))
@@ -191,25 +171,6 @@ class WeightQueue:
                 _accumulate(sums, waiting, progress)
         finally:
             torch.set_grad_enabled(has_grad)
-
-    def __enter__(self) -> None:
-        self._token = _current.set(self)
-        self.began_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        assert self._token is not None
-        _current.reset(self._token)
-
-
-_current: ContextVar[WeightQueue | None] = ContextVar("weight_queue", default=None)
-
-
-def current_queue() -> WeightQueue | None:
-    """The queue of the pass that runs now, if its weight gradients are deferred.
-
-    Ask for it in a forward: on a GPU autograd runs B in another thread, without one.
-    """
-    return _current.get()
 
 
 def _versions(tensors: Sequence[Any]) -> list[int]:
@@ -394,8 +355,7 @@ class SplitGraph:
         elif may_capture and all(map(_only_adds, plan.leaves)):
             input_gradients = self._capture(plan, ends, dys)
         else:
-            with queue:
-                input_gradients = self._run_around(plan, ends, dys)
+            input_gradients = self._run_around(plan, ends, dys)
         self._ends, self._inputs, self.outputs = [], [], None
         self._is_done, self.defers = True, bool(queue.work)
         return input_gradients
@@ -596,10 +556,8 @@ def split_forward(
 
     args = map_tensors(args, take, refuse_hidden)
     kwargs = map_tensors(kwargs, take, refuse_hidden)
-    queue = WeightQueue()
-    with queue:
-        result = function(*args, **kwargs)
+    result = function(*args, **kwargs)
     result = map_tensors(result, give, refuse_hidden)
-    graph = SplitGraph(outputs, inputs, queue)
+    graph = SplitGraph(outputs, inputs, WeightQueue())
     graph.outputs = result
     return graph
