@@ -141,14 +141,10 @@ MODELS = [
     (lambda: layered_of(layers(), 5), "n_layers is 5, but the model has 4"),
     (lambda: planned(split=[1, 2]), r"split \[1, 2\] must"),
     (lambda: planned(split="equal"), "split 'equal' is not known; choose"),
-    (lambda: planned(split="balanced"), "give layer_costs="),
+    (lambda: planned(split="balanced"), "give costs of layers"),
     (
-        lambda: planned(layer_costs=LayerCosts(n_layers=8)),
+        lambda: planned(costs=LayerCosts(n_layers=8)),
         "of 8 layers, but the model has 4",
-    ),
-    (
-        lambda: planned(layer_costs=LayerCosts(n_layers=4), costs=zbpp.Costs()),
-        "leave costs out",
     ),
     (lambda: planned(memory_limit="16GiB"), "or example= of zbpp"),
     (

@@ -78,7 +78,7 @@ WRONG = {
     "show ZBV -p 4 -m 8 --memory_limit 0.1": "needs memory",
     "plan ZBH1 -p 2 -m 4 -o x.json --layers layers.json --memory_limit 2": "works is 4",
     "compare -p 2 -m 3 --memory_limit 0.9": "no mode can be had",
-    "mesh --devices 8 -m 16 --layers mesh.json --memory_limit 1GiB": "nearest is pp 8",
+    "mesh --devices 8 -m 16 --layers mesh.json --memory_limit 1GiB": "fits; pp 8 x",
     "train --size tiny --stages 7": "6 layers cannot fill 7 chunks",
     "train --memory_limit 0.5": "over the limit 0.5",
     "estimate -p 40 -m 3 --model their_model:layers --modes 1F1B": "6 layers cannot",

@@ -110,8 +110,8 @@ def test_a_limit_leaves_the_meshes_that_fit() -> None:
     found = meshes(replace(LAYERS, memory_limit=80.0))
     assert [one.plan is not None for one in found.values()] == [False, True, True]
     assert "pp 1" not in best_mesh(list(found.values())).name
-    assert found["pp 1 x dp 4"].needs > 80
-    with pytest.raises(RequestError, match=r"none of 3 meshes fits; the nearest is"):
+    assert "the smallest limit that works is 136" in found["pp 1 x dp 4"].reason
+    with pytest.raises(RequestError, match=r"none of 3 meshes fits; pp 4 x dp 1: "):
         best_mesh(list(meshes(replace(LAYERS, memory_limit=10.0)).values()))
 
 

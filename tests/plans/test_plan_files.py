@@ -40,7 +40,7 @@ def planned(mode: str, **more: object) -> Plan:
 
 PLANS = {
     "auto": {"costs": COSTS, "memory_limit": 3.0},
-    "auto by mode": {"costs": LAYERS, "by_mode": True},
+    "auto of layers": {"costs": LAYERS},
     "1F1B": {},
     "ZBV": {"costs": replace(COSTS, all_gather=0.25, gathers=True)},
     "ZBH1": {"costs": LAYERS, "recompute": "auto"},
@@ -54,7 +54,7 @@ PLANS = {
 
 @pytest.mark.parametrize("mode", PLANS)
 def test_a_plan_is_what_its_file_says(mode):
-    plan = planned(mode.removesuffix(" by mode"), **PLANS[mode])
+    plan = planned(mode.removesuffix(" of layers"), **PLANS[mode])
     plan.save("plan.json")
     again = read_plan("plan.json")
     assert again == plan
@@ -62,7 +62,7 @@ def test_a_plan_is_what_its_file_says(mode):
         figures = json.load(file)["figures"]
     for name, figure in figures.items():
         assert figure == pytest.approx(getattr(plan, name)), name
-    if mode == "auto by mode":
+    if mode == "auto of layers":
         assert again.line.startswith(f"auto: {plan.mode}, layers ")
         lost = {one.mode: str(one) for one in again.rejected}
         assert lost["1F1B"].startswith("1F1B +") and lost["1F1B"] in again.line
@@ -137,7 +137,7 @@ def test_a_pipeline_switches_to_a_schedule_or_a_plan_but_not_to_a_mode():
 # --- splits of a model's layers -------------------------------------------------------
 
 TIMES = (0.5, *(1.0,) * 7, 4.0)
-SKEWED = {"layer_costs": LayerCosts(n_layers=9, f=TIMES, b=TIMES, w=TIMES)}
+SKEWED = {"costs": LayerCosts(n_layers=9, f=TIMES, b=TIMES, w=TIMES)}
 SMALL = {"n_stages": 3, "n_microbatches": 4}
 
 
@@ -155,12 +155,12 @@ def split(schedule="ZBH1", **asked) -> tuple[int, ...]:
 
 
 def test_a_split_follows_the_costs_of_layers_the_schedule_or_the_request():
-    skewed = SKEWED["layer_costs"]
+    skewed = SKEWED["costs"]
     write_costs(skewed, "l.json")
     planned = make_plan(PlanRequest(schedule="ZBH1", costs=skewed, **SMALL))
     balanced = planned.split
     assert balanced not in ((3, 3, 3), (1, 1, 7)) and balanced[2] == 1
-    assert split(**SKEWED) == split(layer_costs="l.json") == balanced
+    assert split(**SKEWED) == split(costs="l.json") == balanced
     assert split(planned.schedule) == balanced
     for even in ({}, {"split": "even", **SKEWED}):
         assert split(**even) == (3, 3, 3)

@@ -11,10 +11,8 @@ from zbpp import simulator
 from zbpp.core import (
     Costs,
     LayerCosts,
-    LimitError,
     RequestError,
     passes_in,
-    peaks,
     write_schedule,
 )
 from zbpp.planning import MODES, PlanRequest, canonical, make_plan, plan
@@ -52,7 +50,7 @@ def test_chunks_per_stage_are_two_or_as_asked():
         ("VPP", {}, 4),
         ("ZBVPP", {"chunks_per_stage": 3}, 6),
         ("auto", {"chunks_per_stage": 3}, 6),
-        ("ZBVPP", {"costs": Costs(comm=(0.1,) * 5)}, 6),  # one entry an edge
+        ("auto", {"costs": Costs(comm=(0.1,) * 3)}, 4),  # one entry an edge
     ):
         assert plan(mode, **SMALL, **more).placement.n_chunks == n_chunks
 
@@ -86,9 +84,8 @@ REFUSED_PLANS = [
     # limits
     ("FThenB", {"memory_limit": (3, 1.5)}, "needs memory 3 on stage 1, over the limit"),
     ("FThenB", {"memory_limit": (2,)}, "memory_limit has 1 entries for 2 stages"),
-    ("FThenB", {"memory_limit": 1}, "limit that works is 3$"),
-    ("VPP", {"memory_limit": 1}, "limit that works is 3$"),
-    ("ZBH1", {"memory_limit": 0.9}, "no mode fits: take smaller micro-batches"),
+    ("FThenB", {"memory_limit": 1}, "limit that works is 3: take smaller"),
+    ("VPP", {"memory_limit": 1}, "limit that works is 3: "),
     (
         "ZB",
         {"costs": Costs(m_b=2.0**30, m_w=2.0**29), "memory_limit": "1MiB"},
@@ -98,8 +95,8 @@ REFUSED_PLANS = [
         "ZBV",
         {"costs": Costs(m_b=(2.0, 1.0, 1.0, 2.0), memory_limit=3)},
         "^ZBV with 2 stages and 3 micro-batches needs memory 4 on stage 0, over the "
-        "limit 3; auto would fit: choose one, or raise memory_limit: the smallest "
-        "limit that works is 4$",
+        "limit 3; the smallest limit that works is 4: take smaller micro-batches, or "
+        "raise memory_limit to 4 or more$",
     ),
     # efforts
     *(
@@ -165,35 +162,6 @@ def test_a_limit_is_put_into_the_costs_and_replaces_theirs():
     limited = replace(costs, memory_limit=2.0**31)
     assert plan("ZB", **SMALL, costs=costs, memory_limit="2GiB").costs == limited
     assert plan("ZB", **SMALL, costs=limited).costs == limited
-
-
-def test_a_limit_that_is_broken_says_what_is_needed_and_what_would_fit():
-    sizes = {"n_stages": 4, "n_microbatches": 8, "memory_limit": 4}
-    with pytest.raises(RequestError) as error:
-        plan("FThenB", **sizes)
-    needs, _, rest = str(error.value).partition("; ")
-    said = "FThenB with 4 stages and 8 micro-batches needs memory 8 on stage 0, over"
-    assert needs == f"{said} the limit 4"
-    would_fit = rest.partition(" would fit")[0].split(", ")
-    assert {"1F1B", "ZBH1", "ZBH2", "ZB", "ZBV"} <= set(would_fit)
-    assert not {"FThenB", "VPP"} & set(would_fit)
-    for name in would_fit:
-        schedule = plan(name, **sizes)
-        assert max(peaks(schedule.orders, Costs().on(schedule.placement))) <= 4
-
-
-@pytest.mark.parametrize("n_microbatches", [1, 2, 3, 4, 5, 40])
-@pytest.mark.parametrize("peak_o", [0.0, 3.0, 3.5])
-@pytest.mark.parametrize("limit", [3.5, 20.5])
-def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o, limit):
-    """ZBH1 does not: the inside of its B is large."""
-    costs = Costs(m_b=(1.0, 0.5), m_fixed=0.25, peak_b=99.0, peak_bw=0.0, peak_o=peak_o)
-    sizes = {"n_stages": 2, "n_microbatches": n_microbatches}
-    schedule = plan("FThenB", **sizes)
-    held = max(peaks(schedule.orders, costs.on(schedule.placement)))
-    with pytest.raises(LimitError) as error:
-        plan("ZBH1", **sizes, costs=replace(costs, memory_limit=limit))
-    assert ("FThenB" in str(error.value)) == (held <= limit)
 
 
 @pytest.mark.parametrize("mode", sorted({*MODES} - {"DualPipeV"}))

@@ -17,7 +17,7 @@ from zbpp.training.options import Count, Names, Planning, Replicas, Splitting
 __all__ = ["EFFORT", "PlanFlags", "ScheduleFlags"]
 
 EFFORT = Parameter(help="Of the search: fast, default, best or best:SECONDS.")
-_CHUNKS = f"Of {one_of(CHUNKED_MODES, 'and')}; else as the costs list, or 2."
+_CHUNKS = f"Of {one_of(CHUNKED_MODES, 'and')}; else 2."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,8 @@ from zbpp.models.entry import AnyModel, model_to_build
 from zbpp.pipeline.arguments import Processes, device_of, join, loss_of
 from zbpp.pipeline.pipeline import Pipeline
 from zbpp.planning import Plan, PlanRequest
-from zbpp.planning.pipelines import (
-    LayersOf,
-    costs_or_layers,
-    plan_pipeline,
-)
-from zbpp.planning.request import CostsLike, MemoryLimit
+from zbpp.planning.pipelines import plan_pipeline
+from zbpp.planning.request import CostsLike, MemoryLimit, costs_like
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import Execution, Numerics, StepPolicy
@@ -38,7 +34,6 @@ def plan_model(
     n_stages: int | None = None,
     n_microbatches: int | None = None,
     costs: CostsLike | None = None,
-    layer_costs: LayersOf | None = None,
     example: Any = None,
     memory_limit: MemoryLimit | None = None,
     split: Split = None,
@@ -61,9 +56,8 @@ def plan_model(
             `Plan`.
         n_stages: number of stages; None: the schedule's, or one per process.
         n_microbatches: micro-batches in a step; None: the schedule's.
-        costs: of the chunks, or a costs file.
-        layer_costs: costs of the layers, or a file of them, in place of ``costs``.
-        example: inputs and targets of a step, on every rank, in place of either: the
+        costs: of the chunks or of the layers, or a file of them.
+        example: inputs and targets of a step, on every rank, in place of costs: the
             layers are then measured on the devices of the pipeline, and their memory is
             estimated; every rank must call.
         memory_limit: of a stage: a text such as ``"16GiB"``, a number in the unit of
@@ -101,7 +95,7 @@ def plan_model(
         split=split,
         recompute=recompute,
     )
-    if example is not None and layer_costs is None:
+    if example is not None and costs is None:
         loss_fn = loss_of(layered, loss_fn)
         build = partial(
             Pipeline,
@@ -134,12 +128,12 @@ def plan_model(
         )
         if not isinstance(example, tuple) and layered.cut_batch is not None:
             example = layered.cut_batch(example)
-        layer_costs = measure_layers(
+        costs = measure_layers(
             build, model, example,
             device=device, estimate=estimate,
             overlaps=execution.overlap and not reduces_every(replicas.shard),
         )  # fmt: skip
-    request = replace(request, costs=costs_or_layers(costs, layer_costs))
+    request = replace(request, costs=costs_like(costs))
     plan = plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)
     chunks = partition_layers(
         layered.n_layers, plan.schedule.placement.n_chunks, plan.split

@@ -5,32 +5,20 @@ mode whose hand-made order they are. It depends on no times, so it is held again
 request: does it fit the memory, is what it splits to be split?
 """
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from zbpp.core import (
-    LayerCosts,
-    LimitError,
-    RequestError,
-    Schedule,
-    a_kind,
-    format_memory,
-    parse_schedule,
-    recomputed,
-)
+from zbpp.core import RequestError, Schedule, a_kind, parse_schedule
 from zbpp.core.costs.columns import PerRow
 from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
-from zbpp.planning.layers import plan_layers
+from zbpp.planning.candidates import best_plan, within_limit
 from zbpp.planning.modes import MODES, Mode, canonical, is_file
 from zbpp.planning.request import CostsLike, MemoryLimit, PlanRequest, costs_like
-from zbpp.planning.search import Problem, choice_text, placements, within_limit
 from zbpp.schedules.planner.budget import parse_effort
-from zbpp.schedules.planner.limits import check_limits, needs
 
-__all__ = ["fitting_modes", "given_orders", "make_plan", "plan", "read_plan"]
+__all__ = ["given_orders", "make_plan", "plan", "read_plan"]
 
 
 def plan(
@@ -83,25 +71,8 @@ def make_plan(request: PlanRequest) -> Plan:
     if orders is None:
         mode = MODES[canonical(str(request.schedule))]
     else:
-        schedule = orders.schedule if isinstance(orders, Plan) else orders
-        mode, request = _as_mode(schedule, request)
-    if isinstance(request.costs, LayerCosts) or request.recompute is not None:
-        return plan_layers(mode, request)
-    costs = request.chunk_costs
-    if orders is not None:
-        costs = recomputed(costs, schedule)
-    options = placements(mode, request)
-    _, n_microbatches = request.sizes(mode.name)
-    problem = Problem(n_microbatches, costs, request.effort)
-    try:
-        if mode.place is None:
-            plan = problem.auto(options)
-            plan = replace(plan, line=choice_text(plan))
-        else:
-            schedule = problem.plan(mode, options[0])
-            plan = Plan(schedule, costs, mode.name, split=schedule.split)
-    except LimitError as error:
-        raise _with_others(error, request) from None
+        mode, request = _as_mode(_schedule_of(orders), request)
+    plan = best_plan(mode, request)
     return plan if has_costs else replace(plan, has_costs=False)
 
 
@@ -124,7 +95,7 @@ def given_orders(request: PlanRequest) -> Schedule | Plan | None:
         orders = _read(path)
     else:
         path, orders = "the schedule", source
-    schedule = orders.schedule if isinstance(orders, Plan) else orders
+    schedule = _schedule_of(orders)
     chunks = schedule.placement.n_chunks // schedule.n_stages
     for name, held, wanted in (
         ("n_stages", schedule.n_stages, request.n_stages),
@@ -137,6 +108,10 @@ def given_orders(request: PlanRequest) -> Schedule | Plan | None:
                 "plan again, or leave it out"
             )
     return orders
+
+
+def _schedule_of(orders: Schedule | Plan) -> Schedule:
+    return orders.schedule if isinstance(orders, Plan) else orders
 
 
 def _read(path: str) -> Schedule | Plan:
@@ -171,49 +146,3 @@ def _under_limit(plan: Plan, limit: PerRow | None) -> Plan:
         return plan
     costs = plan.costs.with_limit(limit)
     return replace(plan, schedule=within_limit(plan.schedule, costs), costs=costs)
-
-
-class _ModeLimitError(LimitError):
-    """A limit is too low for a mode; says which others would fit."""
-
-    fitting: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        others = f"{', '.join(self.fitting)} would fit" if self.fitting else None
-        smallest = format_memory(self.smallest, round_up=True)
-        return (
-            f"{self.reason}; {others or 'no mode fits'}: "
-            f"{'choose one' if others else 'take smaller micro-batches'}, or raise "
-            f"memory_limit: the smallest limit that works is {smallest}"
-        )
-
-
-def _with_others(error: LimitError, request: PlanRequest) -> LimitError:
-    """Add to an error which modes would fit."""
-    mode_error = _ModeLimitError(error.reason, error.smallest)
-    mode_error.fitting = fitting_modes(request)
-    return mode_error
-
-
-def fitting_modes(request: PlanRequest) -> tuple[str, ...]:
-    """Names of the modes that fit the limit of a request with costs of chunks."""
-    request = replace(request, chunks_per_stage=None, placement=None)
-    return tuple(name for name, mode in MODES.items() if _fits(mode, request))
-
-
-def _fits(mode: Mode, request: PlanRequest) -> bool:
-    """True if a mode fits the limit.
-
-    A search refuses no limit that holds one micro-batch at a time.
-    """
-    _, n_microbatches = request.sizes(mode.name)
-    costs = request.chunk_costs
-    for placement in placements(mode, request):
-        with suppress(RequestError):  # the limit, or a list of another number of chunks
-            if mode.order is not None:
-                within_limit(mode.order_on(placement, n_microbatches), costs)
-            else:
-                times = costs.on(placement)
-                check_limits(mode.name, needs(times), times, n_microbatches)
-            return True
-    return False

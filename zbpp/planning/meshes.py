@@ -32,7 +32,6 @@ from zbpp.planning.replicas import (
     check_replicas,
     on_replicas,
     on_shared_layers,
-    replicas_network,
     replicated,
     whole_for_a_while,
 )
@@ -59,7 +58,6 @@ class MeshPlan:
         bubble: idle share of the slowest stage, 0 to 1.
         peak: most memory that a device holds, in the unit of the layers.
         reason: why there is no plan.
-        needs: memory of a device with which there would be one, where that is known.
     """
 
     n_stages: int
@@ -73,7 +71,6 @@ class MeshPlan:
     bubble: float = 0.0
     peak: float = math.inf
     reason: str = ""
-    needs: float = math.inf
 
     @property
     def name(self) -> str:
@@ -125,28 +122,21 @@ def plan_meshes(
         check_parameters(layers)
     meshes = []
     for n in tensor_parallel:
-        shared = on_shared_layers(layers, n, network)
-        links = replicas_network(network, n)
-        for n_stages in range(1, n_devices // n + 1):
-            replicas, left = divmod(n_devices // n, n_stages)
+        shared, links = on_shared_layers(layers, n, network), network.among(n)
+        n_groups = n_devices // n
+        for n_stages in range(1, n_groups + 1):
+            replicas, left = divmod(n_groups, n_stages)
             if left:
                 continue
-            mesh = MeshPlan(
-                n_stages,
-                replicas,
-                n,
-                n_microbatches // replicas,
-                shard if replicas > 1 else "none",
-            )
+            m = n_microbatches // replicas
+            mesh = MeshPlan(n_stages, replicas, n, m, shard if replicas > 1 else "none")
             try:
                 if n_microbatches % replicas:
                     dealt = f"cannot be dealt to {replicas} replicas"
                     raise RequestError(f"{n_microbatches} micro-batches {dealt}")
                 mesh = _planned(mesh, shared, links, mode, effort)
             except RequestError as error:
-                needs = error.smallest if isinstance(error, LimitError) else math.inf
-                reason = str(error).partition("\n")[0]
-                mesh = replace(mesh, reason=reason, needs=needs)
+                mesh = replace(mesh, reason=str(error).partition("\n")[0])
             meshes.append(mesh)
     return meshes
 
@@ -159,10 +149,9 @@ def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
     """
     planned = [mesh for mesh in plans if mesh.plan is not None]
     if not planned:
-        nearest = min(plans, key=lambda mesh: (mesh.needs, -mesh.n_stages))
+        most = max(plans, key=lambda mesh: mesh.n_stages)
         raise RequestError(
-            f"none of {len(plans)} meshes fits; the nearest is {nearest.name}: "
-            f"{nearest.reason}"
+            f"none of {len(plans)} meshes fits; {most.name}: {most.reason}"
         )
     return min(
         planned, key=lambda mesh: (mesh.step, mesh.tensor_parallel, mesh.data_parallel)
@@ -188,8 +177,8 @@ def _planned(
     schedule = replicated(bare, data_parallel=n, shard=shard)
     peak = max(peak_memory(simulate(schedule, plan.costs), plan.costs))
     peak += whole_for_a_while(layers, split, n, shard)
-    limit = None if layers.memory_limit is None else _least(layers.memory_limit)
-    if limit is not None and peak > limit * (1 + 1e-9):
+    limit = _any_stages(layers).memory_limit
+    if isinstance(limit, int | float) and peak > limit * (1 + 1e-9):
         raise LimitError(
             f"a device needs memory {format_memory(peak)} with what is whole for "
             f"a while, over the limit {format_memory(limit)}",
@@ -216,16 +205,10 @@ def _step(schedule: Schedule, costs: Costs) -> float:
 
 def _any_stages(layers: LayerCosts) -> LayerCosts:
     """Take the slowest link for all, and the least limit: lists are of other stages."""
-    band, delay = layers.bandwidth, layers.delay
-    return replace(
-        layers,
-        bandwidth=min(band) if isinstance(band, tuple) else band,
-        delay=max(delay, default=0.0) if isinstance(delay, tuple) else delay,
-        memory_limit=None
-        if layers.memory_limit is None
-        else _least(layers.memory_limit),
-    )
-
-
-def _least(limit: float | tuple[float, ...]) -> float:
-    return min(limit) if isinstance(limit, tuple) else limit
+    worst = {"bandwidth": min, "delay": max, "memory_limit": min}
+    lists = {
+        name: choose(values)
+        for name, choose in worst.items()
+        if isinstance(values := getattr(layers, name), tuple) and values
+    }
+    return replace(layers, **lists)

@@ -5,63 +5,27 @@ nothing is known of their costs.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 from zbpp.core import (
-    Costs,
     LayerCosts,
     PassKind,
-    Placement,
     RequestError,
     Schedule,
-    read_layers,
 )
-from zbpp.core.files.costs_file import layers_of
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import given_orders, make_plan
 from zbpp.planning.modes import is_auto
-from zbpp.planning.request import CostsLike, PlanRequest, costs_like
-from zbpp.schedules import (
-    Split,
-    even_split,
-    post_validated,
-    without_checks,
-)
+from zbpp.planning.request import PlanRequest, split_on
+from zbpp.schedules import Split, post_validated, without_checks
 
 __all__ = [
-    "LayersOf",
     "choose_validation",
-    "costs_or_layers",
     "plan_pipeline",
     "split_of",
-    "split_on",
 ]
 
 _log = logging.getLogger("zbpp")
-
-
-LayersOf = LayerCosts | Mapping[str, Any] | str | Path
-"""Costs per layer, a file of them, or the object of one."""
-
-
-def costs_or_layers(
-    costs: CostsLike | None, layers: LayersOf | None
-) -> Costs | LayerCosts | None:
-    """Take the costs of chunks, or those of layers, which may be in a file."""
-    if layers is None:
-        return costs_like(costs)
-    if costs is not None:
-        raise RequestError(
-            "costs and layer_costs are both given; the costs of chunks follow from "
-            "those of layers: leave costs out"
-        )
-    if isinstance(layers, str | Path):
-        return read_layers(layers)
-    return layers_of(layers) if isinstance(layers, Mapping) else layers
 
 
 def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
@@ -75,7 +39,6 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
         n_ranks: processes of the pipeline; one alone may hold any number of stages.
     """
     split, costs = request.split, request.costs
-    assert not callable(split), "a rule is made here"
     n_stages = _count_stages(request.n_stages, n_ranks)
     request = replace(request, n_stages=n_stages)
     orders = given_orders(request)
@@ -89,13 +52,19 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
                 f"there are costs of {costs.n_layers} layers, but the model has "
                 f"{n_layers}; measure this model"
             )
-        effort = "fast" if is_auto(request.schedule) else "default"
-        plan = make_plan(replace(request, effort=effort, by_mode=True))
+        if is_auto(request.schedule):
+            request = replace(request, effort="fast")
+            if request.recompute is None and None not in (
+                costs.memory_limit,
+                costs.m_r,
+            ):
+                request = replace(request, recompute="auto")
+        plan = make_plan(request)
         if plan.line:
             _log.info(plan.line)
         return plan
     if orders is None:
-        plan = make_plan(replace(request, split=partial(split_on, split, n_layers)))
+        plan = make_plan(replace(request, n_layers=n_layers))
         if plan.line:
             _log.info(plan.line)
         return replace(plan, split=split_of(plan.schedule, split, n_layers))
@@ -106,7 +75,7 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
     if names_layers and fits and schedule.split != chosen:
         # the layers that it recomputes are then known as a share of their chunk
         orders = replace(schedule, split=chosen)
-    plan = make_plan(replace(request, schedule=orders, split=lambda _: chosen))
+    plan = make_plan(replace(request, schedule=orders, split=chosen, n_layers=n_layers))
     return replace(plan, split=chosen)
 
 
@@ -134,18 +103,6 @@ def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]
             f"layers, but the model has {n_layers}; plan again, or give the split"
         )
     return schedule.split
-
-
-def split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ...]:
-    """Layers of each chunk of a placement, as asked for, or even."""
-    if split == "balanced":
-        raise RequestError(
-            "split is balanced, but there are no costs per layer; give layer_costs=, "
-            "or leave split out"
-        )
-    if split is None or split == "even":
-        return even_split(n_layers, placement.n_chunks)
-    return tuple(split)
 
 
 def choose_validation(

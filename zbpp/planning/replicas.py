@@ -55,7 +55,6 @@ __all__ = [
     "network_of",
     "on_replicas",
     "on_shared_layers",
-    "replicas_network",
     "replicated",
     "whole_for_a_while",
     "with_replicas",
@@ -124,6 +123,15 @@ class Network:
             node=node,
             node_link=None if node == 1 else self.node_link,
         )
+
+    def among(self, n: int) -> "Network":
+        """Links among replicas whose layers are shared by n neighbours each.
+
+        Of a node, so many times fewer devices belong to one group of replicas.
+        """
+        if self.node % n:
+            return Network(self.link)
+        return replace(self, node=self.node // n)
 
 
 def network_of(layers: LayerCosts) -> Network | None:
@@ -255,16 +263,6 @@ def on_shared_layers(layers: LayerCosts, n: int, network: Network) -> LayerCosts
     shared = replace(layers, **parts)
     f, b = (tuple(map(add, shared.of(k), exchanged)) for k in ("f", "b"))
     return replace(shared, f=f, b=b)
-
-
-def replicas_network(network: Network, n: int) -> Network:
-    """Links among replicas whose layers are shared by n neighbours each.
-
-    Of a node, so many times fewer devices belong to one group of replicas.
-    """
-    if network.node % n:
-        return Network(network.link)
-    return replace(network, node=network.node // n)
 
 
 def _activations(layers: LayerCosts) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """The one question: what shall be planned, for which times and memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,28 +16,20 @@ from zbpp.core import (
     read_costs,
     read_layers,
 )
-from zbpp.core.costs.columns import (
-    Per,
-    PerRow,
-    columns_of,
-    listed,
-    whole_number,
-)
+from zbpp.core.costs.columns import PerRow, listed, whole_number
 from zbpp.core.files.costs_file import costs_of, layers_of
 from zbpp.planning.answer import Plan
-from zbpp.planning.modes import CHUNKED_MODES, Mode
-from zbpp.schedules import Recomputing, Split
+from zbpp.schedules import Recomputing, Split, even_split
 
 __all__ = [
     "CostsLike",
     "MemoryLimit",
     "PlanRequest",
-    "SplitRule",
+    "at_least_one",
     "costs_like",
-    "count_chunks",
-    "listed_chunks",
     "parse_recompute",
     "parse_split",
+    "split_on",
 ]
 
 _SPLITS: dict[str, Split] = {"balanced": "balanced", "even": "even"}
@@ -50,9 +42,6 @@ MemoryLimit = str | float | Sequence[float]
 CostsLike = Costs | LayerCosts | Mapping[str, Any] | str | Path
 """Costs, a costs or layers file, or the object of one."""
 
-SplitRule = Callable[[Placement], Sequence[int]]
-"""Layers of each chunk of a placement."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
@@ -64,25 +53,23 @@ class PlanRequest:
         n_stages: stages; of orders that are given it may be left out, else it must
             agree.
         n_microbatches: micro-batches in a step, as above.
-        chunks_per_stage: for VPP, ZBVPP and auto; None: as many as the lists of costs
-            and memory are for, else 2 (auto: 1 and 2).
+        chunks_per_stage: for VPP, ZBVPP and auto; None: 2 (auto: 1 and 2).
         costs: of chunks, or of layers, which are then split for the plan; if they have
             a limit, the plan keeps it or is refused. None: those of a plan file, or F,
             B and W take 1.
         memory_limit: of a stage, in place of that of the costs: a number in their unit,
             a text such as ``"16GiB"``, or a list with one entry a stage.
-        split: with costs of layers ``"balanced"``, ``"even"`` or the layers of each
-            chunk; None: those of the file, else balanced. With costs of chunks a rule
-            that tells the layers of each chunk, which share its costs evenly; None:
-            they are not known.
+        split: ``"balanced"`` (with costs of layers), ``"even"`` or the layers of each
+            chunk; None: those of the file, else balanced with costs of layers, and even
+            without.
+        n_layers: of the model, where there are costs of chunks: layers share those of
+            their chunk evenly; None: they are not known.
         recompute: ``"auto"``, ``"all"``, ``"none"``, or the numbers of what B computes
             again: layers of the whole model if they are known, else chunks; None: what
             the file says, else none.
         effort: how hard to search: ``fast``, ``default``, ``best`` (a minute) or
             ``best:SECONDS``.
         placement: for auto with costs of chunks: the only placement to plan.
-        by_mode: for auto with costs of layers: plan every mode with its own best split,
-            and trust predictions to 1 %; else every placement.
     """
 
     schedule: str | Path | Schedule | Plan
@@ -91,11 +78,11 @@ class PlanRequest:
     chunks_per_stage: int | None = None
     costs: Costs | LayerCosts | None = None
     memory_limit: PerRow | None = None
-    split: Split | SplitRule = None
+    split: Split = None
+    n_layers: int | None = None
     recompute: Recomputing | None = None
     effort: str = "default"
     placement: Placement | None = None
-    by_mode: bool = False
 
     def __post_init__(self) -> None:
         """Convert what is unambiguous; this is the one place where that is done."""
@@ -115,7 +102,7 @@ class PlanRequest:
         split = listed(self.split)
         if isinstance(split, str):
             values["split"] = parse_split(split)
-        elif split is not None and not callable(split):
+        elif split is not None:
             values["split"] = tuple(whole_number("split", n) for n in split)
         values["recompute"] = _recompute_like(self.recompute)
         for name, value in values.items():
@@ -172,44 +159,16 @@ def at_least_one(mode: str, name: str, number: int | None) -> int:
     return number
 
 
-def count_chunks(mode: Mode, request: PlanRequest) -> int | None:
-    """Chunks of a stage: the mode's, those asked for, or those of the lists.
-
-    None: nothing says a number.
-    """
-    asked = request.chunks_per_stage
-    if asked is not None and mode.chunks is not None:
+def split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ...]:
+    """Layers of each chunk of a placement, as asked for, or even."""
+    if split == "balanced":
         raise RequestError(
-            f"chunks_per_stage is {asked}, but {mode.name} has its own number; leave "
-            f"it out, or choose one of {', '.join(CHUNKED_MODES)}"
+            "split is balanced, but there are no costs per layer; give costs of "
+            "layers, or leave split out"
         )
-    if asked is not None:
-        at_least_one(mode.name, "chunks_per_stage", asked)
-    if mode.chunks is not None or asked is not None:
-        return mode.chunks or asked
-    if isinstance(request.costs, LayerCosts):
-        return None
-    chunks = listed_chunks(request.chunk_costs, request.n_stages or 0)
-    return chunks if mode.place is None or chunks != 1 else None
-
-
-def listed_chunks(costs: Costs, n_stages: int) -> int | None:
-    """Tell from the lengths of the lists how many chunks a stage they are for.
-
-    >>> listed_chunks(Costs(f=(1.0, 2.0, 2.0, 1.0)), n_stages=2)
-    2
-
-    None if all are numbers, or if the longest list has no whole number of entries a
-    stage: then the planner names the length that it needs.
-    """
-    lengths = [0]
-    for name, about in columns_of(Costs).items():
-        value = getattr(costs, name)
-        if isinstance(value, tuple) and about.per in (Per.ROW, Per.EDGE):
-            lengths.append(len(value) + (about.per is Per.EDGE))
-    if n_stages < 1 or max(lengths) % n_stages:
-        return None
-    return max(lengths) // n_stages or None
+    if split is None or split == "even":
+        return even_split(n_layers, placement.n_chunks)
+    return tuple(split)
 
 
 def parse_split(text: str) -> Split:

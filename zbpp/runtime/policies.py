@@ -192,7 +192,7 @@ class Execution:
         overlap: passes stop where layers call `zbpp.overlap_point`, and what the plan
             has put beside them computes; False: they run one after the other.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
-            for its defaults: after the first steps and when costs drift. None: where
+            for its defaults: after the first steps, and every 50 steps. None: where
             ``"auto"`` has chosen the plan.
         timeout_s: how long a stage waits for another before it gives up; longer than
             whatever one rank alone may have to do: compile, evaluate, load.

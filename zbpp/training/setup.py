@@ -128,8 +128,6 @@ def plan_of(options: RunOptions) -> Plan:
     elif layers is None:
         costs = Costs() if options.costs is None else read_costs(options.costs)
         request = replace(request, costs=costs.with_limit(options.memory_limit))
-    if layers is None:
-        request = replace(request, split=partial(_placed_split, model))
     plan = make_plan(request)
     split = _split(plan.schedule, model)
     schedule = replace(plan.schedule, split=split)

@@ -1,8 +1,8 @@
-"""Plan again from what steps take: after the first ones, and when costs have drifted.
+"""Plan again from what steps take: after the first ones, and now and then.
 
     step      0 1 2 3 4 5 6 7 8 ...            ... 54
     window          |-------|                     |-------|
-                            | plan, switch                | drifted? plan, switch
+                            | plan, switch                | plan, switch
 
 A window is the last steps; the executors keep their times, so watching costs nothing
 but `zbpp.diagnostics.measured_costs` at its end, which holds messages and optimizer
@@ -31,26 +31,22 @@ __all__ = [
     "Replanned",
     "Watch",
     "Watcher",
-    "drift",
     "make_watcher",
     "replan",
 ]
 
 _log = logging.getLogger("zbpp")
-_KINDS = (PassKind.F, PassKind.B, PassKind.W)
 
 
 @dataclass(frozen=True)
 class Watch:
-    """The steps after which costs are looked at, and what is done about them.
+    """The steps after which a plan is made again, and when it is taken.
 
     Args:
         first: steps before the first plan, a warm-up included; of them the last
             ``window`` count.
-        every: steps between later looks; None: there are none.
+        every: steps between later plans; None: there are none.
         window: steps that are measured; at most 10.
-        tolerance: share of the work by which costs may differ before they are planned
-            for again.
         least_gain: share of the step that another schedule must gain.
         effort: of the plans.
     """
@@ -58,7 +54,6 @@ class Watch:
     first: int = 6
     every: int | None = 50
     window: int = 4
-    tolerance: float = 0.1
     least_gain: float = 0.02
     effort: str = "fast"
 
@@ -95,26 +90,6 @@ class Replanned:
         return 1 - self.then / self.now if self.now > 0 else 0.0
 
 
-def drift(planned: Costs, measured: Costs, schedule: Schedule) -> float:
-    """Share of the passes' and messages' time that is elsewhere than planned, 0 to 1.
-
-    A machine that is slower as a whole drifts nowhere: the best order is the same.
-    """
-    shares: list[list[float]] = []
-    for costs in (planned, measured):
-        times = costs.on(schedule.placement)
-        parts = [
-            times.of_pass(kind, chunk)
-            for kind in _KINDS
-            for chunk in range(schedule.placement.n_chunks)
-        ]
-        parts += times.hops
-        total = sum(parts)
-        shares.append([part / total if total > 0 else 0.0 for part in parts])
-    before, now = shares
-    return sum(abs(a - b) for a, b in zip(before, now, strict=True)) / 2
-
-
 def replan(schedule: Schedule, costs: Costs, *, effort: str) -> Replanned:
     """Plan the order of a schedule again, for other costs.
 
@@ -149,7 +124,7 @@ def make_watcher(wanted: Watch | bool | None, plan: Plan) -> "Watcher | None":
     if wanted is False or plan.schedule.n_stages == 1:
         return None
     watch = Watch() if wanted is True else wanted
-    return Watcher(watch, plan.costs, has_costs=plan.has_costs)
+    return Watcher(watch, plan.costs)
 
 
 class Watcher:
@@ -158,7 +133,6 @@ class Watcher:
     Args:
         watch: when, and what for.
         costs: of the present plan, with the memory that plans keep.
-        has_costs: their times were given; else the first window is planned for.
         measure: the costs of a pipeline's last steps, so many.
     """
 
@@ -167,17 +141,15 @@ class Watcher:
         watch: Watch,
         costs: Costs,
         *,
-        has_costs: bool,
         measure: Callable[[Any, int], Costs] = measured_costs,
     ) -> None:
         self._watch = watch
         self._measure = measure
         self._costs = costs
-        self._has_costs = has_costs
         self._n_steps = 0
 
     def after_step(self, pipeline: Any) -> None:
-        """Look at the last window if one ends here; switch if that pays."""
+        """Plan for the last window if one ends here; switch if that pays."""
         self._n_steps += 1
         if not self._watch.looks_after(self._n_steps):
             return
@@ -185,33 +157,26 @@ class Watcher:
         if schedule.runs(PassKind.BW):  # B and W cannot be told apart
             return
         measured = self._measure(pipeline, self._watch.window)
-        measured = measured.with_memory_of(self._costs)
         text: str | None = None
         if pipeline.rank == 0:
-            replanned = self._look(schedule, measured)
-            if replanned is not None:
-                text = schedule_text(replanned.schedule)
-                _log.info(
-                    "auto: after step %d the order of %s replaces that of %s; span "
-                    "%.4g ms, was %.4g (%.1f %% shorter)",
-                    self._n_steps, replanned.schedule.name, schedule.name,
-                    replanned.then, replanned.now, 100 * replanned.gain,
-                )  # fmt: skip
+            text = self._shorter(schedule, measured.with_memory_of(self._costs))
         text = pipeline.gather(text)[0]
         if text is not None:
             pipeline.switch(parse_schedule(text))
 
-    def _look(self, schedule: Schedule, measured: Costs) -> Replanned | None:
-        """Find a schedule that gains enough; what is measured is then compared with."""
-        if self._has_costs:
-            away = drift(self._costs, measured, schedule)
-            if away <= self._watch.tolerance:
-                return None
-            _log.info("auto: %.0f %% of the work is elsewhere than planned", 100 * away)
-        self._costs, self._has_costs = measured, True
+    def _shorter(self, schedule: Schedule, costs: Costs) -> str | None:
+        """The text of a schedule that gains enough."""
         try:
-            replanned = replan(schedule, measured, effort=self._watch.effort)
+            found = replan(schedule, costs, effort=self._watch.effort)
         except RequestError as error:
             _log.warning("auto: the schedule stays as it is: %s", error)
             return None
-        return replanned if replanned.gain >= self._watch.least_gain else None
+        if found.gain < self._watch.least_gain:
+            return None
+        _log.info(
+            "auto: after step %d the order of %s replaces that of %s; span "
+            "%.4g ms, was %.4g (%.1f %% shorter)",
+            self._n_steps, found.schedule.name, schedule.name,
+            found.then, found.now, 100 * found.gain,
+        )  # fmt: skip
+        return schedule_text(found.schedule)

@@ -160,7 +160,7 @@ def refuse_other_kind(source: str, data: Mapping[str, Any], wanted: str) -> None
     if "format" in data or "jobs" in data:
         kind, how = "schedule", "name it where a mode stands"
     elif "n_layers" in data:
-        kind, how = "layers", "give it as --layers (layer_costs= in Python)"
+        kind, how = "layers", "give it as --layers"
     elif set(data) & {"f", "b", "w", "m_b", "m_w", "parts"}:
         kind, how = "costs", "give it as --costs (costs= in Python)"
     else:

@@ -1,0 +1,493 @@
+"""Candidates of a request, planned one by one; the best one, and why the others lost.
+
+A mode has one candidate. `auto` plans each placement under as much memory as it may
+have. Where several orders take the same time, one that holds less may be had, and
+hand-made orders are no worse than themselves. So every mode is planned too, under the
+memory that it promises, unless its lower bound shows that it is slower.
+
+======================  =============
+placement               memory, M_B
+======================  =============
+one chunk a stage       2p, or limit
+wave (V), 2 chunks      p, or limit
+interleaved, 2 chunks   2p, or limit
+======================  =============
+
+With costs of layers every placement has its own best split, and 1F1B is the last
+candidate. Predictions are not good to 1 %, and messages take time of the host that is
+in no cost: among plans within 1 % of the shortest step, those with the fewest messages
+come first. On the split that wins, every mode is then planned.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import pairwise, product
+
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    LimitError,
+    Parts,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    format_memory,
+    lower_bound_on,
+    passes_in,
+    peaks,
+    recomputed,
+)
+from zbpp.core.costs.layers import chunk_layers
+from zbpp.planning.answer import Plan, Rejected, recomputed_layers
+from zbpp.planning.modes import AUTO, BASELINE, CHUNKED_MODES, JOINT_WORDS, MODES, Mode
+from zbpp.planning.request import PlanRequest, at_least_one, split_on
+from zbpp.schedules import Recomputing, Split, even_split, lay_out, plan_placement
+from zbpp.schedules import plan_split as search_split
+from zbpp.schedules.planner.budget import shares
+from zbpp.schedules.planner.figures import ROUNDING
+from zbpp.schedules.planner.limits import capped, check_limits, check_sizes
+
+__all__ = ["best_plan", "within_limit"]
+
+_IN_TURN = sorted(
+    (mode for mode in MODES.values() if mode.place is not None),
+    key=lambda mode: mode.order is not None,
+)
+"""Searches first: hand-made orders that their bounds rule out are not made."""
+
+_TRUST = 0.01  # of a step: how far predictions are trusted
+_LITTLE = 0.02  # of a step: less than this is no help
+
+
+def best_plan(mode: Mode, request: PlanRequest) -> Plan:
+    """Plan the candidates of a mode; return the best plan.
+
+    Raises:
+        LimitError: nothing fits the memory limit; a plan fits the limit that it names.
+        RequestError: costs, split and recompute do not fit the request.
+    """
+    if isinstance(request.costs, LayerCosts):
+        try:
+            return _of_layers(mode, request)
+        except LimitError as error:
+            raise _that_works(error, mode, request, request.costs) from None
+    if request.recompute is not None:
+        return _recomputed(mode, request)
+    orders, costs = _orders(request), request.chunk_costs
+    costs = costs if orders is None else recomputed(costs, orders)
+    _, n_microbatches = request.sizes(mode.name)
+    options = placements(mode, request)
+    problem = _Problem(n_microbatches, costs, request.effort)
+    if mode.place is None:
+        plan = problem.auto(options)
+        return replace(plan, line=_choice_text(plan))
+    schedule = problem.plan(mode, options[0])
+    return Plan(schedule, costs, mode.name, split=schedule.split)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan that may be the best, and a lower bound of its time."""
+
+    name: str
+    plan: Callable[[], Plan]
+    bound: Callable[[], float] = lambda: 0.0
+
+
+def _best_of(candidates: Iterable[_Candidate], *, trust: float = 0.0) -> Plan:
+    """Plan what can be the best; return the best plan, and why the others lost.
+
+    Args:
+        candidates: in the order in which they are planned; of equal plans the first
+            one wins.
+        trust: share of the time to which predictions are trusted: of plans that are
+            as near to the shortest one, those with the fewest messages win.
+    """
+    best: Plan | None = None
+    entries: list[tuple[str, Plan | str]] = []
+    errors: list[RequestError] = []
+    for candidate in candidates:
+        entry: Plan | str
+        try:
+            bound = candidate.bound()
+            if best is not None and bound > best.time * (1 + ROUNDING):
+                entry = f"{bound / best.time - 1:+.1%} at least"
+            else:
+                entry = candidate.plan()
+                if best is None or entry.is_better_than(best):
+                    best = entry
+        except RequestError as error:
+            errors.append(error)
+            entry = str(error).partition(";")[0].partition("\n")[0]
+        entries.append((candidate.name, entry))
+    if best is None:
+        limits = [error for error in errors if isinstance(error, LimitError)]
+        raise min(limits, key=lambda error: error.smallest) if limits else errors[0]
+    if trust:
+        plans = [entry for _, entry in entries if isinstance(entry, Plan)]
+        near = [plan for plan in plans if plan.time <= best.time * (1 + trust)]
+        fewest = min(map(_n_messages, near))
+        few = [plan for plan in near if _n_messages(plan) == fewest]
+        best = reduce(lambda a, b: b if b.is_better_than(a) else a, few)
+    winner = next(name for name, entry in entries if entry is best)
+    rejected = [
+        Rejected(name, entry)
+        if isinstance(entry, str)
+        else Rejected(name, _difference(best, entry), is_planned=True)
+        for name, entry in entries
+        if name != winner
+    ]
+    return replace(best, mode=winner, rejected=tuple(rejected))
+
+
+def _n_messages(plan: Plan) -> int:
+    """Edges between chunks that cross stages, for each micro-batch and direction."""
+    return sum(a != b for a, b in pairwise(plan.schedule.placement.stage_of))
+
+
+def _difference(best: Plan, lost: Plan) -> str:
+    """Describe how much more than the best plan another one takes."""
+    if abs(lost.time - best.time) > best.time * ROUNDING:
+        more = " with more messages" if lost.time < best.time else ""
+        return f"{lost.time / best.time - 1:+.1%}{more}"
+    if lost.barrier_step > best.barrier_step * (1 + ROUNDING):
+        return f"{lost.barrier_step / best.barrier_step - 1:+.1%} (O)"
+    return f"as fast with {format_memory(lost.peak)}"
+
+
+def _choice_text(plan: Plan) -> str:
+    """Describe in one line what auto has chosen, and why others lost."""
+    split = plan.split or ()
+    chosen = plan.mode
+    if split:
+        chosen += f", layers {'-'.join(map(str, split))}"
+    if plan.recompute:
+        chosen += f", {len(plan.recompute)} of {sum(split)} layers recomputed"
+    memory = format_memory(plan.peak)
+    return (
+        f"auto: {chosen}; predicted step {plan.step:.4g}, memory {memory}; "
+        f"{', '.join(map(str, plan.rejected))}"
+    )
+
+
+# ---- Costs of chunks.
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The parts of a request that all its plans share.
+
+    Args:
+        n_microbatches: in a step.
+        costs: of the chunks.
+        effort: of each search.
+    """
+
+    n_microbatches: int
+    costs: Costs
+    effort: str
+
+    def plan(self, mode: Mode | None, placement: Placement) -> Schedule:
+        """Plan a mode on one of its placements; None: any under all its memory."""
+        if mode is not None and mode.order is not None:
+            schedule = mode.order_on(placement, self.n_microbatches)
+            if mode.pairs and self.costs.parts is not None:
+                schedule = lay_out(schedule, self.costs)
+            return within_limit(schedule, self.costs)
+        most = mode.memory(placement.n_stages) if mode else _allowance(placement)
+        assert most is not None, mode
+        return plan_placement(
+            placement=placement,
+            n_microbatches=self.n_microbatches,
+            costs=self.costs,
+            effort=self.effort,
+            name=mode.name if mode else AUTO,
+            memory_cap=most if mode and mode.promise else math.inf,
+            default_limit=most,
+        )
+
+    def auto(self, placements: Sequence[Placement]) -> Plan:
+        """The best of all modes on these placements."""
+        best = _best_of(self._candidates(placements))
+        limited = None if self.costs.memory_limit is None else self.costs
+        name = f"{AUTO}: {best.mode}"
+        return replace(best, schedule=replace(best.schedule, name=name, costs=limited))
+
+    def _candidates(self, placements: Sequence[Placement]) -> Iterator[_Candidate]:
+        """Every placement under all its memory, then every mode under its limit.
+
+        A search that has been planned for another name is left out.
+        """
+        costs = self.costs
+        searched: set[object] = set()
+        for mode, placement in product((None, *_IN_TURN), placements):
+            if mode is None:
+                name, most = _searched_name(placement), math.inf
+            else:
+                name = mode.name
+                most = mode.memory(placement.n_stages) or math.inf
+                in_vain = mode.pairs and costs.fb is None and costs.parts is None
+                if in_vain or not _has(mode, placement):
+                    continue
+            limited, bound = self, partial(float, 0)
+            with suppress(RequestError):  # the plan raises it again
+                allowance = _allowance(placement)
+                times = capped(
+                    costs.on(placement), memory_cap=most, default_limit=allowance
+                )
+                if mode is None or mode.order is None:
+                    if (placement, times.limit) in searched:
+                        continue
+                    searched.add((placement, times.limit))
+                if mode is not None:
+                    limit = times.limit
+                    limited = replace(self, costs=replace(costs, memory_limit=limit))
+                m = self.n_microbatches
+                bound = partial(lower_bound_on, times.without_pairs(), m)
+            plan = partial(limited._as_plan, mode, placement, costs)
+            yield _Candidate(name, plan, bound)
+
+    def _as_plan(self, mode: Mode | None, placement: Placement, costs: Costs) -> Plan:
+        """Plan under these limits, for other costs."""
+        return Plan(self.plan(mode, placement), costs, AUTO)
+
+
+def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
+    """Placements that a mode is planned on; auto has several, of few chunks first."""
+    n_stages, n_microbatches = request.sizes(mode.name)
+    chunks = request.chunks_per_stage
+    if chunks is not None and mode.chunks is not None:
+        raise RequestError(
+            f"chunks_per_stage is {chunks}, but {mode.name} has its own number; leave "
+            f"it out, or choose one of {', '.join(CHUNKED_MODES)}"
+        )
+    if chunks is not None:
+        at_least_one(mode.name, "chunks_per_stage", chunks)
+    if mode.place is not None:
+        chunks = mode.chunks or chunks or 2
+        check_sizes(n_stages, n_microbatches, chunks)
+        return [mode.place(n_stages, chunks)]
+    check_sizes(n_stages, n_microbatches, chunks or 1)
+    if request.placement is not None:
+        return [request.placement]
+    options = [Placement.single(n_stages)] if chunks in (None, 1) else []
+    if chunks != 1:
+        for n in [chunks] if chunks else [2, *_more_chunks(request)]:
+            options.append(Placement.wave(n_stages, n))
+            options.append(Placement.interleaved(n_stages, n))
+    return options
+
+
+def _more_chunks(request: PlanRequest) -> list[int]:
+    """Chunks a stage that are tried beyond 2: 4, where costs tell parts of layers.
+
+    Layers that exchange data in between take long on their way through the model, and
+    smaller chunks let more of them overlap.
+    """
+    costs = request.costs
+    parts = costs.parts if isinstance(costs, Costs) else None
+    return [4] if isinstance(parts, Parts) and parts.layers % 4 == 0 else []
+
+
+def _searched_name(placement: Placement) -> str:
+    """Name the search of a placement under all its memory."""
+    if placement.n_chunks == placement.n_stages:
+        return "ZB"
+    return "ZBV" if placement.stage_of[-1] == 0 else "interleaved ZB"
+
+
+def _allowance(placement: Placement) -> int:
+    """Memory of a stage in M_B that a placement may have without a limit."""
+    n_stages = placement.n_stages
+    chunks = placement.n_chunks // n_stages
+    is_wave = chunks > 1 and placement == Placement.wave(n_stages, chunks)
+    return n_stages if is_wave else 2 * n_stages
+
+
+def _has(mode: Mode, placement: Placement) -> bool:
+    """True if a mode plans a placement."""
+    chunks = placement.n_chunks // placement.n_stages
+    if mode.place is None or mode.chunks not in (None, chunks):
+        return False
+    if mode.order is not None and mode.chunks is None and chunks == 1:
+        return False  # VPP of one chunk a stage is 1F1B
+    return mode.place(placement.n_stages, chunks) == placement
+
+
+def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return a schedule that keeps the memory limit."""
+    on_chunks = costs.on(schedule.placement)
+    for stage, order in enumerate(schedule.orders):
+        for job in () if on_chunks.splits[stage] else order:
+            kinds = {part.kind for part in passes_in(job)}
+            if not kinds.isdisjoint((PassKind.B, PassKind.W)):
+                raise RequestError(
+                    f"{schedule.name} runs {job}, but stage {stage} cannot split its "
+                    f"backward (splits[{stage}] of the costs is false, or w has no "
+                    f"parts); plan again with these costs, or choose {JOINT_WORDS}"
+                )
+    if costs.memory_limit is None:
+        return schedule
+    needs = peaks(schedule.rows_for(on_chunks), on_chunks)
+    check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)
+    return replace(schedule, costs=costs)
+
+
+# ---- Costs of layers, and recompute.
+
+
+def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
+    """Plan every placement of a mode with its own best split; keep the best."""
+    n_stages, m = request.sizes(mode.name)
+    is_auto = mode.place is None
+    candidates = [(mode, placement) for placement in placements(mode, request)]
+    if is_auto and request.chunks_per_stage in (None, 1):
+        candidates.append((MODES[BASELINE], Placement.single(n_stages)))
+    efforts = shares(request.effort, len(candidates))
+    plans: dict[str, Plan] = {}
+    even: list[float] = []
+
+    def plan(name: str, mode: Mode, placement: Placement) -> Plan:
+        found = _split(mode, placement, request, next(efforts))
+        plans[name] = found
+        even.extend([] if found.even_step is None else [found.even_step])
+        return found
+
+    def candidate(mode: Mode, placement: Placement) -> _Candidate:
+        name = mode.name if mode.place else _searched_name(placement)
+        return _Candidate(name, partial(plan, name, mode, placement))
+
+    trust = _TRUST if is_auto else 0.0
+    best = _best_of((candidate(*each) for each in candidates), trust=trust)
+    best = replace(best, even_step=min(even, default=None))
+    if not is_auto:
+        return best
+    if request.effort != "fast":
+        contest = _Problem(m, best.costs, "default").auto([best.schedule.placement])
+        orders = contest.schedule
+        rival = replace(
+            best,
+            schedule=replace(best.schedule, orders=orders.orders, parts=orders.parts),
+            mode=contest.mode,
+        )
+        best = rival if rival.is_better_than(best) else best
+    best = replace(best, schedule=replace(best.schedule, name=f"{AUTO}: {best.mode}"))
+    line, joint = _choice_text(best), plans.get(BASELINE)
+    if joint is not None and joint.step * (1 - _LITTLE) <= best.step:
+        line += f"; zero bubble gains less than {_LITTLE:.0%} over {BASELINE} here"
+    return replace(best, line=line)
+
+
+def _split(mode: Mode, placement: Placement, request: PlanRequest, effort: str) -> Plan:
+    """Plan a mode on a placement with its own best split and recompute."""
+    _, m = request.sizes(mode.name)
+    layers, split, recompute = _asked(placement, request)
+    found = search_split(
+        lambda costs, effort: _Problem(m, costs, effort).plan(
+            mode if mode.place else None, placement
+        ),
+        layers,
+        placement,
+        m,
+        recompute=recompute,
+        split=split,
+        effort=effort,
+    )
+    return Plan(
+        found.schedule,
+        found.costs,
+        mode.name,
+        split=found.schedule.split,
+        ideal_step=found.ideal_step,
+        even_step=found.even_step,
+    )
+
+
+def _that_works(
+    error: LimitError, mode: Mode, request: PlanRequest, layers: LayerCosts
+) -> LimitError:
+    """Raise the limit that an error names until a plan fits.
+
+    A split needs a limit for one micro-batch at a time; the orders of a mode may hold
+    more of them.
+    """
+    limit = error.smallest
+    while True:
+        enough = replace(layers, memory_limit=limit)
+        try:
+            _of_layers(mode, replace(request, costs=enough, effort="fast"))
+        except LimitError as more:
+            limit = max(more.smallest, limit * (1 + _TRUST))
+        else:
+            return LimitError(error.reason, limit)
+
+
+def _orders(request: PlanRequest) -> Schedule | None:
+    """Orders that a request has itself."""
+    return request.schedule if isinstance(request.schedule, Schedule) else None
+
+
+def _recomputed(mode: Mode, request: PlanRequest) -> Plan:
+    """Plan a mode with costs of chunks, of which some parts are recomputed."""
+    orders = _orders(request)
+    if orders is not None and request.recompute == "auto":
+        raise RequestError(
+            f"recompute auto plans anew, but the orders of {orders.name} are given; "
+            "give a mode, or plan a file with zbpp plan --recompute auto"
+        )
+    plans = (
+        _Candidate(mode.name, partial(_split, mode, option, request, request.effort))
+        for option in placements(mode, request)
+    )
+    schedule = _best_of(plans).schedule
+    if not schedule.recomputing and request.chunk_costs.parts is not None:
+        # layers join parts, and without recompute the costs are those of the chunks
+        _, m = request.sizes(mode.name)
+        problem = _Problem(m, request.chunk_costs, request.effort)
+        again = problem.plan(mode if mode.place else None, schedule.placement)
+        schedule = replace(again, split=schedule.split, recompute=None)
+    if request.n_layers is None:
+        schedule = replace(schedule, split=None if orders is None else orders.split)
+    costs = recomputed(request.chunk_costs, schedule)
+    return Plan(schedule, costs, mode.name, split=schedule.split)
+
+
+def _asked(
+    placement: Placement, request: PlanRequest
+) -> tuple[LayerCosts, Split, Recomputing]:
+    """Costs of layers, their split and what is recomputed, on a placement.
+
+    Costs of chunks are dealt to their layers, one each if these are not known.
+    """
+    preset, split, recompute = _orders(request), request.split, request.recompute
+    if not isinstance(request.costs, LayerCosts):
+        parts: Sequence[int] = (1,) * placement.n_chunks
+        if request.n_layers is not None:
+            planned = None if preset is None else preset.split
+            parts = planned or split_on(split, request.n_layers, placement)
+        what, n = "chunk" if request.n_layers is None else "layer", sum(parts)
+        for part in () if isinstance(recompute, str) else recompute or ():
+            if not 0 <= part < n:
+                raise RequestError(
+                    f"{what} {part} shall be recomputed; the {what}s are 0 to {n - 1}"
+                )
+        layers = chunk_layers(request.chunk_costs, placement, parts)
+        return layers, parts, recompute or ()
+    layers = request.costs
+    if preset is not None and preset.split is not None and split is None:
+        split = preset.split
+        if sum(split) != layers.n_layers:
+            raise RequestError(
+                f"the schedule's split {list(split)} is for {sum(split)} layers, but "
+                f"the costs are for {layers.n_layers}; plan again, or give another "
+                "split"
+            )
+    if preset is not None and preset.recompute is not None and recompute is None:
+        if split is None or isinstance(split, str):
+            split = even_split(layers.n_layers, placement.n_chunks)
+        recompute = recomputed_layers(preset, split)
+    return layers, split, () if recompute is None else recompute
