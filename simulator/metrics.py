@@ -89,7 +89,9 @@ def work(timeline: Timeline) -> list[float]:
 def sending(timeline: Timeline) -> list[float]:
     """Time that each stage only sends (`Costs.send_occupies`), else 0."""
     return [
-        float(sum(timeline.sending_of(slot.job) for slot in timeline.passes(stage)))
+        sum(timeline.sending_of(slot.job) for slot in timeline.passes(stage))
+        if timeline.sending
+        else 0.0
         for stage in _stages(timeline)
     ]
 
