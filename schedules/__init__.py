@@ -5,14 +5,14 @@ from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.passes.lower import lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
 from zbpp.schedules.passes.torch_csv import to_torch_csv, torch_schedule_name
-from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
-from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
-from zbpp.schedules.patterns.fthenb import plan_fthenb
-from zbpp.schedules.patterns.one_f_one_b import plan_one_f_one_b
-from zbpp.schedules.patterns.vpp import plan_vpp
-from zbpp.schedules.patterns.zb_h1 import plan_zb_h1
-from zbpp.schedules.patterns.zb_h2 import plan_zb_h2
-from zbpp.schedules.patterns.zb_v import plan_zb_v
+from zbpp.schedules.patterns.interleaved import plan_combined_1f1b, plan_vpp
+from zbpp.schedules.patterns.one_chunk import (
+    plan_fthenb,
+    plan_one_f_one_b,
+    plan_zb_h1,
+    plan_zb_h2,
+)
+from zbpp.schedules.patterns.waves import plan_dual_pipe_v, plan_zb_v
 from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.search import (
     LayerPlan,

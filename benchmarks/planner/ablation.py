@@ -27,7 +27,7 @@ from random_cases import random_case
 from zbpp.core import Costs, JobGraph, lower_bound
 from zbpp.planning import plan
 from zbpp.schedules.planner import placement as plans
-from zbpp.schedules.planner.search import local_search, seeds
+from zbpp.schedules.planner.search import seeds
 
 Case = tuple[str, int, int, Costs]
 """A mode, stages, micro-batches, costs."""
@@ -65,8 +65,7 @@ SEARCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "top 3": lambda: off(
         plans, "improve_top_k", lambda problem, found, budget: found[0]
     ),
-    "travel": lambda: off(local_search, "travel", keep),
-    "shifts": lambda: off(local_search, "iterated_local_search", keep),
+    "travel": lambda: off(plans, "travel", keep),
     "hill climbing": lambda: off(
         plans, "hill_climb", lambda problem, found: [seed.plan for seed in found]
     ),

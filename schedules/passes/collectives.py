@@ -49,7 +49,7 @@ Reduces = Literal["last", "every"]
 
 
 def add_collectives(
-    schedule: Schedule, *, shards: bool, reduces: Reduces = "last", ahead: int = 1
+    schedule: Schedule, *, shards: bool, reduces: Reduces = "last"
 ) -> Schedule:
     """Add the collectives of data parallelism, in place of those that are there.
 
@@ -59,8 +59,6 @@ def add_collectives(
             replica holds all of them.
         reduces: "last" adds gradients up once a step, after the chunk's last W;
             "every" after each W, for gradients that are sharded.
-        ahead: how many passes before its first F a chunk is gathered, at least 0; at
-            the begin of the order if there are not as many.
 
     Raises:
         RequestError: an argument is none of these, or the schedule has parts: gathers
@@ -73,15 +71,13 @@ def add_collectives(
     """
     if reduces not in ("last", "every"):
         raise RequestError(f"reduces is {reduces!r}; write 'last' or 'every'")
-    if ahead < 0:
-        raise RequestError(f"ahead is {ahead}; it must be at least 0")
     if schedule.parts is not None:
         raise RequestError(
             f"{schedule.name} has parts, and no place on the network for the gathers "
             "and sums of replicas; leave the parts out of the costs"
         )
     orders = tuple(
-        tuple(_with_collectives(order, shards, reduces == "every", ahead))
+        tuple(_with_collectives(order, shards, reduces == "every"))
         for order in without_collectives(schedule).orders
     )
     return replace(schedule, orders=orders)
@@ -92,12 +88,10 @@ def without_collectives(schedule: Schedule) -> Schedule:
     return schedule.without(Collective)
 
 
-def _with_collectives(
-    order: Sequence[Job], shards: bool, every: bool, ahead: int
-) -> Iterator[Job]:
+def _with_collectives(order: Sequence[Job], shards: bool, every: bool) -> Iterator[Job]:
     """Start sums behind W's and wait for them late; gather early, free after B's."""
     last_w, last_b = _last(order, _WEIGHTS), _last(order, _INPUTS)
-    gathers = _gathers(order, ahead) if shards else {}
+    gathers = _gathers(order) if shards else {}
     running: list[int] = []
     for column, job in enumerate(order):
         passes = passes_in(job)
@@ -116,8 +110,8 @@ def _with_collectives(
     yield from (Collective(REDUCE_WAIT, chunk) for chunk in running)
 
 
-def _gathers(order: Sequence[Job], ahead: int) -> dict[int, list[int]]:
-    """By column the chunks that are gathered before it, ahead of their first pass."""
+def _gathers(order: Sequence[Job]) -> dict[int, list[int]]:
+    """By column the chunks that are gathered before it, a pass ahead of their first."""
     passes = [column for column, job in enumerate(order) if passes_in(job)]
     gathers: dict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
@@ -125,7 +119,7 @@ def _gathers(order: Sequence[Job], ahead: int) -> dict[int, list[int]]:
         for one in passes_in(order[column]):
             if one.chunk not in seen:
                 seen.add(one.chunk)
-                place = passes[number - ahead] if number >= ahead else 0
+                place = passes[number - 1] if number else 0
                 gathers[place].append(one.chunk)
     return gathers
 

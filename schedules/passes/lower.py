@@ -63,7 +63,7 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.text import mistake
-from zbpp.schedules.passes.posting import Columns, Orders, Posting, in_time, when_sent
+from zbpp.schedules.passes.posting import Orders, Posting, in_time, when_sent
 from zbpp.schedules.passes.segments import in_segments
 
 __all__ = ["lower", "lower_forward"]
@@ -109,26 +109,20 @@ def lower(
     Raises:
         ScheduleError: before its V a stage reads what another computes after its own.
     """
-    in_parts = overlaps and schedule.parts is not None
-    cut = in_segments(schedule, costs, adds_up=adds_up) if in_parts else None
-    orders: Sequence[list[Job | Segment]] = (
-        [
-            [
-                part
-                for job in order
-                for part in ((job,) if overlaps else members_of(job))
-            ]
+    columns = None
+    orders: Sequence[list[Job | Segment]]
+    if overlaps and schedule.parts is not None:
+        orders, columns = in_segments(schedule, costs, adds_up=adds_up)
+    else:
+        orders = [
+            [x for job in order for x in ((job,) if overlaps else members_of(job))]
             for order in schedule.orders
         ]
-        if cut is None
-        else cut.orders
-    )
     for stage, order in enumerate(orders):
         order += [] if Step(stage) in order else [Step(stage)]
     placement = schedule.placement
     _check_validation(placement, orders)
     times = (costs or Costs()).on(placement)
-    columns = None if cut is None else Columns(cut.starts, cut.ends, cut.numbers)
     posting = (
         when_sent(orders, times, columns)
         if on_device

@@ -43,9 +43,9 @@ Orders: TypeAlias = Sequence[Sequence[Job | Segment]]
 class Columns(NamedTuple):
     """When the columns of all orders run."""
 
-    starts: Sequence[Sequence[float]]
-    ends: Sequence[Sequence[float]]
-    numbers: Sequence[Sequence[float]]
+    starts: list[list[float]]
+    ends: list[list[float]]
+    numbers: list[list[float]]
     """None runs before one with a smaller number, where times are the same."""
 
 

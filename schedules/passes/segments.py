@@ -11,7 +11,7 @@ up to there, and the next segment, of another pass, computes beside the communic
 
 A part on the network begins where the segment before it ends. It has a segment of its
 own at the begin of a pass only, and at its end, where the rest of the pass is run: as
-soon as the stage is free behind it.
+soon as the stage is free behind it, by the times of the parts.
 
 The segments of a stage are in the order of the plan, but for three rules: one F of a
 stage and one backward of a chunk are open at a time, and what begins before a V ends
@@ -19,11 +19,10 @@ before it. Where a plan has it otherwise, the pass that is open ends first. It w
 nothing but its own communication, so no stages wait for one another in a circle.
 """
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 
 from zbpp.core import (
     ChunkCosts,
@@ -31,6 +30,7 @@ from zbpp.core import (
     CollectiveKind,
     Costs,
     Job,
+    JobGraph,
     Lane,
     Part,
     Pass,
@@ -40,263 +40,215 @@ from zbpp.core import (
     Step,
     Value,
     passes_in,
-    reader,
     reads,
     writes,
 )
-from zbpp.core.costs.parts import PartTimes
 from zbpp.core.graph import unit_times
+from zbpp.schedules.passes.posting import Columns
 
-__all__ = ["SegmentedOrders", "in_segments"]
+__all__ = ["in_segments"]
 
 F, B, W, BW = PassKind
 
 
-@dataclass(frozen=True)
-class SegmentedOrders:
-    """Orders of segments with O's and V's, and when each column runs.
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """A pass up to its next call, with the call, or what is left behind its last one.
 
-    A column that is waited for has a smaller number.
+    It begins with a part of the plan. The parts of the W of a BW are among its own.
     """
 
-    orders: list[list[Job | Segment]]
-    starts: list[list[float]]
-    ends: list[list[float]]
-    numbers: list[list[int]]
+    of: Pass
+    begin: Part
+    parts: Sequence[Part]
+    ends: bool
+    is_rest: bool
 
-    @property
-    def span(self) -> float:
-        """Longest time of a stage from its first start to its last end."""
-        pairs = zip(self.starts, self.ends, strict=True)
-        return max(end[-1] - start[0] for start, end in pairs)
+    def time_on(self, lane: Lane, times: ChunkCosts) -> float:
+        """Time of the parts on a lane."""
+        return sum(times.of(part) for part in self.parts if part.lane is lane)
 
 
 def in_segments(
     schedule: Schedule, costs: Costs | None, *, adds_up: bool = False
-) -> SegmentedOrders:
-    """Cut the passes of a schedule with parts. The W of a BW is a part of it.
+) -> tuple[list[list[Job | Segment]], Columns]:
+    """Cut the passes of a schedule with parts, and time the columns of its orders.
 
-    Without costs of parts all take equally long. Replicas that add up the gradients of
-    a chunk do so behind its last W.
+    The W of a BW is a part of it. Without costs of parts all take equally long.
+    Replicas that add up the gradients of a chunk do so behind its last W.
 
     Raises:
         RequestError: the costs have other parts than the schedule.
     """
     rows = schedule.parts
     assert rows is not None, "a schedule without parts has no segments"
-    placement = schedule.placement
     if costs is None or costs.parts is None:
-        times = unit_times(placement, rows)
+        times = unit_times(schedule.placement, rows)
     else:
-        times = costs.on(placement)
+        times = costs.on(schedule.placement)
         rows = schedule.rows_for(times)
-    stages = []
-    for number, (order, row) in enumerate(zip(schedule.orders, rows, strict=True)):
+    cut: list[list[_Stretch | Job]] = []
+    for stage, (order, row) in enumerate(zip(schedule.orders, rows, strict=True)):
         joint = {x for job in order for x in passes_in(job) if x.kind is BW}
-        row = row if Step(number) in row else (*row, Step(number))
-        stages.append(_Stage(row, joint, times, adds_up))
-    written: dict[Value, float] = {}
-    starts = [stage.choose(written) for stage in stages]
-    numbers: list[list[int]] = [[] for _ in stages]
-    n_run = count()
-    while (first := min(starts)) < math.inf:
-        number = starts.index(first)
-        changed = {number}
-        for value, end in stages[number].run().items():
-            written[value] = end
-            changed.add(placement.stage_of[reader(value)])
-        n_new = len(stages[number].order) - len(numbers[number])
-        numbers[number] += islice(n_run, n_new)
-        for number in changed:
-            starts[number] = stages[number].choose(written)
-    assert all(stage.is_done for stage in stages), "stages wait for one another"
-    return SegmentedOrders(
-        [stage.order for stage in stages],
-        [stage.starts for stage in stages],
-        [stage.ends for stage in stages],
-        numbers,
-    )
+        last = () if Step(stage) in row else (Step(stage),)
+        cut.append([*_stretches((*row, *last), joint, times)])
+    parts = [[x for job in row for x in _parts_of(job)] for row in cut]
+    run = JobGraph(parts, times, barrier=False).run()
+    slots = zip(cut, *map(run.by_row, (run.starts, run.ends)), strict=True)
+    orders = [[*_ended_early(*each)] for each in slots]
+    if adds_up:
+        orders = [[*_with_sums(order)] for order in orders]
+    return [[*_named(order)] for order in orders], _timed(orders, times)
 
 
-@dataclass(eq=False)
-class _Course:
-    """A pass, and how far it has come."""
-
-    of: Pass
-    parts: PartTimes
-    done: int = 0
-    ready: float = 0.0
-    has_ended: bool = False
-
-    @property
-    def n_left(self) -> int:
-        """Segments that come behind: a W stops at every part, others at calls."""
-        if self.has_ended:
-            return 0
-        left = self.parts[self.done :]
-        if self.of.kind is W:
-            return len(left)
-        return [lane for lane, _ in left].count(Lane.NETWORK) + 1
-
-    def run(self, start: float) -> tuple[Part, float, float]:
-        """Go on up to the next call; its first part, its end, and the call's time."""
-        first = min(self.done, len(self.parts) - 1)
-        part, end = Part(self.of, first, self.parts[first][0]), start
-        while self.done < len(self.parts):
-            lane, time = self.parts[self.done]
-            self.done += 1
-            if lane is Lane.NETWORK:
-                return part, end, time
-            end += time
-            if self.of.kind is W:
-                break
-        self.has_ended = self.done == len(self.parts)
-        return part, end, 0.0
+def _parts_of(job: _Stretch | Job) -> Sequence[Job]:
+    return job.parts if isinstance(job, _Stretch) else (job,)
 
 
-def _joint_parts(b: Pass, w: Pass, times: ChunkCosts) -> PartTimes:
-    """The parts of a B that computes its W, too: each part behind what it needs."""
-    parts = list(times.parts_of(b))
-    for index, (w_lane, w_time) in enumerate(times.parts_of(w)):
-        source = times.source_of(Part(w, index, w_lane))
-        lane, time = parts[source]
-        parts[source] = lane, time + w_time
-    return tuple(parts)
+def _stretches(
+    row: Sequence[Job], joint: set[Pass], times: ChunkCosts
+) -> Iterator[_Stretch | Job]:
+    """Cut a row by the rules; a pass whose last part is a call ends late."""
+    n_done: Counter[Pass] = Counter()
+    is_open: dict[Pass, None] = {}
 
+    def parts_of(of: Pass) -> list[Part]:
+        return [Part(of, i, lane) for i, (lane, _) in enumerate(times.parts_of(of))]
 
-class _Stage:
-    """A stage that runs its parts, V and O, segment after segment.
-
-    The backward of ``joint`` passes is in one piece.
-    """
-
-    def __init__(
-        self, row: Sequence[Job], joint: set[Pass], times: ChunkCosts, adds_up: bool
-    ) -> None:
-        self.order: list[Job | Segment] = []
-        self.starts: list[float] = []
-        self.ends: list[float] = []
-        self._row, self._column = row, 0
-        self._times, self._n_chunks = times, times.placement.n_chunks
-        self._network = 0.0  # free from then on
-        self._open: list[_Course] = []
-        self._courses: dict[Pass, _Course] = {}
-        for of in dict.fromkeys(x.of for x in row if isinstance(x, Part)):
-            chunk, i = of.chunk, of.microbatch
-            b, w, full = Pass(B, chunk, i), Pass(W, chunk, i), Pass(BW, chunk, i)
-            if of.kind is F or full not in joint:
-                self._courses[of] = _Course(of, times.parts_of(of))
-            else:
-                course = _Course(full, _joint_parts(b, w, times))
-                self._courses[b] = self._courses[w] = course
-        due = {course.of for course in self._courses.values()}
-        chunks = [x.chunk for x in due if x.kind in (W, BW)]
-        self._due = Counter(chunks if adds_up else ())
-        """W's and BW's to come, by chunk whose gradients are added up."""
-        self._sums: list[int] = []
-        self._chosen: _Course | Job | None = None
-        self._start = 0.0
-
-    @property
-    def is_done(self) -> bool:
-        """True if nothing is left."""
-        return self._column == len(self._row)
-
-    @property
-    def _now(self) -> float:
-        return self.ends[-1] if self.ends else 0.0
-
-    def choose(self, written: Mapping[Value, float]) -> float:
-        """Choose what comes next; return when it starts, infinite: nothing can."""
-        now, self._chosen, self._start = self._now, None, math.inf
-        for course in self._open:  # what only ends, goes first
-            at = max(now, course.ready)
-            if course.done == len(course.parts) and at < self._start:
-                self._chosen, self._start = course, at
-        chosen = self._next()
-        start = math.inf if chosen is None else max(now, self._ready(chosen, written))
-        if start < self._start:
-            self._chosen, self._start = chosen, start
-        return self._start
-
-    def _next(self) -> _Course | Job | None:
-        """What comes next in the plan, or a pass that must end before it."""
-        while self._column < len(self._row):
-            job = self._row[self._column]
-            if not isinstance(job, Part):
-                begun = (x for x in self._courses.values() if x.done)
-                return next((x for x in begun if not x.has_ended), job)
-            course = self._courses[job.of]
-            if job.of.kind in (course.of.kind, B) and job.index >= course.done:
-                return self._before(course) or course
-            self._column += 1
-        return None
-
-    def _before(self, course: _Course) -> _Course | None:
-        """An open pass that must go on before another one does."""
-        of = course.of
-        if of.kind is W:
-            b = self._courses[Pass(B, of.chunk, of.microbatch)]
-            is_last = course.done + 1 == len(course.parts)
-            return b if is_last and not b.has_ended else None
-        if course.done:
-            return None
-        for other in self._open:
-            both = other.of.kind is F, of.kind is F
-            if all(both) or (not any(both) and other.of.chunk == of.chunk):
-                return other
-        return None
-
-    def _ready(self, chosen: _Course | Job, written: Mapping[Value, float]) -> float:
-        """When the next stretch of a pass has what it needs."""
-        if not isinstance(chosen, _Course):
-            return 0.0
-        of = chosen.of
-        if chosen.done or of.kind is W:
-            return chosen.ready
-        arrivals = [
-            written.get(value, math.inf) + self._times.delay(value.chunk, of.chunk)
-            for value in reads(of, self._n_chunks)
-        ]
-        return max(arrivals, default=0.0)
-
-    def run(self) -> dict[Value, float]:
-        """Run what was chosen; return what it writes, and when that is there."""
-        chosen, start = self._chosen, self._start
-        assert chosen is not None
-        if not isinstance(chosen, _Course):
-            self._column += 1
-            if isinstance(chosen, Step):
-                for chunk in self._sums:
-                    wait = Collective(CollectiveKind.REDUCE_WAIT, chunk)
-                    self._note(wait, start, start)
-            self._note(chosen, start, start)
-            return {}
-        of, begins = chosen.of, chosen.done == 0
-        part, end, call = chosen.run(start)
-        ends = chosen.has_ended
-        if begins and of.kind is not W:
-            self._open.append(chosen)
-        if begins and ends:
-            self._note(of, start, end)
-        else:
-            # until its end a W does no more than its B has left for it
-            begins = ends if of.kind is W else begins
-            self._note(Segment(part, begins, chosen.n_left), start, end)
-        if not ends:
-            if of.kind is not W:
-                chosen.ready = self._network = max(end, self._network) + call
-            return {}
+    def go_on(of: Pass) -> _Stretch:
+        full, w = (Pass(kind, of.chunk, of.microbatch) for kind in (BW, W))
+        is_joint = of.kind is B and full in joint
+        deferred = parts_of(w) if is_joint else []
+        row, at = parts_of(of), n_done[of]
+        calls = [x.index for x in row[at:] if of.kind is W or x.lane is Lane.NETWORK]
+        stop = min([x + 1 for x in calls], default=len(row))
+        is_rest = at == len(row)
+        parts: list[Part] = []
+        for part in row[at:stop]:
+            of_part = [x for x in deferred if times.source_of(x) == part.index]
+            is_call = part.lane is Lane.NETWORK
+            parts += [part] if is_call else [part, *of_part]
+        if is_rest:
+            parts += [x for x in deferred if times.source_of(x) == at - 1]
+        n_done[of], begin = stop, min(at, len(row) - 1)
+        has_call = of.kind is not W and not is_rest and parts[-1].lane is Lane.NETWORK
+        ends = stop == len(row) and not has_call
         if of.kind is not W:
-            self._open.remove(chosen)
-        if of.kind in (W, BW) and self._due:
-            self._due[of.chunk] -= 1
-            if not self._due[of.chunk]:
-                self._sums.append(of.chunk)
-                self._note(Collective(CollectiveKind.REDUCE_GRAD, of.chunk), end, end)
-        return dict.fromkeys(writes(of, self._n_chunks), end)
+            is_open[of] = None
+        if ends:
+            is_open.pop(of, None)
+        of = full if is_joint else of
+        return _Stretch(of, Part(of, begin, row[begin].lane), parts, ends, is_rest)
 
-    def _note(self, entry: Job | Segment, start: float, end: float) -> None:
-        self.order.append(entry)
-        self.starts.append(start)
-        self.ends.append(end)
+    def end(others: Iterable[Pass]) -> Iterator[_Stretch]:
+        for of in others:
+            while of in is_open:
+                yield go_on(of)
+
+    for job in row:
+        if not isinstance(job, Part):
+            yield from end([*is_open])
+            yield job
+            continue
+        of, chunk = job.of, job.chunk
+        if of.kind is W and Pass(BW, chunk, of.microbatch) in joint:
+            continue
+        while n_done[of] <= job.index:
+            if of.kind is W:
+                if n_done[of] + 1 == len(times.parts_of(of)):
+                    yield from end([Pass(B, chunk, of.microbatch)])
+            elif not n_done[of]:
+                same = [x for x in is_open if (x.kind is F) is (of.kind is F)]
+                yield from end([x for x in same if x.kind is F or x.chunk == chunk])
+            yield go_on(of)
+
+
+def _ended_early(
+    row: Sequence[_Stretch | Job], starts: Sequence[float], ends: Sequence[float]
+) -> Iterator[_Stretch | Job]:
+    """End passes behind their last calls as soon as their stage is free."""
+    stretches = [job for job in row if isinstance(job, _Stretch)]
+    rests = {x.of: x for x in stretches if x.is_rest}
+    calls = {x.of: x for x in stretches if not x.is_rest and x.of in rests}
+    """The last call of each pass that ends behind one."""
+    ready: dict[Pass, float] = {}
+    """When they end, of passes that are to end."""
+    column = 0
+    for job in row:
+        if isinstance(job, _Stretch) and job.is_rest:
+            if ready.pop(job.of, None) is not None:
+                yield job
+        else:
+            for of in sorted(ready, key=ready.__getitem__):
+                if ready[of] <= starts[column]:
+                    del ready[of]
+                    yield rests[of]
+            yield job
+        column += len(_parts_of(job))
+        if isinstance(job, _Stretch) and calls.get(job.of) is job:
+            ready[job.of] = ends[column - 1]
+
+
+def _with_sums(order: Sequence[_Stretch | Job]) -> Iterator[_Stretch | Job]:
+    """Add the gradients of a chunk up behind its last W."""
+    stretches = [job for job in order if isinstance(job, _Stretch)]
+    last = {x.of.chunk: x for x in stretches if x.ends and x.of.kind in (W, BW)}
+    sums: list[int] = []
+    for job in order:
+        if isinstance(job, Step):
+            yield from (Collective(CollectiveKind.REDUCE_WAIT, chunk) for chunk in sums)
+        yield job
+        if isinstance(job, _Stretch) and last.get(job.of.chunk) is job:
+            sums.append(job.of.chunk)
+            yield Collective(CollectiveKind.REDUCE_GRAD, job.of.chunk)
+
+
+def _named(order: Sequence[_Stretch | Job]) -> Iterator[Job | Segment]:
+    """Write stretches as segments, or as passes in one piece."""
+    total = Counter(job.of for job in order if isinstance(job, _Stretch))
+    left = total.copy()
+    for job in order:
+        if not isinstance(job, _Stretch):
+            yield job
+            continue
+        left[job.of] -= 1
+        n_left, n = left[job.of], total[job.of]
+        # until its end a W does no more than its B has left for it
+        begins = not n_left if job.of.kind is W else n_left == n - 1
+        yield job.of if n == 1 else Segment(job.begin, begins, n_left)
+
+
+def _timed(orders: Sequence[Sequence[_Stretch | Job]], times: ChunkCosts) -> Columns:
+    """Run every column as early as can be."""
+    n_chunks = times.placement.n_chunks
+    written: dict[Value, float] = {}
+    ready: dict[Pass, float] = {}
+    network = [0.0] * len(orders)
+    columns = Columns([[] for _ in orders], [[] for _ in orders], [[] for _ in orders])
+    n_run, before = count(), -1
+    while before < (before := sum(map(len, columns.starts))):
+        for stage, order in enumerate(orders):
+            starts, ends, numbers = (of_all[stage] for of_all in columns)
+            for job in order[len(starts) :]:
+                now = ends[-1] if ends else 0.0
+                end = now
+                if isinstance(job, _Stretch):
+                    of = job.of
+                    begins = of not in ready and of.kind is not W
+                    needs = reads(of, n_chunks) if begins else ()
+                    if not written.keys() >= {*needs}:
+                        break
+                    delays = [
+                        written[x] + times.delay(x.chunk, of.chunk) for x in needs
+                    ]
+                    now = max(now, ready.get(of, 0.0), *delays)
+                    ready[of] = end = now + job.time_on(Lane.COMPUTE, times)
+                    if call := job.time_on(Lane.NETWORK, times):
+                        network[stage] = ready[of] = max(end, network[stage]) + call
+                    if job.ends:
+                        written |= dict.fromkeys(writes(of, n_chunks), end)
+                starts.append(now)
+                ends.append(end)
+                numbers.append(next(n_run))
+    assert before == sum(map(len, orders)), "stages wait for one another"
+    return columns

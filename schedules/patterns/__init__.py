@@ -1,5 +1,5 @@
-"""Hand-made orders, one file each, with a picture and its formula at the top.
+"""Hand-made orders, with a picture and the formula of each at the top of its file.
 
 They depend on the size of the pipeline alone, and are written as `phases`. Begin with
-`one_f_one_b` and `zb_h1`.
+`one_chunk`; `interleaved` and `waves` have several chunks a stage.
 """

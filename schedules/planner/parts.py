@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 
 from zbpp.core import (
     Costs,
@@ -35,10 +36,9 @@ from zbpp.core import (
 )
 from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.passes.segments import in_segments
-from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
-from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
+from zbpp.schedules.patterns.interleaved import plan_combined_1f1b
+from zbpp.schedules.patterns.waves import plan_dual_pipe_v
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.search.critical_path import XorShift64
 from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
 from zbpp.schedules.planner.search.local_search import climb
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Row, Rows
@@ -82,9 +82,10 @@ def plan_in_parts(
         held = peaks(rows, problem.costs)
         if any(a > b for a, b in zip(held, problem.limits, strict=True)):
             return math.inf
-        if schedule.parts is not None:
-            return in_segments(schedule, costs).span
-        return JobGraph(rows, problem.costs).run().span
+        if schedule.parts is None:
+            return JobGraph(rows, problem.costs).run().span
+        starts, ends, _ = in_segments(schedule, costs)[1]
+        return max(end[-1] - start[0] for start, end in zip(starts, ends, strict=True))
 
     return min(plans, key=span)
 
@@ -104,7 +105,7 @@ def _parts(problem: PlacementProblem, row: Row) -> Iterator[Part]:
     names = [
         (q, index, lane)
         for q in range(3 * problem.n_chunks)
-        for index, (lane, _) in enumerate(problem.pieces_of(q))
+        for index, (lane, _) in enumerate(problem.pieces[q])
     ]
     n_before: Counter[int] = Counter()
     for part in row:
@@ -157,7 +158,7 @@ def _search(problem: PlacementProblem, n_parts: float, seconds: float) -> "Rows 
             break
     if not plans:
         return None
-    draws = XorShift64(0)
+    draws = Random(0)
     for n_kept in (_KEPT, _LAST):
         share = (1 - _TRIED) / 2 * n_parts / n_kept
         plans = [

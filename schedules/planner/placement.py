@@ -31,8 +31,7 @@ Many plans are made and the one with the smallest largest span of a stage is kep
 
 1. `seeds`: list schedules by a few rules, and known orders.
 2. `critical_path` moves single passes of the best plan.
-3. `local_search`: settings changed, moves on the best three plans, then travel and
-   shifts.
+3. `local_search`: settings changed, moves on the best three plans, then travel.
 
 ``effort`` says how much of it, counted in passes: ``fast`` is 1 and 2, ``default`` adds
 3, and ``best`` goes on with 3 for a time. All end when the plan reaches a lower bound;
@@ -43,17 +42,16 @@ import math
 from dataclasses import replace
 
 from zbpp.core import Costs, Placement, Schedule
-from zbpp.schedules.planner.budget import Budget, parse_effort, shares
+from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.limits import capped, check_limits, check_sizes, needs
 from zbpp.schedules.planner.parts import plan_in_parts
-from zbpp.schedules.planner.search.critical_path import XorShift64, improve, timed
+from zbpp.schedules.planner.search.critical_path import improve
 from zbpp.schedules.planner.search.local_search import (
     hill_climb,
     improve_top_k,
-    intensify,
     n_moves,
     search_on,
-    shortest,
+    travel,
 )
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.search.seeds import seeds
@@ -100,33 +98,19 @@ def plan_placement(
         held = capped(held, memory_cap=memory_cap, default_limit=default_limit)
         return PlacementProblem(held.above_fixed(), n_microbatches)
 
+    has_parts = costs.parts is not None
     whole = costs
-    if costs.parts is not None:  # W's without parts are not split
+    if has_parts:  # W's without parts are not split
         whole = replace(costs, parts=None, splits=costs.on(placement).splits)
-    problems = [problem_of(each) for each in (whole, *_without_overhead(whole))]
-    efforts = shares(effort if costs.parts is None else "fast", len(problems))
-    plans = [_search(problem, next(efforts)) for problem in problems]
-    rows = shortest([timed(problems[0], plan.rows)[0] for plan in plans]).rows
-    orders = problems[0].orders(rows)
+    problem = problem_of(whole)
+    plan = _search(problem, "fast" if has_parts else effort)
     limited = None if costs.memory_limit is None else costs
-    if costs.parts is None:
+    orders = problem.orders(plan.rows)
+    if not has_parts:
         return Schedule(name, placement, n_microbatches, orders, limited)
     passes = Schedule(name, placement, n_microbatches, orders)
     planned = plan_in_parts(passes, costs, problem_of(costs), effort=effort)
     return replace(planned, costs=limited)
-
-
-def _without_overhead(costs: Costs) -> list[Costs]:
-    """The costs of sends that occupy no stage, where they are others.
-
-    A pass and its send are one job to the planner. But a search may find a better order
-    for times that are a little different: so the order for sends that are mere delays
-    is offered too, and no plan is longer than that order.
-    """
-    sends = costs.send_occupies
-    if not (any(sends) if isinstance(sends, tuple) else sends):
-        return []
-    return [replace(costs, send_occupies=0.0)]
 
 
 def _search(problem: PlacementProblem, effort: str) -> Plan:
@@ -139,10 +123,10 @@ def _search(problem: PlacementProblem, effort: str) -> Plan:
     tries = Budget(max(2e6, min(16 * n, 4e6)))
     moves = Budget(min(max(3e4, 40 * n), 1e5 + 8 * n, 2e6))
     ranked_seeds = seeds(problem, tries, margin=_MARGIN)
-    plan = improve(problem, ranked_seeds[0].plan, moves, XorShift64(0))
+    plan = improve(problem, ranked_seeds[0].plan, moves, 0)
     others = hill_climb(problem, ranked_seeds) if plan.span > problem.target else []
     plan = improve_top_k(problem, [plan, *others], Budget(n_moves(n)))
-    plan = intensify(problem, plan)
+    plan = travel(problem, plan)
     if kind == "best":
         plan = search_on(problem, plan, Budget(math.inf, seconds))
     return plan

@@ -41,7 +41,7 @@ LINES = {
         "so that there are 3 chunks a rank, 6 in all\n",
     ],
     "plan ZBV -p 2 -m 3 --data_parallel 2 -o plan.json --csv torch.csv": [
-        'format="compute_comms"'
+        f"{TORCHTITAN} ZBVZeroBubble "
     ],
     "plan ZBH1 -p 2 -m 4 --layers layers.json -o plan.json": [
         "split  5 3 layers\n",

@@ -215,10 +215,8 @@ def timed_schedules(draw, validation=TIME):
     )
     reduces = draw(st.sampled_from(("none", "last", "every")))
     if reduces != "none":
-        gathers, ahead = draw(st.booleans()), draw(st.integers(0, 3))
-        schedule = add_collectives(
-            schedule, shards=gathers, reduces=reduces, ahead=ahead
-        )
+        gathers = draw(st.booleans())
+        schedule = add_collectives(schedule, shards=gathers, reduces=reduces)
     if draw(st.booleans()):
         schedule = post_validated(schedule)
     times = st.tuples(*[TIME] * schedule.placement.n_chunks)

@@ -13,7 +13,7 @@ from zbpp.core import Schedule
 from zbpp.core.files.json_text import write_file
 from zbpp.planning import Plan as Planned
 from zbpp.planning.answer import plan_text
-from zbpp.schedules import to_torch_csv, torch_schedule_name, without_collectives
+from zbpp.schedules import to_torch_csv, torch_schedule_name
 from zbpp.training.options import Mode, Output
 
 __all__ = ["Plan"]
@@ -81,12 +81,6 @@ def _torchtitan_lines(schedule: Schedule, csv: Path) -> list[str]:
     torchtitan takes the placement of the chunks from the schedule's name, and the
     number of micro-batches from the batch sizes; a CSV that disagrees hangs.
     """
-    if schedule != without_collectives(schedule):
-        return [
-            f"torchtitan: {csv} has collectives of its own, as "
-            '_load_csv(path, format="compute_comms") of torch reads them; torchtitan '
-            "adds its own: plan without --data_parallel for it"
-        ]
     name = torch_schedule_name(schedule.placement)
     if name is None:
         chunks = " ".join(map(str, schedule.placement.stage_of))

@@ -30,7 +30,7 @@ typedef struct {
     int64_t stage, low, high;
 } Block;
 
-/* `XorShift64`. */
+/* Marsaglia, "Xorshift RNGs", 2003; n up to 2**32. */
 static uint64_t draw(uint64_t *state, uint64_t n) {
     uint64_t x = *state;
     x ^= x << 13;
@@ -220,17 +220,15 @@ static void change(int32_t *row, int64_t n, Block block, uint64_t *state) {
 /* True if a row fits the memory, and each W comes after its B. */
 static int is_valid(const Problem *of, const int32_t *row, int64_t n, int64_t s,
                     int64_t *count) {
-    double held = 0.0, most = 0.0, limit = of->limits[s];
+    double held = 0.0, limit = of->limits[s];
     int64_t n_chunks = of->n_chunks;
     for (int64_t q = 0; q < 3 * n_chunks; q++) count[q] = 0;
     for (int64_t at = 0; at < n; at++) {
         int64_t q = row[at];
         count[q]++;
         if (q >= 2 * n_chunks && count[q] > count[q - n_chunks]) return 0;
-        if (!of->is_plain && held + of->peak[q] > most) most = held + of->peak[q];
+        if (held + of->peak[q] > limit) return 0;
         held += of->change[q];
-        if (of->is_plain && held > most) most = held;
-        if (most > limit) return 0;
     }
     return 1;
 }
@@ -238,24 +236,24 @@ static int is_valid(const Problem *of, const int32_t *row, int64_t n, int64_t s,
 static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
                      int64_t *count, int32_t *best, double *best_span,
                      double cost, double passes, double threshold,
-                     double *spent, uint64_t *state) {
+                     double *spent, uint64_t state) {
     const Problem *of = clock->of;
     int64_t p = of->n_stages, n_all = clock->from[p], n_timed = 0;
     size_t all = (size_t)n_all, times = (size_t)(3 * of->n_chunks * of->n_microbatches);
     if (time_rows(clock, plan->rows, plan->begins, 0.0, INFINITY, &plan->span,
                   &plan->longest, &n_timed) != DONE) return GIVEN_UP;
+    *best_span = plan->span;
+    if (*spent >= passes) return DONE;
     for (int64_t s = 0; s < p; s++) find_places(clock, plan, count, s);
     memcpy(trial->rows, plan->rows, all * sizeof(int32_t));
-    memcpy(best, plan->rows, all * sizeof(int32_t));
-    *best_span = plan->span;
     double slack = 1e-9 * plan->span;
     int64_t n_blocks = find_blocks(clock, plan, blocks);
     double start = *spent;
     while (n_blocks && *spent < passes && *best_span > of->target) {
-        Block block = blocks[draw(state, (uint64_t)n_blocks)];
+        Block block = blocks[draw(&state, (uint64_t)n_blocks)];
         int64_t s = block.stage, n = clock->from[s + 1] - clock->from[s], at = 0;
         int32_t *row = plan->rows + clock->from[s], *tried = trial->rows + clock->from[s];
-        change(tried, n, block, state);
+        change(tried, n, block, &state);
         while (at < n && tried[at] == row[at]) at++;
         n_timed = n + 4 * of->n_chunks;
         double left = CYCLES * ((*spent - start) / (passes - start));
@@ -287,12 +285,10 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
     return DONE;
 }
 
-/* Improve rows in place, stage by stage; n_row is their length. With `starts`, only time
-   them: starts[q m + i] is that of pass i of number q. */
+/* Improve rows in place, stage by stage; n_row is their length. */
 ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n_row,
                               double cost, double passes, double threshold,
-                              double *spent, uint64_t *state, double *starts,
-                              double *span) {
+                              uint64_t seed, double *spent, double *span) {
     int64_t p = of->n_stages, n_numbers = 3 * of->n_chunks, n_all = 0;
     int64_t n_times = n_numbers * of->n_microbatches, result = NO_MEMORY;
     for (int64_t s = 0; s < p; s++) n_all += n_row[s];
@@ -317,10 +313,8 @@ ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n
     plan.places = count + n_numbers;
     plan.numbers = plan.places + n_times;
     memcpy(plan.rows, rows, (size_t)n_all * sizeof(int32_t));
-    result = starts ? time_rows(&clock, rows, starts, 0.0, INFINITY, span, &plan.longest,
-                                &trial.longest)
-                    : climb(&clock, &plan, &trial, blocks, count, rows, span, cost,
-                            passes, threshold, spent, state);
+    result = climb(&clock, &plan, &trial, blocks, count, rows, span, cost, passes,
+                   threshold, spent, 0x9E3779B97F4A7C15u * (2 * seed + 1));
 end:
     free(whole);
     free(floats);

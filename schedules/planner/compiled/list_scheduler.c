@@ -66,35 +66,6 @@ static double arrival_of(const Draft *draft, int64_t q, int64_t i) {
     return draft->ends[(q - 1) * draft->of->n_microbatches + i] + draft->of->delay[q - 1];
 }
 
-static int fits(const Problem *of, int64_t s, int64_t q, double *held) {
-    if (*held + of->peak[q] > of->limits[s]) return 0;
-    *held += of->change[q];
-    return 1;
-}
-
-/* True if all in flight on a stage can end in turn after one more F: the W's that wait,
-   then one micro-batch after the other. */
-static int can_drain(const Draft *draft, int64_t s, int64_t forward) {
-    const Problem *of = draft->of;
-    const int64_t *started = draft->started, C = of->n_chunks;
-    int64_t n;
-    const int64_t *mine = numbers_of(of, s, &n);
-    double held = draft->stages[s].held;
-    if (!fits(of, s, forward, &held)) return 0;
-    for (int64_t k = n / 2; k < n && !of->joint[s]; k++)
-        for (int64_t w = mine[k] + C, i = started[w]; i < started[mine[k]]; i++)
-            if (!fits(of, s, w, &held)) return 0;
-    int64_t end = started[mine[0]] + (forward == mine[0]);
-    for (int64_t i = started[mine[n - 1]]; i < end; i++)
-        for (int64_t k = 0; k < n; k++) {
-            int64_t q = mine[k];
-            if (started[q] + (q == forward) > i) continue;
-            if (!fits(of, s, q, &held)) return 0;
-            if (q >= C && !of->joint[s] && !fits(of, s, q + C, &held)) return 0;
-        }
-    return 1;
-}
-
 /* Memory that the first micro-batch with no B yet needs for its other F's, less what
    the ones before it hold, for they give it back first. */
 static double reserve(const Draft *draft, const int64_t *mine, int64_t n,
@@ -106,6 +77,18 @@ static double reserve(const Draft *draft, const int64_t *mine, int64_t n,
         need -= change * (double)(n_back - draft->started[mine[n - 1 - k]]);
     }
     return need > 0.0 ? need : 0.0;
+}
+
+/* True if all micro-batches before the next one of an F have left the stage. */
+static int is_alone(const Draft *draft, int64_t s, int64_t q) {
+    const Problem *of = draft->of;
+    int64_t n;
+    const int64_t *mine = numbers_of(of, s, &n);
+    for (int64_t k = n / 2; k < n; k++) {
+        int64_t last = mine[k] + (of->joint[s] ? 0 : of->n_chunks);
+        if (draft->started[last] < draft->started[q]) return 0;
+    }
+    return draft->stages[s].n_b == 0;
 }
 
 static int has_room(const Draft *draft, int64_t s, int64_t q) {
@@ -122,7 +105,7 @@ static int has_room(const Draft *draft, int64_t s, int64_t q) {
     double room = of->forward_limits[s] - stage->held;
     if (draft->started[q] != n_back) need += change;
     if (change <= room && need <= room) return 1;
-    return of->forward_limits[s] < 0 && can_drain(draft, s, q);
+    return of->forward_limits[s] < 0 && is_alone(draft, s, q);
 }
 
 /* True if the rules hold back the next pass of a number. */
@@ -238,8 +221,7 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
         }
         if (arrival > soon && arrival < next) next = arrival;
         double rank = 0.0;
-        if (!settings->order)
-            rank = (double)i * of->unit + settings->offset[q];
+        if (!settings->order) rank = (double)i * of->unit + settings->offset[q];
         Known one = {rank, arrival, q};
         int64_t at = n_known++;
         for (; at > 0 && is_before(one, known[at - 1]); at--) known[at] = known[at - 1];

@@ -17,9 +17,9 @@ Other placements begin with chunks of equal loads; then layers move while that h
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,52 +63,30 @@ class Loads:
         """Weigh the layers; the arguments are those of `balance`."""
         _check_enough(layers.n_layers, placement.n_chunks)
         again = np.isin(np.arange(layers.n_layers), list(recompute))
-        f, b, w = (
-            np.array(layers.computing(kind))
-            for kind in (PassKind.F, PassKind.B, PassKind.W)
-        )
+        kinds = PassKind.F, PassKind.B, PassKind.W
+        f, b, w = (np.array(layers.computing(kind)) for kind in kinds)
         passes = f + again * np.array(layers.of("f")) + b + w
         time = n_microbatches * passes + np.array(layers.of("optimizer"), float)
         time[-1] += n_microbatches * layers.loss
         overhead = layers.pass_f + layers.pass_b + layers.pass_w
+        limit = layers.memory_limit
         return cls(
             time=_sums(time),
             fixed=_sums(layers.of("m_fixed")),
             left=_sums(np.where(again, layers.of("m_r"), layers.of("m_b"))),
             in_flight=np.array(in_flight or (1.0,) * placement.n_chunks),
             limit=np.array(
-                per_stage(
-                    "memory_limit", layers.memory_limit, placement, default=math.inf
-                )
+                per_stage("memory_limit", limit, placement, default=math.inf)
             ),
             placement=placement,
             overhead=n_microbatches * overhead,
         )
-
-    def by_memory(self) -> "Loads":
-        """The same with memory as load, and no limits.
-
-        All chunks hold as many micro-batches as the one that holds most: with other
-        numbers, that is an upper bound.
-        """
-        return replace(
-            self,
-            time=self.fixed + self.in_flight.max() * self.left,
-            limit=np.full(self.placement.n_stages, math.inf),
-            overhead=0.0,
-        )
-
-    @property
-    def n_layers(self) -> int:
-        """Number of layers."""
-        return len(self.time) - 1
 
     @property
     def total(self) -> float:
         """Load of all stages together."""
         return float(self.time[-1] + self.placement.n_chunks * self.overhead)
 
-    @cached_property
     def least(self) -> float:
         """Lower bound of the largest load: the mean, and the heaviest stage's layers.
 
@@ -138,13 +116,8 @@ class Loads:
         """Load of the busiest stage: no schedule of the split takes a shorter step."""
         return float(self.by_stage(split)[0].max())
 
-    def fits(self, split: Sequence[int]) -> bool:
-        """True if no stage exceeds its limit."""
-        return bool((self.by_stage(split)[1] <= self.limit * (1 + ROUNDING)).all())
 
-
-@dataclass(frozen=True)
-class Balance:
+class Balance(NamedTuple):
     """A split, the load of its busiest stage in a step, and a lower bound of loads."""
 
     split: tuple[int, ...]
@@ -152,13 +125,14 @@ class Balance:
     bound: float
 
 
+@lru_cache(maxsize=256)  # modes of one placement ask for the same balance
 def balance(
     layers: LayerCosts,
     placement: Placement,
     n_microbatches: int,
     *,
     recompute: Collection[int] = (),
-    in_flight: Sequence[float] | None = None,
+    in_flight: tuple[float, ...] | None = None,
 ) -> Balance:
     """Split the layers for the least largest load, within the memory limits.
 
@@ -166,7 +140,7 @@ def balance(
         layers: times and memories; without a limit, memory is no constraint.
         placement: chunk to stage.
         n_microbatches: in a step.
-        recompute: layers that are recomputed.
+        recompute: layers that are recomputed, as a tuple or a frozenset.
         in_flight: micro-batches that each chunk must have room for; None: 1, which
             any schedule needs.
 
@@ -174,26 +148,14 @@ def balance(
         LimitError: no split fits the memory limits.
         RequestError: there are fewer layers than chunks.
     """
-    room = None if in_flight is None else tuple(in_flight)
-    return _balance(layers, placement, n_microbatches, frozenset(recompute), room)
-
-
-@lru_cache(maxsize=256)  # modes of one placement ask for the same balance
-def _balance(
-    layers: LayerCosts,
-    placement: Placement,
-    n_microbatches: int,
-    recompute: frozenset[int],
-    in_flight: tuple[float, ...] | None,
-) -> Balance:
     loads = Loads.of(
         layers, placement, n_microbatches, recompute=recompute, in_flight=in_flight
     )
-    split = _least(loads)
+    split = _split(loads)
     if split is None:
         raise _does_not_fit(loads)
     load = loads.largest(split)
-    return Balance(split, load, load if _is_exact(placement) else loads.least)
+    return Balance(split, load, load if _is_exact(placement) else loads.least())
 
 
 def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
@@ -228,51 +190,38 @@ def moved(split: Sequence[int], source: int, target: int) -> tuple[int, ...] | N
 
 def _is_exact(placement: Placement) -> bool:
     """True for one chunk a stage, and a V."""
-    first, second = (
-        placement.stage_of[: placement.n_stages],
-        placement.stage_of[placement.n_stages :],
-    )
-    return len(set(first)) == len(first) and second in ((), first[::-1])
+    p = placement.n_stages
+    first, second = placement.stage_of[:p], placement.stage_of[p:]
+    return len(set(first)) == p and second in ((), first[::-1])
 
 
-def _least(loads: Loads) -> tuple[int, ...] | None:
+def _split(loads: Loads) -> tuple[int, ...] | None:
     """The split with the least largest load; None if none fits the memory."""
     if not _is_exact(loads.placement):
         n_chunks = loads.placement.n_chunks
-        chunks = replace(
-            loads,
-            placement=Placement.single(n_chunks),
-            limit=np.full(n_chunks, math.inf),
-        )
-        start = _least(chunks)
+        free = np.full(n_chunks, math.inf)
+        chunks = replace(loads, placement=Placement.single(n_chunks), limit=free)
+        start = _split(chunks)
         assert start is not None
-        end = _descend(loads, start)
-        return end if loads.fits(end) else None
-    most = loads.least
-    while most < _WIDER * loads.total:
-        split = _stage_by_stage(loads, most, _largest)
-        if split is not None:
-            return _stage_by_stage(loads, loads.largest(split), _squares)
+        return _descend(loads, start)
+    most, best = loads.least(), None
+    while best is None and most < _WIDER * loads.total:
+        best = _stage_by_stage(loads, most)
         most *= _WIDER
-    return None
+    split = best
+    while split is not None:
+        best, most = split, loads.largest(split) * (1 - 2 * ROUNDING)
+        split = _stage_by_stage(loads, most)
+    return best
 
 
-def _largest(before: Any, front: Any, back: Any) -> Any:
-    return np.maximum(before, front + back)
-
-
-def _squares(before: Any, front: Any, back: Any) -> Any:
-    chunks = front * front + back * back
-    return before + (front + back) ** 2 + _CHUNK_SHARE * chunks
-
-
-def _stage_by_stage(loads: Loads, most: float, join: Any) -> tuple[int, ...] | None:
-    """The split whose loads join to the least, none above ``most``; None if none fits.
+def _stage_by_stage(loads: Loads, most: float) -> tuple[int, ...] | None:
+    """The split of the least squares of loads, none above ``most``; None if none fits.
 
     Stages take layers in turn, a from the front, and of a V also b from the back:
     ``best[i, j]`` is the least where i and j layers are taken.
     """
-    n, p = loads.n_layers, loads.placement.n_stages
+    n, p = len(loads.time) - 1, loads.placement.n_stages
     is_wave = loads.placement.n_chunks > p
     best = np.full((n + 1, n + 1 if is_wave else 1), math.inf)
     best[0, 0] = 0
@@ -282,20 +231,21 @@ def _stage_by_stage(loads: Loads, most: float, join: Any) -> tuple[int, ...] | N
         choice = np.zeros((2, *best.shape), int)
         limit = loads.limit[loads.placement.stage_of[stage]] * (1 + ROUNDING)
         for a in range(1, n + 1):
-            front_time, front_memory = _ranges(loads, stage, a)
-            if front_time.min() > most:
+            front, front_memory = _ranges(loads, stage, a)
+            if front.min() > most:
                 break
             for b in range(1, n - a + 1) if is_wave else (0,):
-                back_time, back_memory = np.zeros(1), np.zeros(1)
+                back, back_memory = np.zeros(1), np.zeros(1)
                 if is_wave:
                     of_back = _ranges(loads, 2 * p - 1 - stage, b)
-                    back_time, back_memory = (of[::-1] for of in of_back)
-                load = front_time[:, None] + back_time
+                    back, back_memory = (of[::-1] for of in of_back)
+                load = front[:, None] + back
                 if load.min() > most * (1 + ROUNDING):
                     break
+                chunks = front[:, None] ** 2 + back**2
+                value = best[: n + 1 - a, : best.shape[1] - b] + load**2
+                value = value + _CHUNK_SHARE * chunks
                 memory = front_memory[:, None] + back_memory
-                before = best[: n + 1 - a, : best.shape[1] - b]
-                value = join(before, front_time[:, None], back_time)
                 value[(memory > limit) | (load > most * (1 + ROUNDING))] = math.inf
                 better = value < after[a:, b:]
                 after[a:, b:][better] = value[better]
@@ -324,8 +274,8 @@ def _ranges(loads: Loads, chunk: int, size: int) -> tuple[Any, Any]:
     return time + loads.overhead, fixed + loads.in_flight[chunk] * left
 
 
-def _descend(loads: Loads, split: tuple[int, ...]) -> tuple[int, ...]:
-    """Move layers, the best move first, while that is better.
+def _descend(loads: Loads, split: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Move layers, the best move first, while that is better; None: it does not fit.
 
     A split that does not fit the memory is first made to, if moves can. The loads of
     chunks decide last: moves between stages of equal loads lead out of many minima.
@@ -341,7 +291,7 @@ def _descend(loads: Loads, split: tuple[int, ...]) -> tuple[int, ...]:
             if is_below(figures, best):
                 best, split = figures, neighbour
         if split == before:
-            return split
+            return None if best[0] else split
 
 
 def _figures(loads: Loads, split: Sequence[int]) -> tuple[float, ...]:
@@ -355,12 +305,18 @@ def _figures(loads: Loads, split: Sequence[int]) -> tuple[float, ...]:
 
 
 def _does_not_fit(loads: Loads) -> LimitError:
-    """No split fits; the smallest limit for all stages is that of the best balance."""
-    memory = loads.by_memory()
-    split = _least(memory)
+    """No split fits; the smallest limit for all stages is that of the best balance.
+
+    Memory as load, where all chunks hold as many micro-batches as the one that holds
+    most: with other numbers, that is an upper bound.
+    """
+    held = loads.fixed + loads.in_flight.max() * loads.left
+    free = np.full(loads.placement.n_stages, math.inf)
+    memory = replace(loads, time=held, limit=free, overhead=0.0)
+    split = _split(memory)
     assert split is not None
     return LimitError(
-        f"no split of {loads.n_layers} layers to {loads.placement.n_chunks} chunks "
+        f"no split of {len(held) - 1} layers to {loads.placement.n_chunks} chunks "
         f"fits the memory of {loads.placement.n_stages} stages",
         smallest=memory.largest(split),
     )

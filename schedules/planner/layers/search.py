@@ -6,12 +6,12 @@ most memory, m_b - m_r, for their time f; of equal ones the first, whose backwar
 last, when the others have given back what they held.
 
 1. Starts: `balance`, under a limit also with room for more micro-batches in flight, and
-   even chunks; and of these splits recomputed layers that fall along the chunks.
-2. A climb: a layer moves to another chunk, or one more or less is recomputed, while
-   plans with effort fast get shorter. A choice is planned only if its lower bound is
-   not above the best step.
+   even chunks; and of the best one recomputed layers that fall along the chunks.
+2. A climb from each start: a layer moves to another chunk, or one more or less is
+   recomputed, while plans with effort fast get shorter. A choice is planned only if its
+   lower bound is not above the best step.
 3. The best choice is planned with the effort that is wanted, and so are even chunks,
-   and the best ones that recompute none and all: no plan is longer than theirs.
+   and the balanced ones that recompute none and all: no plan is longer than theirs.
 """
 
 import math
@@ -56,7 +56,7 @@ It raises LimitError if that does not fit the memory limit.
 _PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
 _PLANS = {"fast": (2, 30), "default": (8, 60), "best": (0, math.inf)}
 _SEARCH_SHARE = 0.4  # of the seconds of best; the others are for the plan at the end
-_BOUND = 1 / 60  # of a plan's price: a lower bound
+_BOUND = 1 / 60  # of a plan's work: a lower bound
 _AT_FIRST = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
 _AT_LAST = (1.0, 0.75, 0.5, 0.25, 0.0, -0.5, -1.0, -2.0, -4.0, -8.0)
 
@@ -126,12 +126,16 @@ def plan_split(
     words = {"auto": ((), every), "all": (every,), "none": ((),)}
     sets = words[recompute] if isinstance(recompute, str) else (recompute,)
     kind, seconds = parse_effort(effort)
-    search = _Search(planner, layers, placement, n_microbatches, kind)
-    share = _SEARCH_SHARE * seconds / (2 * len(sets) - 1)
-    choices = search.choices(list(map(frozenset, sets)), split, share)
+    search = _Search(planner, layers, placement, n_microbatches)
+    starts = search.starts(list(map(frozenset, sets)), split)
+    chosen = [starts[0], *starts]
+    if split in (None, "balanced") or len(sets) > 1:
+        budget = search.budget(kind, _SEARCH_SHARE * seconds, len(sets))
+        best = search.climb(starts, split in (None, "balanced"), len(sets) > 1, budget)
+        chosen = starts if best is None else [best.choice, *starts]
     if kind != "best":
-        return search.finished(search.best(choices, effort), effort)
-    best = search.best(choices, "default")
+        return search.finished(search.best(chosen, effort), effort)
+    best = search.best(chosen, "default")
     last = search.best([best.choice], f"best:{(1 - _SEARCH_SHARE) * seconds:g}")
     return search.finished(_better(best, last), "default")
 
@@ -163,22 +167,14 @@ class _Search:
         layers: LayerCosts,
         placement: Placement,
         n_microbatches: int,
-        kind: str,
     ) -> None:
         self._planner = planner
         self._layers = layers
         self._placement = placement
         self._m = n_microbatches
-        n_chunks = placement.n_chunks
-        runs = 1.0 if n_chunks == placement.n_stages else 6.0
-        self._price = 3.0 * runs * n_chunks * n_microbatches
-        """Passes that a plan with effort fast places, roughly."""
-        least, most = (n * self._price for n in _PLANS[kind])
-        self._passes = min(max(_PASSES[kind], least), most)
-        self._budget = Budget(self._passes)
         self._even = even_split(layers.n_layers, placement.n_chunks)
-        self._quick: dict[Choice, Trial | None] = {}
         self._error: LimitError | None = None
+        self._tried: set[Choice] = set()
         self.plan = cache(self._plan)
         self.loads = cache(self._loads)
 
@@ -202,33 +198,6 @@ class _Search:
                 self._error = error
             return None
 
-    def _can_be_shorter(self, choice: Choice, step: float) -> bool:
-        """True if a micro-batch fits, and the lower bound is not above a step."""
-        self._budget.spend(_BOUND * self._price)
-        costs = self._on_chunks(choice)
-        on_stages = costs.on(self._placement)
-        try:
-            check_limits("split", needs(on_stages), on_stages, self._m)
-        except LimitError:
-            return False
-        return lower_bound(self._placement, self._m, costs) <= step
-
-    def quick(self, choice: Choice) -> Trial | None:
-        """Plan with effort fast, and take the price off the budget if it is new."""
-        if choice not in self._quick:
-            self._budget.spend(self._price)
-            self._quick[choice] = self.plan(choice, "fast")
-        return self._quick[choice]
-
-    def _ranked(self, sets: Collection[frozenset[int]] = ()) -> list[Trial]:
-        """Plans with effort fast, best first; of these sets only, if there are any."""
-        trials = [
-            trial
-            for choice, trial in self._quick.items()
-            if trial is not None and (not sets or choice.recompute in sets)
-        ]
-        return sorted(trials, key=lambda trial: (trial.step, trial.barrier_step))
-
     def best(self, choices: Iterable[Choice], effort: str) -> Trial:
         """Plan all, and return the best."""
         trials = [t for c in dict.fromkeys(choices) if (t := self.plan(c, effort))]
@@ -237,108 +206,113 @@ class _Search:
             raise self._error
         return reduce(_better, trials)
 
-    def choices(
-        self, sets: list[frozenset[int]], split: Split, seconds: float
-    ) -> list[Choice]:
-        """The choices that deserve the effort that is wanted.
+    def budget(self, kind: str, seconds: float, n_sets: int) -> Budget:
+        """The plans that climbs may make, from each set and then from all together."""
+        n_chunks = self._placement.n_chunks
+        runs = 1 if n_chunks == self._placement.n_stages else 6
+        n_passes = 3 * runs * n_chunks * self._m  # that a plan with effort fast places
+        least, most = _PLANS[kind]
+        n_plans = min(max(_PASSES[kind] / n_passes, least), most)
+        return Budget((2 * n_sets - 1) * n_plans, seconds)
 
-        The climb on splits is the same for each set as if it were the only one: so no
-        plan is longer than that of a set. Of several, layers are then mixed.
-        """
-        is_free = split in (None, "balanced")
-        fixed = self._even if split is None or isinstance(split, str) else tuple(split)
-        ends: list[Choice] = []
-        errors = []
-        for recompute in sets:
-            self._budget = Budget(self._passes, seconds)
-            starts = [Choice(fixed, recompute)]
-            try:
-                starts = self._starts(recompute) if is_free else starts
-            except LimitError as error:
-                errors.append(error)
-                continue
-            ends += [starts[0], starts[-1]]
-            if is_free:
-                for choice in starts:
-                    if self._budget.is_left or not self._ranked([recompute]):
-                        self.quick(choice)
-                ends += self._climb(self._ranked([recompute]), is_free, False, sets[0])
-        if not ends:
-            raise min(errors, key=lambda error: error.smallest)
-        if len(sets) > 1:
-            self._budget = Budget(self._passes, seconds)
-            best = next(iter(self._ranked()), None) or self.quick(ends[0])
-            profiles = self._profiles(best.choice.split if best else ends[0].split)
-            while (better := self._next(profiles, best)) is not None:
-                best = better
-            ends += self._climb(self._ranked(), is_free, True, sets[0])
-        return ends
-
-    def _climb(
-        self,
-        starts: list[Trial],
-        is_free: bool,
-        is_auto: bool,
-        least: frozenset[int],
-    ) -> list[Choice]:
-        """Climb from plans in turn; the best choice, if any fits."""
-        target = self._target(least) * (1 + ROUNDING)
-        ends = []
-        for start in starts:
-            trial: Trial | None = start
-            while trial is not None:
-                end = trial
-                if trial.step <= target:
-                    break
-                trial = self._next(self._moves(trial, is_free, is_auto), trial)
-            ends.append(end)
-        return [reduce(_better, ends).choice] if ends else []
-
-    def _next(self, choices: Iterable[Choice], best: Trial | None) -> Trial | None:
-        """The first choice that is better, from the least load on; None: no one is."""
-        step = math.inf if best is None else best.step * (1 + ROUNDING)
-        for choice in sorted(choices, key=self._load):
-            if not self._budget.is_left or self._load(choice) > step:
-                break
-            if choice in self._quick or not self._can_be_shorter(choice, step):
-                continue
-            trial = self.quick(choice)
-            if trial is not None and (best is None or trial.is_better_than(best)):
-                return trial
-        return None
-
-    def _target(self, recompute: frozenset[int]) -> float:
-        """Lower bound of the step of all choices that recompute these layers."""
-        layers = replace(self._layers, memory_limit=None)
-        sizes = layers, self._placement, self._m
-        return balance(*sizes, recompute=recompute).bound
-
-    def _starts(self, recompute: frozenset[int]) -> list[Choice]:
-        """The balanced split, and the even one.
+    def starts(self, sets: list[frozenset[int]], split: Split) -> list[Choice]:
+        """Of each set that is recomputed the balanced split, and the even one.
 
         Under a memory limit also one with room for what the mode holds without a limit.
         """
-        layers, even = self._layers, self._even
-        sizes = layers, self._placement, self._m
-        splits = [balance(*sizes, recompute=recompute).split]
-        if layers.memory_limit is not None and layers.n_layers > len(even):
-            room = self._in_flight(Choice(even, recompute))
-            with suppress(LimitError):
-                roomy = balance(*sizes, recompute=recompute, in_flight=room)
-                splits.append(roomy.split)
-        return [Choice(split, recompute) for split in dict.fromkeys([*splits, even])]
+        if split not in (None, "balanced"):
+            fixed = self._even if isinstance(split, str) else tuple(split or ())
+            return [Choice(fixed, recompute) for recompute in sets]
+        sizes = self._layers, self._placement, self._m
+        starts, errors = [], []
+        for recompute in sets:
+            even = Choice(self._even, recompute)
+            try:
+                splits = [balance(*sizes, recompute=recompute).split]
+            except LimitError as error:
+                errors.append(error)
+                continue
+            if self._layers.memory_limit is not None:
+                with suppress(LimitError):
+                    room = self._in_flight(even)
+                    roomy = balance(*sizes, recompute=recompute, in_flight=room)
+                    splits.append(roomy.split)
+            starts += [*(Choice(each, recompute) for each in splits), even]
+        if not starts:
+            raise min(errors, key=lambda error: error.smallest)
+        return starts
 
-    def _in_flight(self, choice: Choice) -> list[int]:
+    def _in_flight(self, choice: Choice) -> tuple[float, ...]:
         """Micro-batches that each chunk holds at most where no memory limit is."""
         costs = replace(self._on_chunks(choice), memory_limit=None)
-        most = [0] * self._placement.n_chunks
+        most = [0.0] * self._placement.n_chunks
         for order in self._planner(costs, "fast").orders:
-            n_open = [0] * len(most)
+            n_open = [0.0] * len(most)
             for job in order:
                 if isinstance(job, Pass) and job.kind is not PassKind.W:
                     n_open[job.chunk] += 1 if job.kind is PassKind.F else -1
                     most[job.chunk] = max(most[job.chunk], n_open[job.chunk])
-        return most
+        return tuple(most)
+
+    def climb(
+        self, starts: list[Choice], is_free: bool, is_auto: bool, budget: Budget
+    ) -> Trial | None:
+        """Climb from each start, the best one first; None: none fits.
+
+        The split is free to change, and what is recomputed if that is automatic.
+        """
+        tried = [self._quick(choice, budget) for choice in dict.fromkeys(starts)]
+        trials = sorted(filter(None, tried), key=lambda trial: trial.step)
+        if is_auto:
+            best = trials[0] if trials else None
+            profiles = self._profiles(best.choice.split if best else starts[0].split)
+            while (better := self._next(profiles, best, budget)) is not None:
+                best = better
+                trials.insert(0, best)
+        unlimited = replace(self._layers, memory_limit=None)
+        least = frozenset() if is_auto else starts[0].recompute
+        sizes = unlimited, self._placement, self._m
+        target = balance(*sizes, recompute=least).bound * (1 + ROUNDING)
+        ends = []
+        for trial in trials:
+            end, better = trial, trial
+            while better is not None and (end := better).step > target:
+                moves = self._moves(end, is_free, is_auto)
+                better = self._next(moves, end, budget)
+            ends.append(end)
+        return reduce(_better, ends) if ends else None
+
+    def _quick(self, choice: Choice, budget: Budget) -> Trial | None:
+        budget.spend(1)
+        self._tried.add(choice)
+        return self.plan(choice, "fast")
+
+    def _next(
+        self, choices: Iterable[Choice], best: Trial | None, budget: Budget
+    ) -> Trial | None:
+        """The first choice that is better, from the least load on; None: no one is."""
+        step = math.inf if best is None else best.step * (1 + ROUNDING)
+        for choice in sorted(choices, key=self._load):
+            if not budget.is_left or self._load(choice) > step:
+                break
+            if choice in self._tried:
+                continue
+            budget.spend(_BOUND)
+            if self._can_be_shorter(choice, step):
+                trial = self._quick(choice, budget)
+                if trial and (best is None or trial.is_better_than(best)):
+                    return trial
+        return None
+
+    def _can_be_shorter(self, choice: Choice, step: float) -> bool:
+        """True if a micro-batch fits, and the lower bound is not above a step."""
+        costs = self._on_chunks(choice)
+        on_stages = costs.on(self._placement)
+        try:
+            check_limits("split", needs(on_stages), on_stages, self._m)
+        except LimitError:
+            return False
+        return lower_bound(self._placement, self._m, costs) <= step
 
     def _worthwhile(self, split: Sequence[int]) -> list[list[int]]:
         """Layers of each chunk that save memory, most for their time first."""
@@ -357,20 +331,19 @@ class _Search:
         ]
 
     def _profiles(self, split: tuple[int, ...]) -> list[Choice]:
-        """Numbers of recomputed layers that fall, or rise, along the chunks.
+        """Shares of recomputed layers that fall, or rise, along the chunks.
 
         Early chunks hold their micro-batches longest, so most profiles fall.
         """
-        chunks = self._worthwhile(split)
-        profiles = {
-            tuple(
-                round(len(chunk) * share)
-                for chunk, share in zip(chunks, shares, strict=True)
-            )
-            for shares in _slopes(len(chunks))
-        }
-        ranked = sorted(profiles, key=lambda counts: (sum(counts), counts))
-        return [_choice(split, chunks, counts) for counts in ranked]
+        ranked, profiles = self._worthwhile(split), set()
+        last = max(1, len(split) - 1)
+        for at_first, at_last in product(_AT_FIRST, _AT_LAST):
+            line = (at_first + (at_last - at_first) * c / last for c in range(last + 1))
+            shares = [min(1.0, max(0.0, share)) for share in line]
+            pairs = zip(ranked, shares, strict=False)
+            profiles.add(tuple(round(len(chunk) * share) for chunk, share in pairs))
+        order = sorted(profiles, key=lambda counts: (sum(counts), counts))
+        return [_choice(split, ranked, counts) for counts in order]
 
     def _moves(self, best: Trial, is_free: bool, is_auto: bool) -> Iterator[Choice]:
         """Choices a move away: layers from the critical stage to the idle one first."""
@@ -419,15 +392,6 @@ def _choice(
     """The choice of so many layers of each chunk."""
     pairs = zip(ranked, counts, strict=True)
     return Choice(split, frozenset(layer for chunk, n in pairs for layer in chunk[:n]))
-
-
-def _slopes(n_chunks: int) -> Iterator[list[float]]:
-    """Shares of each chunk's layers: slopes, and all layers of the first chunks."""
-    for start, end in product(_AT_FIRST, _AT_LAST):
-        slope = (end - start) / max(1, n_chunks - 1)
-        yield [min(1.0, max(0.0, start + slope * c)) for c in range(n_chunks)]
-    for n in range(n_chunks + 1):
-        yield [1.0] * n + [0.0] * (n_chunks - n)
 
 
 def _by_chunk(

@@ -9,8 +9,7 @@ Five ideas make plans good:
    places, and the orders of hand-made schedules in theirs (`list_scheduler`, `seeds`).
 3. Only a change on the critical path can shorten a plan: moves of single passes there,
    every one that is not worse taken (`critical_path`).
-4. Where no such move helps, moves that are worse for a while and shifts of many passes
-   do (`local_search`).
+4. Where no such move helps, moves that are worse for a while do (`local_search`).
 5. A lower bound says when to stop (`zbpp.core.bounds`), a span that is too long when to
    give a run up.
 

@@ -15,18 +15,10 @@ Vazacopoulos, Management Science 44, 1998, for the job shop).
 
 import ctypes
 import math
-from array import array
-from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeAlias
 
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.compiled.binding import (
-    check,
-    loops,
-    pointer,
-    whole,
-)
+from zbpp.schedules.planner.compiled.binding import check, loops, pointer, whole
 from zbpp.schedules.planner.search.problem import (
     PlacementProblem,
     Plan,
@@ -34,57 +26,25 @@ from zbpp.schedules.planner.search.problem import (
     joined,
 )
 
-__all__ = ["Starts", "XorShift64", "improve", "timed"]
+__all__ = ["improve", "timed"]
 
 _COST = 0.25  # of timing a pass, in passes of the list scheduler; measured in C
 
-_MASK = 2**64 - 1
 
-
-class XorShift64:
-    """Whole numbers at random that C draws alike (Marsaglia, "Xorshift RNGs", 2003).
-
-    >>> draws = XorShift64(0)
-    >>> [draws.below(6) for _ in range(8)]
-    [5, 2, 2, 1, 1, 3, 3, 5]
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.state = 0x9E3779B97F4A7C15 * (2 * seed + 1) & _MASK
-
-    def below(self, n: int) -> int:
-        """Draw one of 0 to n - 1, for n up to 2**32."""
-        x = self.state
-        x ^= x << 13 & _MASK
-        x ^= x >> 7
-        x ^= x << 17 & _MASK
-        self.state = x
-        return (x >> 32) * n >> 32
-
-
-Starts: TypeAlias = Sequence[Sequence[float]]
-"""Starts of F's and B's, by number and micro-batch."""
-
-
-def timed(problem: PlacementProblem, rows: Rows) -> tuple[Plan, Starts]:
+def timed(problem: PlacementProblem, rows: Rows) -> Plan:
     """Let every pass start as early as its row allows.
 
-    Rows whose stages wait for one another have an infinite span, and no starts.
+    Rows whose stages wait for one another have an infinite span.
     """
-    m = problem.n_microbatches
-    begins = array("d", bytes(8 * problem.n_passes))
-    plan = _run(problem, rows, Budget(0), XorShift64(0), 0.0, begins)
-    if plan is None:
-        return Plan(math.inf, rows), ()
-    numbers = range(2 * problem.n_chunks)
-    return plan, [begins[q * m : (q + 1) * m] for q in numbers]
+    plan = _run(problem, rows, Budget(0), 0, 0.0)
+    return Plan(math.inf, rows) if plan is None else plan
 
 
 def improve(
     problem: PlacementProblem,
     plan: Plan,
     budget: Budget,
-    draws: XorShift64,
+    seed: int,
     threshold: float = 0.0,
 ) -> Plan:
     """Climb from a plan; stop at the lower bound, or when the budget is spent.
@@ -98,23 +58,17 @@ def improve(
     """
     if plan.span <= problem.target or not budget.is_left:
         return plan
-    better = _run(problem, plan.rows, budget, draws, threshold, None)
+    better = _run(problem, plan.rows, budget, seed, threshold)
     assert better is not None, "rows of a plan cannot come to a deadlock"
     return better if better.span < plan.span else plan
 
 
 def _run(
-    problem: PlacementProblem,
-    rows: Rows,
-    budget: Budget,
-    draws: XorShift64,
-    threshold: float,
-    begins: "array[float] | None",
+    problem: PlacementProblem, rows: Rows, budget: Budget, seed: int, threshold: float
 ) -> Plan | None:
-    """Improve rows, or only time them if there is an array for starts."""
+    """Time rows, and improve them; None: their stages wait for one another."""
     passes, lengths = joined(rows), whole(map(len, rows))
-    state, span = ctypes.c_uint64(draws.state), ctypes.c_double()
-    spent = ctypes.c_double(budget.spent)
+    span, spent = ctypes.c_double(), ctypes.c_double(budget.spent)
     is_done = check(
         loops().zbpp_improve(
             problem.in_c.address,
@@ -123,14 +77,13 @@ def _run(
             ctypes.c_double(_COST),
             ctypes.c_double(budget.passes),
             ctypes.c_double(threshold),
+            ctypes.c_uint64(seed),
             ctypes.byref(spent),
-            ctypes.byref(state),
-            pointer(begins),
             ctypes.byref(span),
         )
     )
     if not is_done:
         return None
-    draws.state, budget.spent = state.value, spent.value
+    budget.spent = spent.value
     ends = zip(accumulate(lengths), lengths, strict=True)
     return Plan(span.value, [passes[end - n : end] for end, n in ends])

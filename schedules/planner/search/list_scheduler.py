@@ -39,9 +39,8 @@ when it is through, it leaves as much memory as the next one may need.
 
 Passes with peaks, and B's that add memory, need room beside that: as much as the most
 of them is left free by every F (`PlacementProblem.forward_limits`). Where the limit is
-too low for this, an F is admitted if all that is in flight can drain after it: the W's
-first, then one micro-batch after the other. A B waits for W's if it, or a W after it,
-would not fit.
+too low for this, one micro-batch is in flight at a time. A B waits for W's if it, or a
+W after it, would not fit.
 """
 
 import ctypes

@@ -18,9 +18,10 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, chain
 from typing import TypeAlias
+
+import numpy as np
 
 from zbpp.core import (
     KINDS,
@@ -30,7 +31,6 @@ from zbpp.core import (
     Part,
     Pass,
     PassKind,
-    Placement,
     Step,
     lower_bound_on,
 )
@@ -57,97 +57,81 @@ class Plan:
     rows: Rows
 
 
-@dataclass(frozen=True)
 class PlacementProblem:
-    """Times and memories by number in the chain.
+    """Times and memories by number in the chain, or by stage.
 
     Args:
         costs: joined and above what is fixed; every limit must hold one micro-batch.
         n_microbatches: in a step.
     """
 
-    costs: ChunkCosts
-    n_microbatches: int
-
-    @property
-    def placement(self) -> Placement:
-        """Chunk to stage."""
-        return self.costs.placement
-
-    @cached_property
-    def n_stages(self) -> int:
-        """Number of stages."""
-        return self.placement.n_stages
-
-    @cached_property
-    def n_chunks(self) -> int:
-        """Number of chunks over all stages."""
-        return self.placement.n_chunks
-
-    @cached_property
-    def n_passes(self) -> int:
-        """F's, B's and W's of all micro-batches on all chunks."""
-        return 3 * self.n_chunks * self.n_microbatches
-
-    @cached_property
-    def target(self) -> float:
+    def __init__(self, costs: ChunkCosts, n_microbatches: int) -> None:
+        placement = costs.placement
+        n, p, m = placement.n_chunks, placement.n_stages, n_microbatches
+        self.costs, self.placement = costs, placement
+        self.n_microbatches, self.n_stages, self.n_chunks = m, p, n
+        self.n_passes = 3 * n * m
+        self.target = lower_bound_on(costs, m) * (1 + _ROUNDING)
         """The lower bound of the largest span, and what rounding adds to it."""
-        bound = lower_bound_on(self.costs, self.n_microbatches)
-        return bound * (1 + _ROUNDING)
-
-    @cached_property
-    def stage(self) -> tuple[int, ...]:
-        """The stage of each number."""
-        stage_of = self.placement.stage_of
-        return (*stage_of, *reversed(stage_of), *reversed(stage_of))
-
-    @cached_property
-    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        down, up = placement.stage_of, placement.stage_of[::-1]
+        self.stage = (*down, *up, *up)
+        own: list[list[int]] = [[] for _ in range(p)]
+        for q in range(2 * n):
+            own[self.stage[q]].append(q)
+        self.numbers = tuple(map(tuple, own))
         """The F and B numbers of each stage, in the order of the chain."""
-        chain = range(2 * self.n_chunks)
-        return tuple(
-            tuple(q for q in chain if self.stage[q] == stage)
-            for stage in range(self.n_stages)
-        )
-
-    @cached_property
-    def joint(self) -> tuple[bool, ...]:
-        """Per stage: true if it cannot split its backward; its B's stand for BW."""
-        return tuple(not split for split in self.costs.splits)
-
-    @cached_property
-    def time(self) -> tuple[float, ...]:
-        """The time of each number: F, B (BW where joint), W."""
-        times = self.costs
-        return (*times.f, *reversed(times.b), *reversed(times.w))
-
-    @cached_property
-    def delay(self) -> tuple[float, ...]:
+        self.joint = tuple(not split for split in costs.splits)
+        """Stages that cannot split their backward: their B's stand for BW."""
+        self.time = (*costs.f, *reversed(costs.b), *reversed(costs.w))
+        self.delay = (*costs.hops, 0.0, *reversed(costs.hops), 0.0)
         """The time of the message from each number to the next, 0 on one stage."""
-        down = self.costs.hops
-        return (*down, 0.0, *reversed(down), 0.0)
+        self.pieces = [self._pieces_of(q) for q in range(3 * n)]
+        """The lane and the time of each part of a number, or of the pass in one."""
+        self.first_part = list(accumulate(map(len, self.pieces), initial=0))
+        """The first part of each number in a list of all, and the end of the list."""
+        sizes = [0] * p
+        for q, stage in enumerate(self.stage):
+            sizes[stage] += m * len(self.pieces[q])
+        self.rows_from = list(accumulate(sizes, initial=0))
+        """Where the row of each stage begins in a list of the parts of all rows."""
+        self.work = self._work_on(Lane.COMPUTE)
+        self.unit = max(*self.work, *self._work_on(Lane.NETWORK)) / m
+        """The work of one micro-batch on the busiest stage, or on its network."""
+        self.tiny = _ROUNDING * (self.unit or 1.0)
+        """A time that is none: what rounding adds to sums of times."""
+        freed = [w - b for b, w in zip(costs.m_b, costs.m_w, strict=True)]
+        self.change = np.array(
+            [*costs.m_b, *reversed(freed), *(-w for w in reversed(costs.m_w))]
+        )
+        """The memory that each number takes (> 0) or gives back (< 0)."""
+        inside = *costs.peak_f, *reversed(costs.peak_b), *reversed(costs.peak_w)
+        self.peak = np.maximum(self.change, inside)
+        """The most memory inside each number, above what is held before it."""
+        self.limits = [limit * (1 + _ROUNDING) for limit in costs.limit]
+        """The memory limit of each stage, and what rounding adds to sums."""
+        self.beyond = beyond(costs)
+        """Per stage the memory beyond M_B that one micro-batch needs."""
+        most_in_w = np.array(
+            [max(costs.peak_w[c] for c in x) for x in placement.chunks_of]
+        )
+        before_w = self.change[: 2 * n] + most_in_w[[*down, *up]]
+        self.needs = np.maximum(self.peak[: 2 * n], before_w)
+        """Room with which an F or B may start: it fits, and so does any W after it."""
+        self.in_c = self._in_c()
+        """`Problem` of loops.h; it lives as long as this one."""
 
-    @cached_property
-    def work(self) -> tuple[float, ...]:
-        """Time that each stage computes."""
-        return self._work_on(Lane.COMPUTE)
+    def _pieces_of(self, q: int) -> Sequence[tuple[Lane, float]]:
+        """The parts of a number; the W of a stage that cannot split has none."""
+        if self.costs.parts:
+            return self.costs.parts_of(self.pass_of(q))
+        return ((Lane.COMPUTE, self.time[q]),)
 
     def _work_on(self, lane: Lane) -> tuple[float, ...]:
+        """Time that each stage works on a lane."""
         work = [0.0] * self.n_stages
-        for q, stage in enumerate(self.stage):
-            work[stage] += sum(time for on, time in self.pieces_of(q) if on is lane)
+        for stage, pieces in zip(self.stage, self.pieces, strict=True):
+            work[stage] += sum(time for on, time in pieces if on is lane)
         return tuple(self.n_microbatches * each for each in work)
-
-    @cached_property
-    def unit(self) -> float:
-        """The work of one micro-batch on the busiest stage, or on its network."""
-        work = *self.work, *self._work_on(Lane.NETWORK)
-        return max(work) / self.n_microbatches
-
-    @cached_property
-    def tiny(self) -> float:
-        """A time that is none: what rounding adds to sums of times."""
-        return _ROUNDING * (self.unit or 1.0)
 
     def pass_of(self, q: int, microbatch: int = 0) -> Pass:
         """The pass of a number."""
@@ -161,30 +145,6 @@ class PlacementProblem:
         parts = {PassKind.F: chunk, PassKind.B: b, PassKind.W: b + self.n_chunks}
         return [parts[each] for each in KINDS[kind].work]
 
-    def pieces_of(self, q: int) -> Sequence[tuple[Lane, float]]:
-        """The lane and the time of each part of a number; without parts, of the pass.
-
-        The W of a stage that cannot split has no parts of its own.
-        """
-        if self.costs.parts:
-            return self.costs.parts_of(self.pass_of(q))
-        return ((Lane.COMPUTE, self.time[q]),)
-
-    @cached_property
-    def first_part(self) -> list[int]:
-        """The first part of each number in a list of all, and the end of the list."""
-        counts = (len(self.pieces_of(q)) for q in range(3 * self.n_chunks))
-        return list(accumulate(counts, initial=0))
-
-    @cached_property
-    def rows_from(self) -> list[int]:
-        """Where the row of each stage begins in a list of the parts of all rows."""
-        sizes = [0] * self.n_stages
-        for q, stage in enumerate(self.stage):
-            n_parts = self.first_part[q + 1] - self.first_part[q]
-            sizes[stage] += self.n_microbatches * n_parts
-        return list(accumulate(sizes, initial=0))
-
     def chain_starts(self, stretch: float = 1.0) -> list[float]:
         """Start of each F and B number if nothing waits, times a factor."""
         starts = [0.0]
@@ -192,82 +152,26 @@ class PlacementProblem:
             starts.append(starts[-1] + self.time[q] + self.delay[q])
         return [stretch * start for start in starts]
 
-    @cached_property
-    def change(self) -> tuple[float, ...]:
-        """The memory that each number takes (> 0) or gives back (< 0)."""
-        held, kept = self.costs.m_b, self.costs.m_w
-        freed = [after - before for before, after in zip(held, kept, strict=True)]
-        return (*held, *reversed(freed), *(-left for left in reversed(kept)))
-
-    @cached_property
-    def peak(self) -> tuple[float, ...]:
-        """The most memory inside each number, above what is held before it."""
-        memory = self.costs
-        return (*memory.peak_f, *reversed(memory.peak_b), *reversed(memory.peak_w))
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """True if only F's add memory, and nothing has a peak above what it leaves."""
-        return all(
-            peak <= max(0.0, change)
-            for peak, change in zip(self.peak, self.change, strict=True)
-        ) and all(change <= 0 for change in self.change[self.n_chunks :])
-
-    @cached_property
-    def needs(self) -> tuple[float, ...]:
-        """Room with which an F or B may start: it fits, and so does any W after it."""
-        most_in_w = [
-            max(self.costs.peak_w[c] for c in chunks)
-            for chunks in self.placement.chunks_of
-        ]
-        return tuple(
-            max(self.peak[q], self.change[q] + most_in_w[self.stage[q]])
-            for q in range(2 * self.n_chunks)
-        )
-
-    @cached_property
-    def limits(self) -> list[float]:
-        """The memory limit of each stage, and what rounding adds to sums."""
-        return [limit * (1 + _ROUNDING) for limit in self.costs.limit]
-
-    @cached_property
-    def forward_limits(self) -> list[float]:
+    def _forward_limits(self) -> Iterator[float]:
         """Per stage what may be held after an F, so that all B's and W's fit later.
 
         The limit, less the most that any pass adds to what F's left; -inf where this
         holds no micro-batch, though it fits if each pass is looked at for itself.
         """
-        if self.is_plain:
-            return self.limits
-        limits = []
-        for stage, numbers in enumerate(self.numbers):
+        for limit, numbers in zip(self.limits, self.numbers, strict=True):
             half = len(numbers) // 2
-            inside = [self.needs[q] - max(0.0, self.change[q]) for q in numbers]
-            rise = max(self.needs[q] for q in numbers[half:])
-            left = self.limits[stage] - max(0.0, rise, *inside)
-            whole = sum(self.change[q] for q in numbers[:half])
-            limits.append(left if left >= whole else -math.inf)
-        return limits
-
-    @cached_property
-    def beyond(self) -> list[float]:
-        """Per stage the memory beyond M_B that one micro-batch needs."""
-        return beyond(self.costs)
-
-    def peak_of(self, row: Sequence[int]) -> float:
-        """Most memory that a stage holds along a row."""
-        if self.is_plain:
-            return max(accumulate(map(self.change.__getitem__, row)))
-        held = most = 0.0
-        for q in row:
-            most = max(most, held + self.peak[q])
-            held += self.change[q]
-        return most
+            needs, change = self.needs[[*numbers]], self.change[[*numbers]]
+            inside = (needs - np.maximum(0.0, change)).max()
+            left = limit - max(0.0, needs[half:].max(), inside)
+            yield left if left >= sum(change[:half]) else -math.inf
 
     def fits(self, rows: Rows) -> bool:
         """True if every row keeps the memory limit of its stage."""
-        pairs = zip(rows, self.limits, strict=True)
-        return all(self.peak_of(row) <= limit for row, limit in pairs)
+        for row, limit in zip(rows, self.limits, strict=True):
+            change = self.change[row]
+            if (np.cumsum(change) - change + self.peak[row]).max() > limit:
+                return False
+        return True
 
     @gc_paused()
     def orders(self, rows: Rows) -> tuple[Order, ...]:
@@ -283,16 +187,13 @@ class PlacementProblem:
             for stage, row in enumerate(rows)
         )
 
-    @cached_property
-    def in_c(self) -> Structure:
-        """`Problem` of loops.h; it lives as long as the problem."""
-        counts = [len(numbers) for numbers in self.numbers]
-        parts = [part for q in range(3 * self.n_chunks) for part in self.pieces_of(q)]
+    def _in_c(self) -> Structure:
+        counts = map(len, self.numbers)
+        parts = [*chain.from_iterable(self.pieces)]
         return Structure(
             n_microbatches=self.n_microbatches,
             n_chunks=self.n_chunks,
             n_stages=self.n_stages,
-            is_plain=int(self.is_plain),
             unit=float(self.unit),
             tiny=self.tiny,
             target=self.target,
@@ -303,7 +204,7 @@ class PlacementProblem:
             needs=doubles(self.needs),
             work=doubles(self.work),
             limits=doubles(self.limits),
-            forward_limits=doubles(self.forward_limits),
+            forward_limits=doubles(self._forward_limits()),
             stage=whole(self.stage),
             numbers=whole(chain.from_iterable(self.numbers)),
             first=whole(accumulate(counts, initial=0)),
@@ -316,13 +217,15 @@ class PlacementProblem:
 
     def _sources(self) -> Iterator[int]:
         """For each part of a W the part of its B that it needs; 0 for others."""
-        for q in range(3 * self.n_chunks):
-            for index, (lane, _) in enumerate(self.pieces_of(q)):
+        n = self.n_chunks
+        for q, pieces in enumerate(self.pieces):
+            for index, (lane, _) in enumerate(pieces):
                 source = 0
-                if q >= 2 * self.n_chunks:
-                    part = Part(self.pass_of(q), index, lane)
-                    source = self.first_part[q - self.n_chunks]
-                    source += self.costs.source_of(part) if self.costs.parts else 0
+                if q >= 2 * n:
+                    source = self.first_part[q - n]
+                    if self.costs.parts:
+                        part = Part(self.pass_of(q), index, lane)
+                        source += self.costs.source_of(part)
                 yield source
 
 

@@ -34,17 +34,16 @@ half of them gives, and each setting, is measured by `benchmarks/planner/ablatio
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count, starmap
 from typing import NamedTuple, TypeAlias
 
 from zbpp.core import Placement
-from zbpp.schedules.patterns.one_f_one_b import one_f_one_b_phases
+from zbpp.schedules.patterns.interleaved import vpp_phases
+from zbpp.schedules.patterns.one_chunk import one_f_one_b_phases, zb_h_phases
 from zbpp.schedules.patterns.phases import Phases
-from zbpp.schedules.patterns.vpp import vpp_phases
-from zbpp.schedules.patterns.zb_h1 import zb_h_phases
-from zbpp.schedules.patterns.zb_v import zb_v_phases
+from zbpp.schedules.patterns.waves import zb_v_phases
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.limits import micro_batch
 from zbpp.schedules.planner.search.critical_path import timed
@@ -58,9 +57,7 @@ __all__ = [
     "Rule",
     "Seed",
     "is_line",
-    "known_order",
     "line_settings_of",
-    "rows_by_starts",
     "rules",
     "seeds",
     "settings_of",
@@ -109,23 +106,29 @@ def _planned(
         if plan is None:
             return None
         is_known = attempt.order is not None
-        return Seed(timed(problem, plan.rows)[0], None if is_known else attempt)
+        return Seed(timed(problem, plan.rows), None if is_known else attempt)
     budget.spend(problem.n_passes / 3)  # it is only timed
     if not problem.fits(attempt):
         return None
-    plan = timed(problem, attempt)[0]
+    plan = timed(problem, attempt)
     return Seed(plan, None) if plan.span < below else None
 
 
 def _attempts(problem: PlacementProblem) -> Iterator[Attempt]:
     """All seeds, the most useful first."""
-    last = 2 * problem.n_chunks - 1
     for rows in hand_made_rows(problem):
         if not is_line(problem):
-            order = [array("i", [q for q in row if q <= last]) for row in rows]
-            yield known_order(order, 0.25, is_fair=True)
+            yield _known_order(problem, rows)
         yield rows
     yield from rules(problem)
+
+
+def _known_order(problem: PlacementProblem, rows: Rows) -> Settings:
+    """Keep the F's and B's of rows, and place the W's."""
+    p, n = problem.n_stages, 2 * problem.n_chunks
+    order = [array("i", [q for q in row if q < n]) for row in rows]
+    early, overrun = (0,) * p, (0.25,) * p
+    return Settings((), (), (), early, overrun, overrun, is_fair=True, order=order)
 
 
 def rules(problem: PlacementProblem) -> Iterator[Settings]:
@@ -293,29 +296,12 @@ def line_settings_of(problem: PlacementProblem, rule: LineRule) -> Settings:
     )
 
 
-def known_order(rows: Rows, overrun: float, *, is_fair: bool = False) -> Settings:
-    """Keep rows of F's and B's, and place the W's."""
-    of_all = (overrun,) * len(rows)
-    early = (0,) * len(rows)
-    return Settings((), (), (), early, of_all, of_all, is_fair=is_fair, order=rows)
-
-
 def _returns(problem: PlacementProblem) -> list[float]:
     """Count the F's of a stage that take the time until its first B can arrive."""
     starts, last = problem.chain_starts(), 2 * problem.n_chunks - 1
     return [
         (starts[last - s] - starts[s]) / f if (f := problem.time[s]) > 0 else math.inf
         for s in range(problem.n_stages)
-    ]
-
-
-def rows_by_starts(
-    problem: PlacementProblem, starts: Sequence[Sequence[float]]
-) -> Rows:
-    """Order the F's and B's of every stage by starts, by number and micro-batch."""
-    return [
-        array("i", [q for _, q in sorted((t, q) for q in numbers for t in starts[q])])
-        for numbers in problem.numbers
     ]
 
 
