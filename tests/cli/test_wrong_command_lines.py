@@ -70,7 +70,7 @@ WRONG = {
     ),
     "bench -p 2 -o out --peers torch:ZBV": "--peers torch:ZBV: write torch",
     "bench -p 2 -o out --modes none": "nothing is to be compared",
-    "bench -o out": "--stages is missing",
+    "bench -p 1 -o out": "compares nothing; it needs 2 or more",
     "playground --port 70000": "--port 70000 cannot be had",
     # limits
     "show ZBV -p 2 -m 3 --memory_limit lots": "40GiB",

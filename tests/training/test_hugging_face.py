@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 from training_here import run_train
 
-from zbpp.cli import main
-from zbpp.core import read_costs
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.needs("transformers"),
@@ -101,19 +98,3 @@ def test_what_cannot_be_trained_is_refused(
     Path("config.json").write_text(json.dumps(config))
     assert run_train(*TINY.split(), f"--model=hf:{name}") == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-def test_it_is_estimated_and_profiled(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--stages 2 --microbatches 4 --seq 16 --model hf:gpt2/config.json"
-    assert main(["estimate", *sizes.split(), "--modes", "ZBV", "1F1B", "--json"]) == 0
-    modes = json.loads(capsys.readouterr().out)["modes"]
-    tied = 256 * 32 * 4  # both ends of a V are on the first stage
-    whole, apart = (sum(s["parameters"] for s in modes[m]) for m in ("ZBV", "1F1B"))
-    assert (whole, apart) == (34_176 * 4, 34_176 * 4 + tied)
-    flags = "--stages 1 --microbatches 2 --rounds 1 --dtype bf16"
-    files = "--out costs.json --layers_out layers.json"
-    command = f"profile --seq 16 --model hf:gpt2/config.json {flags} {files}"
-    assert main(command.split()) == 0
-    assert len(read_costs("costs.json").f) == 1
-    assert json.loads(Path("layers.json").read_text())["n_layers"] == 4

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.bench.request import BenchRequest
+from zbpp.bench.request import BenchOptions, BenchPlan
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
+from zbpp.training.setup import AUTOCAST, model_of
 from zbpp.training.user_model import UserModel
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "gather",
     "make_optimizer",
     "output_is_loss",
+    "seeded_model",
     "step_batch",
 ]
 
@@ -82,21 +84,27 @@ def _varied(thing: Any, index: int, n: int) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """The request, the device and the batch: alike for all contenders."""
+    """Options, plan, device and batch: alike for all contenders."""
 
-    request: BenchRequest
+    options: BenchOptions
+    plan: BenchPlan
     device: torch.device
     batch: StepBatch
 
     @property
     def autocast(self) -> torch.dtype | None:
         """Compute dtype of the forward."""
-        return torch.bfloat16 if self.request.dtype == "bf16" else None
+        return AUTOCAST[self.options.dtype]
 
     def model(self) -> UserModel:
         """The model with its first weights, in every call the same."""
-        torch.manual_seed(0)
-        return self.request.load()
+        return seeded_model(self.options)
+
+
+def seeded_model(options: BenchOptions) -> UserModel:
+    """The model of a bench: a user's function draws the same in every call."""
+    torch.manual_seed(options.seed)
+    return model_of(options)
 
 
 def output_is_loss(outputs: Tensor, targets: object) -> Tensor:

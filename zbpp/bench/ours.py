@@ -40,7 +40,7 @@ class Ours:
     """A pipeline, and the batch that it trains on (every rank must make one)."""
 
     def __init__(self, setting: Setting, schedule: Schedule) -> None:
-        self._costs = setting.request.costs
+        self._costs = setting.plan.costs
         speculates = schedule.runs(PassKind.W) and schedule.n_stages > 1
         self._batch: tuple[Any, Any] = setting.batch.inputs, setting.batch.targets
         if self._costs is not None:
@@ -93,7 +93,7 @@ def resolved(setting: Setting, contender: str) -> Schedule:
 
     Layers are measured once, so that all turns run the same (every rank must call).
     """
-    schedule = setting.request.schedules[contender]
+    schedule = setting.plan.schedules[contender]
     if schedule is not None:
         return schedule
     loaded = setting.model()
@@ -107,8 +107,8 @@ def resolved(setting: Setting, contender: str) -> Schedule:
 
 def _settings(setting: Setting, loss_fn: Any) -> dict[str, Any]:
     return {
-        "n_stages": setting.request.stages,
-        "n_microbatches": setting.request.microbatches,
+        "n_stages": setting.plan.n_stages,
+        "n_microbatches": setting.options.microbatches,
         "device": setting.device,
         "loss_fn": loss_fn or output_is_loss,
         "optimizer": make_optimizer,

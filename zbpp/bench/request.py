@@ -1,50 +1,55 @@
-"""The request of a bench, and the schedules that follow from it; loads no torch."""
+"""The options of `zbpp bench`, and what follows from them; loads no torch."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
-from zbpp.bench.names import OURS, TORCH, split_name
-from zbpp.core import Costs, RequestError, Schedule
+from cyclopts import Parameter
+
+from zbpp.bench.names import OURS, TORCH, contenders_of, split_name
+from zbpp.core import Costs, RequestError, Schedule, read_costs
 from zbpp.planning import is_auto, plan
-from zbpp.training.user_model import UserModel
+from zbpp.training.options import (
+    MODES,
+    Count,
+    Microbatches,
+    ModelOptions,
+    Names,
+    OutputFolder,
+    Stages,
+)
 
-__all__ = ["BenchRequest", "planned"]
+__all__ = ["BenchOptions", "BenchPlan", "planned"]
 
-_ROUNDS = 4
+_ROUNDS, _STAGES = 4, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest:
-    """The contenders, and how they are timed.
+class BenchOptions(ModelOptions):
+    """Options of `zbpp bench`."""
 
-    Args:
-        contenders: their names.
-        stages: number of stages, and of processes.
-        microbatches: of a step.
-        load: makes the model, alike in all processes.
-        out: folder for the results.
-        command: that asks for this.
-        warmup: steps of each turn that do not count.
-        steps: steps of each contender that do, at least.
-        costs: in ms; layers sleep for them in place of computing.
-        dtype: ``"bf16"``: by autocast.
-        device: as `zbpp.runtime.support.devices.asked_device` takes it.
-        schedules: by contender of ours; None: planned for what its layers take.
-    """
-
-    contenders: tuple[str, ...]
-    stages: int
-    microbatches: int
-    load: Callable[[], UserModel]
-    out: Path
-    command: str
-    warmup: int = 5
-    steps: int = 20
-    costs: Costs | None = None
-    dtype: str = "fp32"
-    device: str = "auto"
-    schedules: Mapping[str, Schedule | None] = field(default_factory=dict)
+    modes: Annotated[Names, MODES] = field(
+        default=("1F1B", "ZBH1", "ZBH2", "ZBV", "auto"), kw_only=False
+    )
+    out: OutputFolder
+    """Folder for results.json, index.html and trace.json."""
+    peers: Annotated[Names, Parameter(metavar="torch|torch:NAME,..|none")] = ("none",)
+    """Torch's usual schedules, or those named."""
+    stages: Stages | None = None
+    """Pipeline stages, else 2."""
+    microbatches: Microbatches = 32
+    """Micro-batches of a step."""
+    warmup: Count = 5
+    """Steps of each turn that do not count."""
+    steps: Count = 20
+    """Steps of each contender that do."""
+    emulate: Path | None = None
+    """Costs file in ms: layers that sleep instead."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """16 bits are by autocast."""
 
     @property
     def rounds(self) -> int:
@@ -57,32 +62,68 @@ class BenchRequest:
         return -(-self.steps // self.rounds)
 
 
-def planned(request: BenchRequest) -> BenchRequest:
+@dataclass(frozen=True)
+class BenchPlan:
+    """The contenders, and their schedules as far as they need no measurement.
+
+    Args:
+        n_stages: number of stages, and of processes.
+        command: that asks for the bench.
+        costs: in ms; layers sleep for them in place of computing.
+        schedules: by contender; None: torch's, or planned for what its layers take.
+    """
+
+    n_stages: int
+    command: str
+    costs: Costs | None
+    schedules: Mapping[str, Schedule | None]
+
+
+def planned(words: Sequence[str], options: BenchOptions) -> BenchPlan:
     """Plan what can be planned before any process starts.
 
     Raises:
         RequestError: a contender cannot run; it is named.
     """
+    from zbpp.runtime.support.devices import check_kind
+
+    check_kind(options.device)
+    if options.emulate is not None and options.model is not None:
+        raise RequestError("--model does not go with --emulate, whose layers sleep")
+    n_stages = options.stages or _STAGES
+    if n_stages < 2:
+        raise RequestError("a bench of 1 stage compares nothing; it needs 2 or more")
+    costs = None if options.emulate is None else read_costs(options.emulate)
+    modes, peers = (
+        [name for name in names if name.lower() != "none"]
+        for names in (options.modes, options.peers)
+    )
     schedules: dict[str, Schedule | None] = {}
-    for contender in request.contenders:
+    for contender in contenders_of(modes, peers):
         whose, name = split_name(contender)
-        if whose == TORCH and request.costs is not None:
+        if whose == TORCH and costs is not None:
             raise RequestError(
                 f"{contender} cannot run with --emulate: only stages of zbpp can sleep "
                 "in place of computing; leave --peers out"
             )
-        if whose != OURS:
-            continue
         schedules[contender] = None
-        if is_auto(name) and request.costs is None:
+        if whose != OURS or (is_auto(name) and costs is None):
             continue
         try:
             schedules[contender] = plan(
                 name,
-                n_stages=request.stages,
-                n_microbatches=request.microbatches,
-                costs=request.costs or Costs(),
+                n_stages=n_stages,
+                n_microbatches=options.microbatches,
+                costs=costs or Costs(),
             )
         except RequestError as error:
             raise RequestError(f"{contender} cannot run: {error}") from error
-    return replace(request, schedules=schedules)
+    return BenchPlan(n_stages, _command(words), costs, schedules)
+
+
+def _command(words: Sequence[str]) -> str:
+    command = shlex.join(["zbpp", *words])
+    if "RANK" not in os.environ:
+        return command
+    started = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    return f"torchrun --nproc-per-node {started} -m {command}"

@@ -47,27 +47,27 @@ class Outcome:
 
 def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
     """Write results.json, index.html and trace.json; print the table."""
-    request = setting.request
+    options, plan = setting.options, setting.plan
     rows = [_row(setting, outcome) for outcome in outcomes]
     data = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "hardware": _hardware(setting.device),
         "versions": _versions(),
-        "command": request.command,
-        "n_stages": request.stages,
-        "n_microbatches": request.microbatches,
-        "emulated": request.costs is not None,
+        "command": plan.command,
+        "n_stages": plan.n_stages,
+        "n_microbatches": options.microbatches,
+        "emulated": plan.costs is not None,
         "contenders": rows,
     }
     try:
-        request.out.mkdir(parents=True, exist_ok=True)
-        file = request.out / "results.json"
+        options.out.mkdir(parents=True, exist_ok=True)
+        file = options.out / "results.json"
         file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise RequestError(
-            f"--out {request.out} cannot be written: {error.strerror}"
+            f"--out {options.out} cannot be written: {error.strerror}"
         ) from None
-    files = [file, request.out / "index.html"]
+    files = [file, options.out / "index.html"]
     table = _table(setting, rows)
     fastest = min((row["step_s"] for row in rows if "step_s" in row), default=0)
     jobs = [x.jobs for x in outcomes if x.jobs is not None]
@@ -86,11 +86,11 @@ def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
         above=[table.html()],
         title=_title(setting),
         subtitle=f"{data['date']}; {data['hardware']}; {data['versions']}",
-        command=request.command,
+        command=plan.command,
         time_unit="ms",
     )
     if jobs:
-        files.append(request.out / "trace.json")
+        files.append(options.out / "trace.json")
         write_trace([replace(x.measured, name=x.name) for x in jobs], files[-1])
     Console(highlight=False, width=_WIDTH).print(table.for_terminal())
     print(*files, sep="\n", flush=True)
@@ -99,7 +99,7 @@ def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
 def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
     """The figures of one contender, for JSON."""
     sleeps, batch, turns = (
-        setting.request.costs is not None,
+        setting.plan.costs is not None,
         setting.batch,
         outcome.turns,
     )
@@ -163,11 +163,11 @@ def _cells(row: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
 
 
 def _title(setting: Setting) -> str:
-    request = setting.request
-    what = f"{request.stages} stages, {request.microbatches} micro-batches"
-    if request.costs is not None:
+    options, plan = setting.options, setting.plan
+    what = f"{plan.n_stages} stages, {options.microbatches} micro-batches"
+    if plan.costs is not None:
         what += ", layers that sleep"
-    turns = f"{request.rounds} turns of {request.steps_a_turn} steps"
+    turns = f"{options.rounds} turns of {options.steps_a_turn} steps"
     return f"{what}, {turns}, {dist.get_backend()}"
 
 

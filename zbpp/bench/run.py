@@ -8,19 +8,24 @@ contender; else it is not timed. In the last turn the jobs of ours are read too.
 
 import gc
 import math
-import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from zbpp.bench.contender import Contender, Setting, StepBatch, step_batch
+from zbpp.bench.contender import (
+    Contender,
+    Setting,
+    StepBatch,
+    seeded_model,
+    step_batch,
+)
 from zbpp.bench.names import OURS, TORCH, split_name
 from zbpp.bench.ours import Jobs, Ours, resolved
-from zbpp.bench.request import BenchRequest
+from zbpp.bench.request import BenchOptions, BenchPlan, planned
 from zbpp.bench.results import Outcome, write_results
 from zbpp.bench.torchs import TorchSchedule, check_torch
 from zbpp.bench.turns import Turn, take_turn
@@ -28,7 +33,7 @@ from zbpp.core import RequestError, Schedule
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.support.devices import asked_device, runs_ahead
 from zbpp.runtime.support.errors import PeerError
-from zbpp.training.launch import is_launched, launch, run_launched
+from zbpp.training.setup import start_worker
 
 __all__ = ["difference", "run_bench", "start_bench"]
 
@@ -37,48 +42,50 @@ _TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 _TIMEOUT_S = 600.0
 
 
-def start_bench(request: BenchRequest) -> None:
+def start_bench(options: BenchOptions, words: Sequence[str]) -> None:
     """Run a bench, and return when it is done.
 
     Raises:
         RequestError: the request is wrong, or a contender cannot run.
         WorkerError: a process was killed.
     """
-    for name in request.contenders:
+    start_worker(
+        run_bench, options, words, plan=partial(planned, words), check=_check_torch
+    )
+
+
+def _check_torch(_: BenchOptions, plan: BenchPlan) -> None:
+    for name in plan.schedules:
         if split_name(name)[0] == TORCH:
             check_torch(name)
-    if is_launched():
-        run_launched(partial(run_bench, request))
-    launch(shlex.split(request.command)[1:], request.stages)
 
 
-def run_bench(request: BenchRequest) -> int:
+def run_bench(options: BenchOptions, plan: BenchPlan) -> int:
     """Run one process's share.
 
     Returns:
         The exit code: 1 if a contender computes something else than the first.
     """
-    sleeps = request.costs is not None
-    device = asked_device("cpu" if sleeps else request.device)
+    sleeps = plan.costs is not None
+    device = asked_device("cpu" if sleeps else options.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as in training: the processes share the cores
     initialise(device, timeout_s=_TIMEOUT_S)
-    nothing = [None] * request.microbatches
-    batch = StepBatch(nothing, nothing, request.microbatches, None)
+    nothing = [None] * options.microbatches
+    batch = StepBatch(nothing, nothing, options.microbatches, None)
     if not sleeps:
-        torch.manual_seed(0)
-        batch = step_batch(request.load(), request.microbatches)
-    setting = Setting(request, device, batch)
+        batch = step_batch(seeded_model(options), options.microbatches)
+    setting = Setting(options, plan, device, batch)
     schedules = {
         name: resolved(setting, name)
-        for name in request.contenders
+        for name in plan.schedules
         if split_name(name)[0] == OURS
     }
-    reasons = dict.fromkeys(request.contenders, "")
-    turns: dict[str, list[Turn]] = {name: [] for name in request.contenders}
+    reasons = dict.fromkeys(plan.schedules, "")
+    turns: dict[str, list[Turn]] = {name: [] for name in plan.schedules}
     jobs: dict[str, Jobs] = {}
     first: tuple[float, float] | None = None
-    for turn in range(request.rounds):
+    for turn in range(options.rounds):
         racing = [name for name, reason in reasons.items() if not reason]
         for name in racing if turn % 2 == 0 else reversed(racing):
             with _built(setting, name, schedules) as contender:
@@ -86,12 +93,12 @@ def run_bench(request: BenchRequest) -> int:
                     with _refusals(name):
                         step = contender.compared_step()
                     first = first or step
-                    reasons[name] = difference(first, step, _TOLERANCE[request.dtype])
+                    reasons[name] = difference(first, step, _TOLERANCE[options.dtype])
                 if not reasons[name]:
                     turns[name].append(take_turn(contender, setting))
-                    if turn == request.rounds - 1 and isinstance(contender, Ours):
+                    if turn == options.rounds - 1 and isinstance(contender, Ours):
                         mode = split_name(name)[1]
-                        jobs[name] = contender.jobs(mode, request.steps_a_turn)
+                        jobs[name] = contender.jobs(mode, options.steps_a_turn)
             del contender
             gc.collect()
             if runs_ahead(device):

@@ -49,9 +49,10 @@ class TorchSchedule:
     """
 
     def __init__(self, setting: Setting, contender: str) -> None:
-        request, device, batch = setting.request, setting.device, setting.batch
+        device, batch = setting.device, setting.batch
+        n_stages, n_microbatches = setting.plan.n_stages, setting.options.microbatches
         self._device = device
-        placement = torch_placement(split_name(contender)[1], request.stages)
+        placement = torch_placement(split_name(contender)[1], n_stages)
         if runs_ahead(device) and dist.get_backend() == "gloo":
             raise RequestError(
                 f"{contender} cannot run: torch's schedules need a GPU for each "
@@ -78,12 +79,12 @@ class TorchSchedule:
         single = issubclass(kind, PipelineScheduleSingle)
         try:
             self._schedule = kind(
-                stages[0] if single else stages, request.microbatches, loss_fn=loss
+                stages[0] if single else stages, n_microbatches, loss_fn=loss
             )
         except ValueError as error:
             raise RequestError(
-                f"{contender} cannot run with {request.stages} stages and "
-                f"{request.microbatches} micro-batches: torch says: {error}; change "
+                f"{contender} cannot run with {n_stages} stages and "
+                f"{n_microbatches} micro-batches: torch says: {error}; change "
                 "them, or leave it out of --peers"
             ) from error
         self._args: tuple[Tensor, ...] = ()
@@ -96,7 +97,7 @@ class TorchSchedule:
         self._parameters = [p for one in chunks.values() for p in one.parameters()]
         self._optimizer = make_optimizer(self._parameters)
         orders = getattr(self._schedule, "pipeline_order", None) or {}
-        self.n_jobs = 2 * request.microbatches * len(chunks)
+        self.n_jobs = 2 * n_microbatches * len(chunks)
         if order := orders.get(dist.get_rank()):
             self.n_jobs = _count_jobs(order)
 

@@ -8,12 +8,9 @@ long run it is the same on all of them. On GPUs ends are events in the stream, r
 all steps are done.
 """
 
-import ctypes
-import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -32,7 +29,7 @@ class Turn:
 
     Args:
         steps_s: seconds of each step.
-        peak_bytes: of each process, while it ran; None where it is not known.
+        peak_bytes: of each process by torch's allocator; None on CPUs.
         host_s: CPU seconds of each process's main thread for a job.
     """
 
@@ -43,10 +40,12 @@ class Turn:
 
 def take_turn(contender: Contender, setting: Setting) -> Turn:
     """Run the steps of a turn (every rank must call)."""
-    device, n = setting.device, setting.request.steps_a_turn
-    has_peak = _reset_peak(device)
+    device, n = setting.device, setting.options.steps_a_turn
+    has_peak = runs_ahead(device)
+    if has_peak:
+        torch.accelerator.reset_peak_memory_stats(device)
     gather(None)
-    for _ in range(setting.request.warmup):
+    for _ in range(setting.options.warmup):
         contender.step()
     ends = [_now(device)]
     cpu = time.thread_time()
@@ -55,7 +54,7 @@ def take_turn(contender: Contender, setting: Setting) -> Turn:
         ends.append(_now(device))
     host = (time.thread_time() - cpu) / (n * max(1, contender.n_jobs))
     steps = _seconds_between(ends, device)
-    peak = _peak(device) if has_peak else None
+    peak = torch.accelerator.max_memory_allocated(device) if has_peak else None
     of_processes, peaks, hosts = zip(*gather((steps, peak, host)), strict=True)
     steps_s = tuple(map(fmean, zip(*of_processes, strict=True)))
     return Turn(steps_s, tuple(peaks), tuple(hosts))
@@ -74,28 +73,3 @@ def _seconds_between(ends: list[Any], device: torch.device) -> list[float]:
         return [after - before for before, after in pairwise(ends)]
     ends[-1].synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(ends)]
-
-
-def _reset_peak(device: torch.device) -> bool:
-    """Forget the largest memory so far; False if that cannot be."""
-    if runs_ahead(device):
-        torch.accelerator.reset_peak_memory_stats(device)
-        return True
-    if sys.platform != "linux":
-        return False
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # of what earlier contenders have freed
-        Path("/proc/self/clear_refs").write_text("5")  # man 5 proc
-    except (AttributeError, OSError):
-        return False
-    return True
-
-
-def _peak(device: torch.device) -> int | None:
-    """Largest memory since then: of torch on its GPU, else resident."""
-    if runs_ahead(device):
-        return int(torch.accelerator.max_memory_allocated(device))
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    return None

@@ -4,7 +4,7 @@ import gc
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -139,13 +139,13 @@ class EstimateCommand(ModelSize, Replicas):
         return building(fake_mode())
 
     def _model(self) -> UserModel:
-        samples = self.microbatch_size or 2
-        if self.model is not None:
-            return load_model(self.model, seq=self.seq, samples=samples, is_fake=True)
-        from zbpp.training.llama import LlamaConfig
-
-        user = LlamaConfig.of(self).loaded(samples)
-        return replace(user, model=user.layers())
+        return load_model(
+            self.model,
+            size=self.size,
+            seq=self.seq,
+            samples=self.microbatch_size or 2,
+            is_fake=True,
+        )
 
     def _optimizer(self) -> Any:
         if self.optimizer == "none":

@@ -86,6 +86,11 @@ class Plan(PlanFigures):
     line: str = ""
 
     @property
+    def n_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.schedule.n_stages
+
+    @property
     def is_layered(self) -> bool:
         """True if it was made for costs of layers: steps then hold the optimizer."""
         return self.ideal_step is not None

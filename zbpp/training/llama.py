@@ -14,25 +14,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zbpp.models import Layered
-from zbpp.training.options import ModelSize
-from zbpp.training.user_model import UserModel
-
-__all__ = ["LlamaConfig", "build_layer", "build_layers", "cross_entropy"]
+__all__ = ["VOCABULARY", "LlamaConfig", "build_layer", "cross_entropy", "small_llama"]
 
 VOCABULARY = 256  # bytes
-_SIZES = ("dim", "n_blocks", "n_heads", "hidden")
-_NAMED_SIZES = {
-    "tiny": (32, 4, 2, 64),
-    "small": (96, 8, 4, 256),
-    "medium": (512, 8, 8, 1408),
+_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"dim": 32, "n_blocks": 4, "n_heads": 2, "hidden": 64},
+    "small": {"dim": 96, "n_blocks": 8, "n_heads": 4, "hidden": 256},
+    "medium": {"dim": 512, "n_blocks": 8, "n_heads": 8, "hidden": 1408},
 }
 _ROTARY_BASE = 10_000.0
 _NORM_EPS = 1e-5
@@ -41,48 +36,44 @@ _LOGIT_STD = 0.02  # of the head's weights: the first loss is close to log(256)
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes of the model; the defaults have 0.94 million parameters.
+    """Sizes of the model.
 
     Args:
         seq: tokens of a sample.
+        seed: of the initial weights.
         dim: width.
         n_blocks: transformer blocks; embedding and head are 2 layers more.
         n_heads: attention heads, each of an even width.
         hidden: inner width of the feed-forward layers.
-        seed: of the initial weights.
     """
 
-    seq: int = 128
-    dim: int = 96
-    n_blocks: int = 8
-    n_heads: int = 4
-    hidden: int = 256
-    seed: int = 0
-
-    @classmethod
-    def of(cls, flags: ModelSize, *, seed: int = 0) -> Self:
-        """The model that the flags of a command name."""
-        sizes = dict(zip(_SIZES, _NAMED_SIZES[flags.size], strict=True))
-        return cls(seq=flags.seq, seed=seed, **sizes)
+    seq: int
+    seed: int
+    dim: int
+    n_blocks: int
+    n_heads: int
+    hidden: int
 
     @property
     def n_layers(self) -> int:
         """Embedding, blocks and head."""
         return self.n_blocks + 2
 
-    def loaded(self, samples: int) -> UserModel:
-        """The model with one micro-batch of random bytes, as a user's comes."""
-        generator = torch.Generator().manual_seed(self.seed)
-        tokens = torch.randint(VOCABULARY, (samples, self.seq + 1), generator=generator)
-        layered = Layered(self.n_layers, partial(build_layers, self))
-        return UserModel(
-            layered,
-            layered.build,
-            inputs=tokens[:, :-1],
-            targets=tokens[:, 1:],
-            loss_fn=cross_entropy,
-            is_text=True,
-        )
+
+def small_llama(size: str, *, seq: int, samples: int, seed: int) -> tuple[Any, ...]:
+    """Give the builder of a size, a micro-batch of random bytes, and the loss.
+
+    Args:
+        size: ``"tiny"``, ``"small"`` (0.94 million parameters) or ``"medium"``.
+        seq: tokens of a sample.
+        samples: of the micro-batch.
+        seed: of weights and bytes.
+    """
+    config = LlamaConfig(seq=seq, seed=seed, **_SIZES[size])
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (samples, seq + 1), generator=generator)
+    builder = partial(build_layers, config), config.n_layers
+    return builder, (tokens[:, :-1], tokens[:, 1:]), cross_entropy
 
 
 def build_layers(config: LlamaConfig, indices: Iterable[int]) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Flags that commands share, in groups, and the options of `zbpp train`.
+"""Flags that commands share, in groups, and the options of those that run a model.
 
 A command is a dataclass, a flag one of its fields, and the text below a field its line
 of help: cyclopts reads all three as they are. This file loads no torch.
@@ -28,6 +28,7 @@ __all__ = [
     "Microbatches",
     "Mode",
     "ModelName",
+    "ModelOptions",
     "ModelSize",
     "Names",
     "Numbers",
@@ -36,6 +37,7 @@ __all__ = [
     "Paths",
     "Planning",
     "Positive",
+    "ProfileOptions",
     "Replicas",
     "RunOptions",
     "Splitting",
@@ -173,12 +175,11 @@ class ModelSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(ModelSize, Planning):
-    """Options of a run."""
+class ModelOptions(ModelSize):
+    """A model, and how it computes."""
 
-    pipeline_schedule_mode: Mode = field(default="ZBH1", kw_only=False)
-    model: Annotated[str | None, Parameter(metavar="hf:PATH")] = None
-    """Configuration or folder of transformers; else a small Llama."""
+    model: ModelName | None = None
+    """Returns (model, batch[, loss_fn]); or hf:PATH; else a small Llama."""
     microbatch_size: Count = 2
     """Samples of a micro-batch."""
     seed: Annotated[int, Parameter(validator=Number(gte=0))] = 0
@@ -190,9 +191,32 @@ class RunOptions(ModelSize, Planning):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunOptions(ModelOptions, Planning):
+    """Options of a run."""
+
+    pipeline_schedule_mode: Mode = field(default="ZBH1", kw_only=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(RunOptions):
+    """Options of `zbpp profile`."""
+
+    out: Annotated[Output, Parameter(alias="-o")]
+    """Costs file to write: ms and bytes, one entry per chunk."""
+    layers_out: Output | None = None
+    """Also write the costs of each layer, to plan the split with."""
+    rounds: Count = 8
+    """Steps, and runs of each layer alone, that count after a warm-up."""
+    json: Switch = False
+    """Print one JSON object instead of the table."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
     """Options of `zbpp train`."""
 
+    model: Annotated[str | None, Parameter(metavar="hf:PATH")] = None
+    """Configuration or folder of transformers; else a small Llama."""
     steps: Count = 200
     """Optimizer steps."""
     lr: Annotated[float, Parameter(validator=Number(gte=0))] = 3e-3

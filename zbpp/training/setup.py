@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from zbpp.core import Costs, LayerCosts, Placement, RequestError, Schedule, read_costs
-from zbpp.memory import layer_memory
+from zbpp.core import Costs, Placement, RequestError, Schedule, read_costs
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan, PlanRequest, is_auto, is_file, make_plan
 from zbpp.planning.pipelines import split_of
@@ -22,24 +21,20 @@ from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import Execution, LossScaler, Numerics, StepPolicy
 from zbpp.runtime.support.devices import asked_device
 from zbpp.training.launch import is_launched, launch, run_launched
-from zbpp.training.llama import LlamaConfig
-from zbpp.training.options import RunOptions
+from zbpp.training.options import ModelOptions, RunOptions
 from zbpp.training.user_model import UserModel, load_model
 from zbpp.tuning.measure import SAFE_MODE
 
 __all__ = [
     "AUTOCAST",
     "build_pipeline",
-    "estimate_layers",
+    "make_optimizer",
     "measures_first",
     "model_of",
     "plan_of",
     "split_layers",
     "start_worker",
 ]
-
-Worker = Callable[[Any, Plan], int | None]
-"""Called with the options and the plan; gives the exit code, if it is not 0."""
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Compute dtypes by the names that ``--dtype`` has for them."""
@@ -49,53 +44,52 @@ _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
 
 
 def start_worker(
-    worker: Worker,
-    options: RunOptions,
+    worker: Callable[[Any, Any], int | None],
+    options: Any,
     words: Sequence[str],
     *,
-    check: Callable[[Any, Plan], None] | None = None,
+    plan: Callable[[Any], Any] | None = None,
+    check: Callable[[Any, Any], None] | None = None,
     grace_s: int = 10,
 ) -> None:
     """Run a worker on every rank: in torchrun's processes, in new ones, or here.
 
     Args:
-        worker: called with the options and the plan.
+        worker: called with the options and the plan; gives the exit code, if not 0.
         options: of the run.
         words: the command line that asks for it, for new processes.
+        plan: makes the plan of the options; None: `plan_of`.
         check: called before any process is started, with the same as the worker.
         grace_s: seconds that processes have to end after a signal.
     """
+    plan = plan or plan_of
     if is_launched():
-        run_launched(partial(_share, worker, options))
-    plan = plan_of(options)
+        n = int(os.environ["WORLD_SIZE"])
+        if options.stages not in (None, n):
+            raise RequestError(
+                f"--stages is {options.stages}, but torchrun has started {n} "
+                "processes; leave --stages out"
+            )
+        options = replace(options, stages=n)
+        run_launched(lambda: worker(options, plan(options)))
+    planned = plan(options)
     if check is not None:
-        check(options, plan)
-    n = plan.schedule.n_stages
-    if n > 1:
-        launch(words, n, grace_s=grace_s)
-    elif code := worker(options, plan):
+        check(options, planned)
+    if planned.n_stages > 1:
+        launch(words, planned.n_stages, grace_s=grace_s)
+    elif code := worker(options, planned):
         raise SystemExit(code)
 
 
-def _share(worker: Worker, options: RunOptions) -> int | None:
-    """The share of one of torchrun's processes, one for each stage."""
-    n = int(os.environ["WORLD_SIZE"])
-    if options.stages not in (None, n):
-        raise RequestError(
-            f"--stages is {options.stages}, but torchrun has started {n} processes; "
-            "leave --stages out"
-        )
-    options = replace(options, stages=n)
-    return worker(options, plan_of(options))
-
-
-def model_of(options: RunOptions) -> UserModel:
+def model_of(options: ModelOptions) -> UserModel:
     """The model of a run; layers that zbpp makes have no weights yet."""
-    samples = options.microbatch_size
-    if options.model is None:
-        return LlamaConfig.of(options, seed=options.seed).loaded(samples)
-    seq, seed = options.seq, options.seed
-    return load_model(options.model, seq=seq, samples=samples, seed=seed)
+    return load_model(
+        options.model,
+        size=options.size,
+        seq=options.seq,
+        samples=options.microbatch_size,
+        seed=options.seed,
+    )
 
 
 def measures_first(options: RunOptions) -> bool:
@@ -186,7 +180,7 @@ def build_pipeline(
     schedule = plan.schedule
     settings: dict[str, Any] = {
         "loss_fn": model.loss_fn or _model_loss,
-        "optimizer": partial(_make_optimizer, lr),
+        "optimizer": partial(make_optimizer, lr),
         "device": asked_device(options.device),
         "numerics": Numerics(autocast=AUTOCAST[options.dtype], seed=options.seed),
         "step": StepPolicy(
@@ -213,18 +207,6 @@ def _model_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs
 
 
-def _make_optimizer(lr: float, parameters: list[nn.Parameter]) -> AdamW:
+def make_optimizer(lr: float, parameters: list[nn.Parameter]) -> AdamW:
     """Make the optimizer of a stage."""
     return AdamW(parameters, lr=lr, betas=_BETAS, weight_decay=0.1, fused=True)
-
-
-def estimate_layers(options: RunOptions, model: UserModel) -> LayerCosts:
-    """Estimate what the layers of a model hold, on fake tensors: some seconds."""
-    return layer_memory(
-        model.model,
-        (model.inputs, model.targets),
-        model.loss_fn,
-        n_layers=model.n_layers,
-        optimizer=partial(_make_optimizer, 0.0),
-        autocast=AUTOCAST[options.dtype],
-    )

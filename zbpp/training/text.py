@@ -78,13 +78,19 @@ def load_corpus(path: str | Path | None = None, *, seq: int) -> Corpus:
     """
     root = Path(path or sysconfig.get_path("stdlib"))
     name = "Python standard library" if path is None else str(path)
-    files = _files(root, is_library=path is None)
-    contents = {file: (root / file).read_bytes() for file in files}
+    contents = {x: (root / x).read_bytes() for x in _files(root, path is None)}
     texts = {file: content for file, content in contents.items() if content}
     if not texts:
         state = "holds no text" if root.exists() else "does not exist"
         raise RequestError(f"{root} {state}; give --data a text file, or a folder")
-    training, validation = _divide(texts)
+    whole = _END_OF_FILE.join(texts.values())
+    held_out = {file for file in texts if _is_held_out(file)}
+    if len(texts) > 1 and 0 < len(held_out) < len(texts):
+        training = _END_OF_FILE.join(texts[x] for x in texts if x not in held_out)
+        validation = _END_OF_FILE.join(texts[x] for x in texts if x in held_out)
+    else:
+        n_training = len(whole) - int(len(whole) * _HELD_OUT)
+        training, validation = whole[:n_training], whole[n_training:]
     for part, text in (("training", training), ("validation", validation)):
         if len(text) <= seq:
             raise RequestError(
@@ -94,9 +100,9 @@ def load_corpus(path: str | Path | None = None, *, seq: int) -> Corpus:
     return Corpus(
         name=name,
         n_files=len(texts),
-        sha256=hashlib.sha256(_END_OF_FILE.join(texts.values())).hexdigest(),
-        training=training,
-        validation=validation,
+        sha256=hashlib.sha256(whole).hexdigest(),
+        training=np.frombuffer(training, dtype=np.uint8),
+        validation=np.frombuffer(validation, dtype=np.uint8),
     )
 
 
@@ -106,7 +112,7 @@ def _is_held_out(file: str) -> bool:
     return int.from_bytes(digest[:8], "big") < _HELD_OUT * 2**64
 
 
-def _files(root: Path, *, is_library: bool) -> list[str]:
+def _files(root: Path, is_library: bool) -> list[str]:
     """Paths of the files below a folder, with ``/`` and sorted; ``.`` for a file."""
     if root.is_file():
         return ["."]
@@ -118,23 +124,6 @@ def _files(root: Path, *, is_library: bool) -> list[str]:
     if is_library:  # and no record of how this Python was built
         files = [x for x in files if x.suffix == ".py" and _RECORD not in x.name]
     return sorted(file.relative_to(root).as_posix() for file in files)
-
-
-def _divide(
-    texts: dict[str, bytes],
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Training and validation text."""
-    validation = [text for file, text in texts.items() if _is_held_out(file)]
-    training = [text for file, text in texts.items() if not _is_held_out(file)]
-    if len(texts) > 1 and validation and training:
-        return _joined(training), _joined(validation)
-    whole = _joined(list(texts.values()))
-    n_training = len(whole) - int(len(whole) * _HELD_OUT)
-    return whole[:n_training], whole[n_training:]
-
-
-def _joined(texts: list[bytes]) -> NDArray[np.uint8]:
-    return np.frombuffer(_END_OF_FILE.join(texts), dtype=np.uint8)
 
 
 def _windows(text: NDArray[np.uint8], places: NDArray[np.int64], seq: int) -> Batch:

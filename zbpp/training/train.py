@@ -10,11 +10,11 @@ import math
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 from rich.console import Console
@@ -73,7 +73,7 @@ def train(options: TrainOptions, plan: Plan) -> int:
     same = {"seed": options.seed, "data": corpus.sha256}
     folder = options.save_dir
     with (
-        _folder_of_one_run(pipeline, folder),
+        nullcontext() if folder is None or pipeline.rank else locked(folder),
         stop_requests(pipeline.n_ranks, enabled=folder is not None) as request,
     ):
         first = _resume(pipeline, folder, same) if folder else 0
@@ -203,11 +203,8 @@ def _describe(pipeline: Pipeline, options: TrainOptions) -> str:
     """One line about the model and the run (every rank must call)."""
     own_name, ties = pipeline.layered.own_name, pipeline.layered.ties
     copies = {own_name(*place) for tie in ties for place in tie[1:]}
-    sizes: dict[str, int] = {}
-    for part in pipeline.gather(
-        {name: p.numel() for name, p in pipeline.named_parameters()}
-    ):
-        sizes |= part
+    here = {name: p.numel() for name, p in pipeline.named_parameters()}
+    sizes = dict(ChainMap(*pipeline.gather(here)))
     n_parameters = sum(n for name, n in sizes.items() if name not in copies)
     schedule = pipeline.schedule
     return (
@@ -218,21 +215,6 @@ def _describe(pipeline: Pipeline, options: TrainOptions) -> str:
         f"{pipeline.device.type}"
         f"{', post-validated' if schedule.is_post_validated else ''}"
     )
-
-
-@contextmanager
-def _folder_of_one_run(pipeline: Pipeline, folder: Path | None) -> Iterator[None]:
-    """Lock the folder that a run saves in (every rank must call)."""
-    with ExitStack() as stack:
-        reason = None
-        if folder is not None and pipeline.rank == 0:
-            try:
-                stack.enter_context(locked(folder))
-            except CheckpointError as error:
-                reason = f"--save_dir: {error}"
-        if reason := pipeline.gather(reason)[0]:
-            raise RequestError(reason)
-        yield
 
 
 def _resume(pipeline: Pipeline, folder: Path, same: Mapping[str, Any]) -> int:
@@ -246,16 +228,11 @@ def _resume(pipeline: Pipeline, folder: Path, same: Mapping[str, Any]) -> int:
             f"the newest checkpoint in {folder} is of another model: {error}; give "
             "the same options, or another --save_dir"
         ) from error
-    differences = [
-        f"{name} {extra.get(name)}, now {value}"
-        for name, value in same.items()
-        if extra and extra.get(name) != value
-    ]
-    if differences:
+    others = [name for name in same if extra and extra.get(name) != same[name]]
+    if others:
         raise RequestError(
-            f"the checkpoint in {folder} is of another training: "
-            f"{'; '.join(differences)}; give the same options and text, or another "
-            "--save_dir"
+            f"the checkpoint in {folder} is of another training, with another "
+            f"{' and '.join(others)}; give the same, or another --save_dir"
         )
     return pipeline.n_steps
 
@@ -283,9 +260,8 @@ class _Log:
         )
         self._file: TextIO | None = None
         if self._is_first and options.metrics is not None:
-            lines = _lines_of_steps(options.metrics, first)
-            self._file = options.metrics.open("w", encoding="utf-8", buffering=1)
-            self._file.writelines(lines)
+            way: Literal["a", "w"] = "a" if first else "w"  # a run that resumes appends
+            self._file = options.metrics.open(way, encoding="utf-8", buffering=1)
         self._pending: StepResult | None = None
         self._times = [time.perf_counter()]  # of the start, then of each step's end
         self._logged = first  # last step with a line
@@ -380,17 +356,3 @@ class _Log:
                 for key, value in values.items()
             }  # fmt: skip
             self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-
-
-def _lines_of_steps(path: Path, last: int) -> list[str]:
-    """The lines of a metrics file up to the step that a run resumes after."""
-    lines: list[str] = []
-    text = path.read_text("utf-8", errors="replace") if last and path.exists() else ""
-    for line in text.splitlines(keepends=True):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            break
-        if isinstance(values, dict) and values.get("step", last + 1) <= last:
-            lines.append(line)
-    return lines

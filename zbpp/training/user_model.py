@@ -17,7 +17,7 @@ and number of layers: ``return (build_range, 80), (tokens, targets), loss_fn``.
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import RequestError
@@ -75,40 +75,49 @@ class UserModel:
 
 
 def load_model(
-    name: str,
+    name: str | None,
     *,
+    size: str = "small",
     seq: int | None = None,
     samples: int = 2,
     seed: int = 0,
     is_fake: bool = False,
 ) -> UserModel:
-    """Call ``module:function``, or make the model of ``hf:config.json``.
+    """Call ``module:function``, or make the model of ``hf:config.json`` or our own.
 
     Args:
-        name: of either.
-        seq: tokens of a sample, for a configuration; None: 128 at most.
+        name: of either; None: the small Llama of `zbpp train`.
+        size: of the latter.
+        seq: tokens of a sample, but for a function; None: 128 at most.
         samples: of the micro-batch, likewise.
         seed: of random weights, likewise.
         is_fake: its weights are fake tensors, made in the mode that is entered.
     """
-    if name.startswith(HF):
+    built: Any
+    if name is None:
+        from zbpp.training.llama import small_llama
+
+        built = small_llama(size, seq=seq or 128, samples=samples, seed=seed)
+    elif name.startswith(HF):
         from zbpp.models.configs.causal_lm import layers_of_config
 
-        layered, batch = layers_of_config(
+        built = layers_of_config(
             name.removeprefix(HF),
             seq=seq,
             samples=samples,
             seed=None if is_fake else seed,
         )
-        return _of_layers(name, layered, batch, None)
-    built = call_builder(name)
+    else:
+        built = call_builder(name)
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise RequestError(f"--model {name}: {_WANTED}")
-    loss_fn = built[2] if len(built) == 3 else None
-    return _of_layers(name, built[0], built[1], loss_fn)
+    user = _of_layers(name, *built)
+    return replace(user, model=user.layers()) if is_fake and name is None else user
 
 
-def _of_layers(name: str, model: Any, batch: Any, loss_fn: Any) -> UserModel:
+def _of_layers(
+    name: str | None, model: Any, batch: Any, loss_fn: Any = None
+) -> UserModel:
     from zbpp.models.entry import layered_of, model_to_build
 
     n_layers = None
@@ -135,7 +144,8 @@ def _of_layers(name: str, model: Any, batch: Any, loss_fn: Any) -> UserModel:
             "or neither if the last layer puts out the loss"
         )
     built = model_to_build(model, layered)
-    return UserModel(layered, built, inputs, targets, loss_fn, name.startswith(HF))
+    is_text = name is None or name.startswith(HF)
+    return UserModel(layered, built, inputs, targets, loss_fn, is_text)
 
 
 def call_builder(name: str) -> Any:
