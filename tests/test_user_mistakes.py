@@ -1,25 +1,19 @@
 """Mistakes of a user's script: each is refused in one line that names the way out."""
 
 import math
-from dataclasses import fields
 
 import pytest
+import small
 import torch
 from torch import nn
 
 import zbpp
-from zbpp import Pipeline, diagnostics
+from zbpp import diagnostics
 from zbpp.core import LayerCosts
 from zbpp.models import layered_of
 
 mse = nn.functional.mse_loss
 X, Y = torch.ones(8, 4), torch.zeros(8, 4)
-
-POLICIES = {
-    "numerics": zbpp.Numerics,
-    "step": zbpp.StepPolicy,
-    "execution": zbpp.Execution,
-}
 
 
 def layers(n=4):
@@ -35,20 +29,7 @@ def sgd(parameters):
 
 
 def pipeline(model=None, **settings):
-    """Make a pipeline; each setting goes to the policy that has it."""
-    model = layers() if model is None else model
-    settings = {
-        "loss_fn": mse,
-        "optimizer": sgd,
-        "n_stages": 2,
-        "n_microbatches": 4,
-    } | settings
-
-    for name, kind in POLICIES.items():
-        names = [field.name for field in fields(kind) if field.name in settings]
-        policy = kind(**{name: settings.pop(name) for name in names})
-        settings.setdefault(name, policy)
-    return Pipeline(model, **settings)
+    return small.make(layers() if model is None else model, **settings)
 
 
 class Tower(nn.Module):

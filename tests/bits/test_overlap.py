@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import small
 import torch
 import torch.distributed as dist
 from cases import plan_in_parts
 from pool import Pool
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import zbpp
 from zbpp import diagnostics
@@ -128,14 +128,9 @@ class Layer(nn.Module):
 
 
 def pipeline_of(layers: list[Any], mode: Any = "DualPipeV", **more: Any) -> Any:
-    settings: dict[str, Any] = {
-        "n_stages": 1,
-        "n_microbatches": M,
-        "loss_fn": mse_loss,
-        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        "device": "cpu",
-    }
-    return zbpp.Pipeline(layers, mode, **(settings | more))
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    settings = {"n_stages": 1, "n_microbatches": M, "optimizer": adamw} | more
+    return small.make(layers, mode, **settings)
 
 
 IN_PARTS = {"n_stages": 1, "n_microbatches": M, "n_layers": 2}

@@ -46,4 +46,4 @@ FACTORS: dict[str, Any] = {
 @pytest.mark.parametrize("case", cases_of(covering_array(FACTORS, fits)))
 def test_processes_change_no_bit(pool: Pool, case: Case) -> None:
     found, expected = on_ranks(pool, case, case.n_stages), reference(case)
-    assert difference(found, expected, is_exact=case.is_exact) is None
+    assert difference(found, expected, rounding=case.rounding) is None

@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+import small
 import torch
-import torch.distributed as dist
 from cases import Case, make
 from pool import Pool
+from small import linears
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import register_dataclass
@@ -23,20 +24,7 @@ LM = Case(model="lm", weigh="tokens")
 X, Y = VECTORS.batch(0)
 
 
-def pipeline_of(layers: list[nn.Module], mode: str = "1F1B", **more: Any) -> Any:
-    n = None if dist.is_initialized() else 2
-    settings: dict[str, Any] = {
-        "loss_fn": mse_loss,
-        "optimizer": None,
-        "n_stages": n,
-        "n_microbatches": 4,
-        "execution": zbpp.Execution(timeout_s=60.0),
-    }
-    return zbpp.Pipeline(layers, mode, **(settings | more))
-
-
-def linears(n: int, width: int = 8) -> list[nn.Module]:
-    return [nn.Linear(width, width) for _ in range(n)]
+pipeline_of = partial(small.make, schedule="1F1B", optimizer=None)
 
 
 # ---- Batches.
@@ -188,17 +176,16 @@ def test_memory_that_a_backward_needs(
     layers: Any, mode: str, words: str, notes: list[str]
 ) -> None:
     with pytest.raises(RuntimeError, match=words) as caught:
-        pipeline_of(layers(), mode).step(X, Y)
+        pipeline_of(layers(), schedule=mode).step(X, Y)
     text = "".join(caught.value.__notes__)
     assert all(note in text for note in notes), text
 
 
 def test_a_recomputed_layer_that_writes_to_its_input() -> None:
     schedule = zbpp.plan("1F1B", n_stages=2, n_microbatches=4)
-    pipeline_of([*linears(1), Writes(0)], schedule).step(X, Y)
-    pipeline = pipeline_of(
-        [*linears(1), Writes(0)], replace(schedule, recompute=(True, True))
-    )
+    pipeline_of([*linears(1), Writes(0)], schedule=schedule).step(X, Y)
+    again = replace(schedule, recompute=(True, True))
+    pipeline = pipeline_of([*linears(1), Writes(0)], schedule=again)
     with pytest.raises(RequestError, match=r"layers\.1 .* writes to its input"):
         pipeline.step(X, Y)
 
@@ -243,9 +230,9 @@ def test_a_class_that_only_one_process_knows(pool: Pool) -> None:
 
 def freeze_between_steps() -> str:
     """Words of the rank that finds it."""
-    layers = linears(4)
+    layers = [*linears(4)]
     layers[2] = Puts(lambda y: y.detach())
-    pipeline = pipeline_of(layers, execution=zbpp.Execution(timeout_s=20.0))
+    pipeline = pipeline_of(layers, timeout_s=20.0)
     for _ in range(2):
         pipeline.step(X, Y)
     for layer in layers[:2]:
@@ -281,7 +268,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], str]] = {
         "layer 7 of a chunk of 4 layers",
     ),
     "fewer layers than chunks": (
-        lambda: pipeline_of(linears(3), "ZBV"), "3 layers cannot fill 4 chunks"
+        lambda: pipeline_of(linears(3), schedule="ZBV"), "3 layers cannot fill 4 chunks"
     ),
     **{
         str(split): (partial(make, replace(VECTORS, split=split)), str(list(split)))

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import histories
 import pytest
+import small
 import torch
-from faulty_training import WIDTH, batch, make
-from histories import difference
+from case_models import WIDTH
+from faulty_training import batch, make
+from same import difference
 from torch import nn
 
 import zbpp
@@ -17,7 +18,7 @@ from zbpp.checkpoint import CheckpointError
 from zbpp.core import RequestError
 
 State = dict[str, Any]
-WEIGHT, BIAS = "layers.3.linear.weight", "layers.3.linear.bias"
+WEIGHT, BIAS = "layers.3.norm.weight", "layers.3.norm.bias"
 
 
 def trained(n_steps: int, **more: Any) -> zbpp.Pipeline:
@@ -141,7 +142,7 @@ def test_rates_may_be_numbers_or_tensors(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trained(1).save(tmp_path, wait=True)
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH))
-    other = histories.make("1F1B", 1, model=model)
+    other = small.make(model, "1F1B", n_stages=1)
     with pytest.raises(RequestError, match=r"0.weight is missing; .* and \d+ more"):
         other.load(tmp_path)
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import histories
 import pytest
 import safetensors.torch
+import small
 import torch
 from faulty_training import batch, make
 from pool import Pool
@@ -38,7 +38,7 @@ class Constant(nn.Module):
 def constant(n_steps: int = 0, value: float = 0.0) -> zbpp.Pipeline:
     """A pipeline after some steps, with parameters of a value."""
     model = nn.Sequential(Constant())
-    pipeline = histories.make("1F1B", 1, model=model, n_microbatches=1)
+    pipeline = small.make(model, "1F1B", n_stages=1, n_microbatches=1)
     go_on(pipeline, n_steps, value)
     return pipeline
 
@@ -279,7 +279,7 @@ def count_calls(folder: str) -> list[int]:
     counts = []
     for n_steps in (2, 0):
         layers = [Counter(4, 4), Counter(4, 4)]
-        pipeline = histories.make("1F1B", None, model=layers, n_microbatches=2)
+        pipeline = small.make(layers, "1F1B", n_microbatches=2)
         for _ in range(n_steps):
             pipeline.step(torch.ones(2, 4), torch.ones(2, 4))
         if n_steps:

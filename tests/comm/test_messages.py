@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
+import small
 import torch
 from pool import Pool
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.utils._pytree import (
     tree_map,
 )
 
-import zbpp
 from zbpp.runtime import PeerError, ShapeError
 
 WIDTH, M = 4, 3
@@ -147,10 +147,8 @@ def arrive(n_stages: int | None) -> dict[str, Any]:
     for name in VALUES:
         middle = [Checks(name, is_last=False) for _ in range(2)]
         layers = [Makes(name), *middle, Checks(name, is_last=True)]
-        with zbpp.Pipeline(
-            layers, "ZBV", loss_fn=total, n_stages=n_stages, n_microbatches=2,
-            optimizer=sgd,
-        ) as pipeline:  # fmt: skip
+        how = {"n_stages": n_stages, "n_microbatches": 2, "optimizer": sgd}
+        with small.make(layers, "ZBV", loss_fn=total, **how) as pipeline:
             x = torch.ones(4, WIDTH)
             losses = [pipeline.evaluate(x, x), pipeline.step(x, x).loss]
             bias = dict(pipeline.named_parameters()).get("layers.0.bias")
@@ -210,10 +208,9 @@ def fork(n_stages: int | None, detaches: bool) -> dict[str, Any]:
     if not n_stages:
         (total(layers[1](layers[0](x))) / 2).backward()
         return {n: p.grad for n, p in nn.Sequential(*layers).named_parameters()}
-    with zbpp.Pipeline(
-        layers, "ZBH1", loss_fn=total, n_stages=n_stages, n_microbatches=2,
-        optimizer=None,
-    ) as pipeline:  # fmt: skip
+    with small.make(
+        layers, loss_fn=total, n_microbatches=2, optimizer=None
+    ) as pipeline:
         pipeline.step(x, x)
         return {
             name.removeprefix("layers."): p.grad
@@ -270,10 +267,8 @@ REFUSED: dict[str, tuple[Make, Make, str]] = {
 
 def send(name: str, after_a_step: bool) -> str:
     usual, other, _ = REFUSED[name]
-    pipeline = zbpp.Pipeline(
-        [Depends(usual, other), Takes()], "1F1B", loss_fn=total, n_microbatches=2,
-        optimizer=torch.optim.SGD, execution=zbpp.Execution(timeout_s=60),
-    )  # fmt: skip
+    layers = [Depends(usual, other), Takes()]
+    pipeline = small.make(layers, "1F1B", loss_fn=total, n_microbatches=2)
     x = torch.ones(4, WIDTH)
     if after_a_step:
         pipeline.step(x, x)
@@ -320,10 +315,7 @@ class Watched(nn.Linear):
 def count_messages_left() -> list[int]:
     """After each step, once its sums have been read."""
     layers = [Watched(), Watched()]
-    pipeline = zbpp.Pipeline(
-        layers, "ZBH1", loss_fn=nn.functional.mse_loss, n_microbatches=M,
-        optimizer=torch.optim.SGD, clip_grad_norm=1.0,
-    )  # fmt: skip
+    pipeline = small.make(layers, n_microbatches=M, clip_grad_norm=1.0)
     counts = []
     for _ in range(3):
         pipeline.step(*torch.ones(2, 2 * M, WIDTH))

@@ -1,6 +1,7 @@
 """An error in a layer says where it was raised; the user's own error stays."""
 
 import pytest
+import small
 import torch
 from torch import Tensor, nn
 
@@ -27,10 +28,8 @@ class Fails(nn.Module):
 def notes_of(error: type[Exception], model: object, **more: object) -> list[str]:
     inputs = torch.zeros(4, D)
     inputs[2:] = 5
-    settings = {"loss_fn": nn.functional.mse_loss, "schedule": "1F1B"} | more
-    pipeline = zbpp.Pipeline(
-        model, optimizer=None, n_stages=1, n_microbatches=2, **settings
-    )
+    settings = {"schedule": "1F1B", "n_stages": 1, "n_microbatches": 2} | more
+    pipeline = small.make(model, optimizer=None, **settings)
     with pytest.raises(error) as caught:
         pipeline.step(inputs, inputs)
     return caught.value.__notes__

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import small
 import torch
 from faulty_training import (
     INF,
@@ -181,10 +182,7 @@ def fail_one_after_the_other(folder: str) -> str:
         if rank == 2:
             raise ValueError("the first")
 
-    pipeline = zbpp.Pipeline(
-        [Acts(act) for _ in range(3)], "ZBH1", loss_fn=nn.functional.mse_loss,
-        optimizer=torch.optim.SGD, n_microbatches=4,
-    )  # fmt: skip
+    pipeline = small.make([Acts(act) for _ in range(3)])
     try:
         pipeline.step(*torch.ones(2, 4, 4))
     except (OSError, ValueError, PeerError) as error:

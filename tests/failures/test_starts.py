@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+import small
 import torch
 import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
-from torch.nn import functional as f
 
 import zbpp
 
@@ -24,19 +24,11 @@ Row = tuple[Callable[[], object], str]
 
 
 def linears() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(N_LAYERS)]
+    return [*small.linears(N_LAYERS)]
 
 
 def make(model: Any = None, mode: Any = "1F1B", **more: Any) -> zbpp.Pipeline:
-    settings: dict[str, Any] = {
-        "loss_fn": f.mse_loss,
-        "optimizer": partial(torch.optim.SGD, lr=0.1),
-        "n_microbatches": 4,
-        "device": "cpu",
-        "execution": zbpp.Execution(timeout_s=60),
-    }
-    return zbpp.Pipeline(linears() if model is None else model, mode, **settings | more)
+    return small.make(linears() if model is None else model, mode, **more)
 
 
 def last_has(wrong: Any, right: Any) -> Any:
@@ -91,7 +83,7 @@ OF_ONE_RANK: dict[str, Row] = {
         "ranks 0 and 1 were started with different",
     ),
     "another overlap": (
-        lambda: make(execution=zbpp.Execution(overlap=last_has(False, True))),
+        lambda: make(overlap=last_has(False, True)),
         "different schedules, splits or settings",
     ),
     "processes": (
@@ -157,8 +149,8 @@ def read(
         pipeline.forward_backward(*both, n_calls=2, **keys)
         pipeline.optim_step()
 
-    policy = zbpp.StepPolicy(post_validation=True if late else None)
-    with make(mode=mode, mesh=processes, step=policy) as pipeline:
+    is_late = True if late else None
+    with make(mode=mode, mesh=processes, post_validation=is_late) as pipeline:
         parameters = [p for _, p in pipeline.named_parameters()]
         for number in range(since + 3 if differ else 2):
             if number == since:
@@ -347,8 +339,7 @@ FROZEN = "all parameters of the model are frozen"
 
 def losses_with_other_limits() -> float:
     x = torch.ones(8, WIDTH)
-    limits = zbpp.Execution(timeout_s=last_has(50.0, 60.0))
-    with make(execution=limits) as pipeline:
+    with make(timeout_s=last_has(50.0, 60.0)) as pipeline:
         return pipeline.step(x, x).loss
 
 

@@ -15,6 +15,7 @@ import ctypes
 import gc
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,39 +83,21 @@ def begin(policy: str = "lazy", seed: int = 0, **settings: float) -> None:
     native.begin(seed)
 
 
-def reports() -> list[str]:
-    """What was done wrong, in words: both accesses, jobs, streams and lines."""
-    texts: list[str] = native.reports()
-    return texts
-
-
-def counts() -> dict[str, int]:
-    """How many launches, queries, races and calls that hold up the host there were."""
-    numbers: dict[str, int] = native.counts()
-    return numbers
-
-
-def waits() -> dict[tuple[str, str, str], int]:
-    """How often the host has waited: for what, in which job, at which line."""
-    numbers: dict[tuple[str, str, str], int] = native.waits()
-    return numbers
+reports: Callable[[], list[str]] = native.reports
+"""What was done wrong, in words: both accesses, jobs, streams and lines."""
+counts: Callable[[], dict[str, int]] = native.counts
+"""How many launches, queries, races and calls that hold up the host there were."""
+waits: Callable[[], dict[tuple[str, str, str], int]] = native.waits
+"""How often the host has waited: for what, in which job, at which line."""
+live: Callable[[], list[str]] = native.live
+"""What is allocated: bytes, the job and the line."""
+digest: Callable[[], int] = native.digest
+"""A number for all that the host has launched, and was told when it asked."""
 
 
 def waits_since(before: dict[tuple[str, str, str], int]) -> set[tuple[str, str, str]]:
     """Those that `waits` tells now and did not tell before, or told fewer of."""
     return {key for key, n in waits().items() if n > before.get(key, 0)}
-
-
-def live() -> list[str]:
-    """What is allocated: bytes, the job and the line."""
-    texts: list[str] = native.live()
-    return texts
-
-
-def digest() -> int:
-    """A number for all that the host has launched, and was told when it asked."""
-    number: int = native.digest()
-    return number
 
 
 def use_processes(folder: str, rank: int, n: int) -> None:

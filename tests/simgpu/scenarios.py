@@ -6,8 +6,8 @@ gradients. What the host must not wait for is watched: from the fourth step on a
 that holds it up is an error, and so is a copy of memory that is not pinned.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import simgpu
 import zbpp
 from zbpp import Costs, diagnostics
 
-__all__ = ["ONE_PROCESS", "PROCESSES", "Numbers", "Scenario", "differences"]
+__all__ = ["ONE_PROCESS", "PROCESSES", "Numbers", "Scenario", "train"]
 
 N_STEPS = 5
 WARM_UP = 3
@@ -37,16 +37,14 @@ class Scenario:
 
     Args:
         name: of the scenario.
-        train: called with the case and the options.
         case: settings of the pipeline.
-        options: of the script.
+        options: of `train`.
         n_processes: that train.
         by_mode: replicas add up in an order of their own: the reference is 1F1B in the
             same processes.
     """
 
     name: str
-    train: Callable[..., Numbers]
     case: Case
     options: Mapping[str, Any] = field(default_factory=dict)
     n_processes: int = 1
@@ -54,7 +52,7 @@ class Scenario:
 
     def run(self) -> Numbers:
         """Train, in each of the processes."""
-        return self.train(self.case, **self.options)
+        return train(self.case, **self.options)
 
     @property
     def reference(self) -> "Scenario":
@@ -63,25 +61,18 @@ class Scenario:
             return replace(self, name="1F1B", case=replace(self.case, mode="1F1B"))
         numbers = {name: getattr(self.case, name) for name in NUMBERS}
         case = Case(mode="FThenB", n_stages=1, device="cuda", **numbers)
-        return Scenario("FThenB", self.train, case)
+        options = {k: x for k, x in self.options.items() if k in _OF_NUMBERS}
+        return Scenario("FThenB", case, options)
+
+
+_OF_NUMBERS = ("source", "optimizes", "overflows", "closes", "reads_times")
+"""Options on which the numbers depend, or their names."""
 
 
 def case(mode: str, model: str = "lm", **more: Any) -> Case:
     """With steps that are clipped, and rolled back where that comes late."""
     settings = {"clip": 0.7, "post_validation": True, "device": "cuda"} | more
     return Case(mode=mode, model=model, **settings)
-
-
-def differences(found: Numbers, expected: Numbers) -> list[str]:
-    """Names of the numbers that differ."""
-    names = found.keys() | expected.keys()
-    return sorted(x for x in names if not _is_same(found.get(x), expected.get(x)))
-
-
-def _is_same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return torch.equal(left, right)
-    return repr(left) == repr(right)  # NaN is NaN
 
 
 @contextmanager
@@ -105,71 +96,6 @@ def start(of: Case, **more: Any) -> zbpp.Pipeline:
     return make(of, execution=how, **more)
 
 
-def note_results(numbers: Numbers, results: list[Any]) -> None:
-    for step, result in enumerate(results):
-        numbers[f"step {step}"] = result.loss, result.grad_norm
-
-
-def note_parameters(numbers: Numbers, trained: zbpp.Pipeline) -> None:
-    """By the caller's stream, which the host then waits for, and no other."""
-    for name, parameter in trained.named_parameters():
-        numbers[name] = parameter.detach().cpu()
-
-
-# ---- What scripts do.
-
-
-def from_host(
-    of: Case,
-    *,
-    pins: bool = False,
-    folder: str | None = None,
-    switches: bool = False,
-    **more: Any,
-) -> Numbers:
-    """Batches of the host, overwritten as soon as a step has begun; an evaluation.
-
-    Before the third step another pipeline may load from a folder what the first one
-    has saved, or the pipeline switch to another order of its mode.
-    """
-    numbers, trained = Numbers(), start(of, **more)
-    results = []
-    for step in range(N_STEPS):
-        if folder is not None and step == 2:
-            trained.save(folder, wait=True)
-            trained.close()
-            trained = start(of, **more)
-            trained.load(folder)
-        if switches and step == 2:
-            trained.switch(another_order(of.mode, trained))
-        x, y = (t.pin_memory() if pins else t for t in of.batch(step))
-        if step < WARM_UP or switches or folder is not None:
-            results.append(trained.step(x, y))
-        else:
-            with steady():
-                results.append(trained.step(x, y))
-        x.zero_()
-        y.zero_()
-    note_results(numbers, results)
-    x, y = of.of.batch(99, 7)
-    numbers["validation"] = trained.evaluate(x, y, n_microbatches=3)
-    outputs = trained.predict(of.batch(98)[0], everywhere=True)
-    if isinstance(outputs, Tensor):
-        numbers["outputs"] = float(outputs.double().sum())
-    note_parameters(numbers, trained)
-    trained.close()
-    return numbers
-
-
-def another_order(mode: str, trained: zbpp.Pipeline) -> zbpp.Plan:
-    return zbpp.plan(
-        mode,
-        n_stages=trained.schedule.n_stages,
-        n_microbatches=trained.n_microbatches,
-        costs=Costs(f=1, b=3, w=2),
-    )
-
-
 class Mixing(nn.Module):
     """Makes batches on the GPU: what the caller's stream has to do takes long."""
 
@@ -177,66 +103,6 @@ class Mixing(nn.Module):
         for _ in range(4):
             x = (x * 3 + 1) % 11
         return x
-
-
-def from_gpu(of: Case) -> Numbers:
-    """Batches that the caller's stream makes before a step, and drops after it."""
-    numbers, trained = Numbers(), start(of)
-    mixing, results, inputs_after = Mixing(), [], []
-    raw = [tuple(t.cuda() for t in of.batch(step)) for step in range(N_STEPS)]
-    for step, (x, y) in enumerate(raw):
-        inputs, targets = mixing(x), mixing(y)
-        if step < WARM_UP:
-            results.append(trained.step(inputs, targets))
-        else:
-            with steady():
-                results.append(trained.step(inputs, targets))
-        inputs.fill_(step)  # as the caller's stream comes to it
-        inputs_after.append(inputs)
-        del inputs, targets
-    note_results(numbers, results)
-    numbers["inputs"] = torch.stack(inputs_after).cpu()
-    note_parameters(numbers, trained)
-    trained.close()
-    return numbers
-
-
-def user_optimizer(of: Case) -> Numbers:
-    """The caller's stream adds up gradients, and takes the optimizer step."""
-    numbers, trained = Numbers(), start(of)
-    parameters = dict(trained.named_parameters())
-    optimizer = torch.optim.SGD([*parameters.values()], lr=1e-1, momentum=0.9)
-    results = []
-    for step in range(N_STEPS):
-        results.append(trained.step(*of.batch(step)))
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    note_results(numbers, results)
-    for name, parameter in parameters.items():
-        grad = parameter.grad
-        numbers[f"gradient of {name}"] = None if grad is None else grad.cpu()
-    note_parameters(numbers, trained)
-    trained.close()
-    return numbers
-
-
-def with_times(of: Case) -> Numbers:
-    """Steps whose times are read at once, before their results are."""
-    numbers, trained = Numbers(), start(of)
-    results = []
-    for step in range(N_STEPS):
-        results.append(trained.step(*of.batch(step)))
-        slots = [slot for row in diagnostics.timeline(trained).rows for slot in row]
-        numbers[f"no time runs backwards in step {step}"] = all(
-            slot.end >= slot.start for slot in slots
-        )
-        for executor in trained.stages.executors.values():
-            executor.times.norm_seconds()
-    note_results(numbers, results)
-    note_parameters(numbers, trained)
-    trained.close()
-    return numbers
 
 
 @dataclass
@@ -250,88 +116,163 @@ class Loss:
         return self.of.of.loss_fn(outputs, targets) * self.factor
 
 
-def scaled(of: Case) -> Numbers:
-    """A loss scale, and a step whose gradients overflow."""
-    loss = Loss(of)
-    trained = start(of, loss_fn=loss)
-    numbers, results = Numbers(), []
-    for step in range(N_STEPS):
-        loss.factor = float("inf") if step == 2 else 1.0
-        results.append(trained.step(*of.batch(step)))
-    note_results(numbers, results)
-    note_parameters(numbers, trained)
-    trained.close()
-    return numbers
+def train(
+    of: Case,
+    *,
+    source: str = "host",
+    folder: str | None = None,
+    switches: bool = False,
+    reads_times: bool = False,
+    optimizes: bool = False,
+    overflows: bool = False,
+    closes: bool = False,
+    mesh: Mapping[str, Any] | None = None,
+    **limits: float,
+) -> Numbers:
+    """Train as a script does, which overwrites each batch once its step has begun.
 
-
-def on_mesh(of: Case, *, stages: int = 1, **shards: Any) -> Numbers:
-    """Two replicas, each with its share of the batch, that hold parts of all layers."""
-    mesh = zbpp.mesh(stages=stages, data_parallel=2)
-    numbers = Numbers()
-    trained = start(of, mesh=zbpp.DataParallel(mesh=mesh, **shards))
-    replica, results = mesh.get_local_rank("dp"), []
-    for step in range(N_STEPS):
-        x, y = (t.tensor_split(2)[replica] for t in of.of.batch(step, 16))
-        if step < WARM_UP:
-            results.append(trained.step(x, y))
-        else:
-            with steady():
-                results.append(trained.step(x, y))
-    note_results(numbers, results)
-    for name, parameter in trained.named_parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        numbers[f"{name} of replica {replica}"] = local.detach().cpu()
-    trained.close()
-    return numbers
-
-
-def closed_at_once(of: Case) -> Numbers:
-    """A pipeline that is closed while its last step is under way."""
-    trained = start(of)
+    Args:
+        of: settings of the pipeline.
+        source: of batches: ``"host"``, ``"pinned"`` memory, or ``"gpu"``: the caller's
+            stream makes them.
+        folder: into which the first pipeline saves, for another one to go on.
+        switches: to another order of the mode.
+        reads_times: after each step, before its result.
+        optimizes: the caller's stream adds up gradients, and takes each second step.
+        overflows: the third step.
+        closes: the pipeline while its last step is under way.
+        mesh: of two replicas, each with its share of the batch: stages and shards.
+        limits: of time.
+    """
+    loss, more, replica = Loss(of), dict(limits), None
+    if overflows:
+        more["loss_fn"] = loss
+    if mesh is not None:
+        options = {"stages": 1} | mesh
+        sizes = zbpp.mesh(stages=options.pop("stages"), data_parallel=2)
+        more["mesh"] = zbpp.DataParallel(mesh=sizes, **options)
+        replica = sizes.get_local_rank("dp")
+    batches = [of.of.batch(step, 8 if mesh is None else 16) for step in range(N_STEPS)]
+    if source == "gpu":
+        batches = [tuple(x.cuda() for x in batch) for batch in batches]
+    numbers, results, mixing = Numbers(), [], Mixing()
+    trained = start(of, **more)
     parameters = dict(trained.named_parameters())
-    for step in range(N_STEPS):
-        trained.step(*of.batch(step))
-    trained.close()
-    return {name: p.detach().cpu() for name, p in parameters.items()}
+    optimizer = None
+    if optimizes:
+        optimizer = torch.optim.SGD([*parameters.values()], lr=1e-1, momentum=0.9)
+    is_usual = not (switches or folder or reads_times or optimizes or overflows)
+    for step, batch in enumerate(batches):
+        if folder is not None and step == 2:
+            trained.save(folder, wait=True)
+            trained.close()
+            trained = start(of, **more)
+            trained.load(folder)
+        if switches and step == 2:
+            trained.switch(another_order(of.mode, trained))
+        if source != "host":
+            batch = [mixing(x) if x.is_cuda else x.pin_memory() for x in batch]
+        if replica is not None:
+            batch = [x.tensor_split(2)[replica] for x in batch]
+        loss.factor = float("inf") if overflows and step == 2 else 1.0
+        with steady() if is_usual and step >= WARM_UP else nullcontext():
+            results.append(trained.step(*batch))
+        for x in batch:
+            x.fill_(step)  # on a GPU as the caller's stream comes to it
+        if reads_times:
+            note_times(numbers, trained, step)
+        if optimizer is not None and step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    if closes:
+        trained.close()
+    else:
+        note_end(numbers, of, trained, results, evaluates=mesh is None)
+        parameters = dict(trained.named_parameters())
+    for name, p in parameters.items():
+        # by the caller's stream, which the host then waits for, and no other
+        p = p.to_local() if hasattr(p, "to_local") else p
+        numbers[f"{name} of {replica}"] = p.detach().cpu()
+        if optimizes:
+            numbers[f"gradient of {name}"] = None if p.grad is None else p.grad.cpu()
+    if not closes:
+        trained.close()
+    return numbers
+
+
+def note_times(numbers: Numbers, trained: zbpp.Pipeline, step: int) -> None:
+    slots = [slot for row in diagnostics.timeline(trained).rows for slot in row]
+    name = f"no time runs backwards in step {step}"
+    numbers[name] = all(slot.end >= slot.start for slot in slots)
+    for executor in trained.stages.executors.values():
+        executor.times.norm_seconds()
+
+
+def note_end(
+    numbers: Numbers,
+    of: Case,
+    trained: zbpp.Pipeline,
+    results: list[Any],
+    *,
+    evaluates: bool,
+) -> None:
+    """Results, an evaluation and a prediction."""
+    numbers["steps"] = [(result.loss, result.grad_norm) for result in results]
+    if evaluates:
+        x, y = of.of.batch(99, 7)
+        numbers["validation"] = trained.evaluate(x, y, n_microbatches=3)
+        outputs = trained.predict(of.batch(98)[0], everywhere=True)
+        if isinstance(outputs, Tensor):
+            numbers["outputs"] = float(outputs.double().sum())
+
+
+def another_order(mode: str, trained: zbpp.Pipeline) -> zbpp.Plan:
+    return zbpp.plan(
+        mode,
+        n_stages=trained.schedule.n_stages,
+        n_microbatches=trained.n_microbatches,
+        costs=Costs(f=1, b=3, w=2),
+    )
 
 
 _NOTHING_TO_VALIDATE = {"optimizer": None, "clip": None, "post_validation": None}
+OF_GPU = {"source": "gpu"}
 TWO_TENSORS = case("ZBH1", "tuples", split=(7, 1))
 ONE_PROCESS = [
-    Scenario("ZBV", from_host, case("ZBV")),
-    Scenario("ZBH1", from_host, case("ZBH1")),
-    Scenario("ZBH1, batches of the GPU", from_gpu, case("ZBH1")),
-    Scenario("1F1B, pinned batches", from_host, case("1F1B"), {"pins": True}),
-    Scenario("ZBV, optimizer of the user", user_optimizer,
-             case("ZBV", **_NOTHING_TO_VALIDATE)),
-    Scenario("ZBH1, dropout", from_host, case("ZBH1", "lm dropout")),
-    Scenario("ZBH1, times", with_times, case("ZBH1")),
-    Scenario("DualPipeV, points", from_host, case("DualPipeV", "exchange")),
-    Scenario("DualPipeV, points of the GPU", from_gpu, case("DualPipeV", "exchange")),
-    Scenario("ZBV, closed at once", closed_at_once, case("ZBV")),
-    Scenario("ZBV, loss scale", scaled, case("ZBV", loss_scale=8.0)),
-    Scenario("VPP, snapshots", from_host, case("VPP", snapshots=True)),
-    Scenario("ZBH2, barrier", from_host, case("ZBH2", post_validation=False)),
-    Scenario("ZBV, recompute", from_host, case("ZBV", recompute="all")),
-    Scenario("1F1B, recompute, points", from_host,
+    Scenario("ZBV", case("ZBV")),
+    Scenario("ZBH1", case("ZBH1")),
+    Scenario("ZBH1, batches of the GPU", case("ZBH1"), OF_GPU),
+    Scenario("1F1B, pinned batches", case("1F1B"), {"source": "pinned"}),
+    Scenario("ZBV, optimizer of the user", case("ZBV", **_NOTHING_TO_VALIDATE),
+             {"optimizes": True}),
+    Scenario("ZBH1, dropout", case("ZBH1", "lm dropout")),
+    Scenario("ZBH1, times", case("ZBH1"), {"reads_times": True}),
+    Scenario("DualPipeV, points", case("DualPipeV", "exchange")),
+    Scenario("DualPipeV, points of the GPU", case("DualPipeV", "exchange"), OF_GPU),
+    Scenario("ZBV, closed at once", case("ZBV"), {"closes": True}),
+    Scenario("ZBV, loss scale", case("ZBV", loss_scale=8.0), {"overflows": True}),
+    Scenario("VPP, snapshots", case("VPP", snapshots=True)),
+    Scenario("ZBH2, barrier", case("ZBH2", post_validation=False)),
+    Scenario("ZBV, recompute", case("ZBV", recompute="all")),
+    Scenario("1F1B, recompute, points",
              case("1F1B", "exchange, dropout", recompute="all")),
-    Scenario("ZB, segments", from_host, case("ZB", "exchange, dropout", parts=True)),
-    Scenario("ZBH1, switches", from_host, case("ZBH1"), {"switches": True}),
-    Scenario("1F1B, fused", from_host, case("1F1B", optimizer="fused")),
-    Scenario("ZBH2, checkpoint", from_host, case("ZBH2", "checkpoints")),
-    Scenario("VHalf, 16 bits", from_host, case("VHalf", autocast=True)),
-    Scenario("VHalf, buffers", from_host, case("VHalf", "norms")),
-    Scenario("1F1B, buffers", from_gpu, case("1F1B", "norms")),
-    Scenario("ZBH2, tied ends", from_host, case("ZBH2", "lm tied")),
-    Scenario("ZBV, tokens", from_host, case("ZBV", weigh="tokens")),
+    Scenario("ZB, segments", case("ZB", "exchange, dropout", parts=True)),
+    Scenario("ZBH1, switches", case("ZBH1"), {"switches": True}),
+    Scenario("1F1B, fused", case("1F1B", optimizer="fused")),
+    Scenario("ZBH2, checkpoint", case("ZBH2", "checkpoints")),
+    Scenario("VHalf, 16 bits", case("VHalf", autocast=True)),
+    Scenario("VHalf, buffers", case("VHalf", "norms")),
+    Scenario("1F1B, buffers", case("1F1B", "norms"), OF_GPU),
+    Scenario("ZBH2, tied ends", case("ZBH2", "lm tied")),
+    Scenario("ZBV, tokens", case("ZBV", weigh="tokens")),
 ]  # fmt: skip
 PROCESSES = [
-    Scenario("ZBV, 2 processes", from_host, case("ZBV"), n_processes=2),
-    Scenario("1F1B, 2 processes", from_gpu, case("1F1B"), n_processes=2),
-    Scenario("two tensors, 2 processes", from_host, TWO_TENSORS, n_processes=2),
-    Scenario("ZBV closed at once", closed_at_once, case("ZBV"), n_processes=2),
+    Scenario("ZBV, 2 processes", case("ZBV"), n_processes=2),
+    Scenario("1F1B, 2 processes", case("1F1B"), OF_GPU, n_processes=2),
+    Scenario("two tensors, 2 processes", TWO_TENSORS, n_processes=2),
+    Scenario("ZBV closed at once", case("ZBV"), {"closes": True}, n_processes=2),
     *(
-        Scenario(name, on_mesh, case("1F1B", model), how, n_processes=2, by_mode=True)
+        Scenario(name, case("1F1B", model), {"mesh": how}, n_processes=2, by_mode=True)
         for name, model, how in (
             ("mesh of replicas", "lm", {}),
             ("mesh of replicas, tied", "lm tied", {}),
@@ -340,17 +281,17 @@ PROCESSES = [
              {"shard": "parameters", "alternating_buffers": True}),
         )
     ),
-    Scenario("ZBH1, 2 processes", from_gpu, case("ZBH1"), n_processes=2),
-    Scenario("VPP, 4 processes", from_host, case("VPP"), n_processes=4),
-    Scenario("ZBH1, tied ends", from_host, case("ZBH1", "lm tied"), n_processes=2),
-    Scenario("ZBH2 switches", from_host, case("ZBH2"), {"switches": True}, 2),
-    Scenario("VHalf, barrier", from_host, case("VHalf", post_validation=False),
+    Scenario("ZBH1, 2 processes", case("ZBH1"), OF_GPU, n_processes=2),
+    Scenario("VPP, 4 processes", case("VPP"), n_processes=4),
+    Scenario("ZBH1, tied ends", case("ZBH1", "lm tied"), n_processes=2),
+    Scenario("ZBH2 switches", case("ZBH2"), {"switches": True}, 2),
+    Scenario("VHalf, barrier", case("VHalf", post_validation=False),
              n_processes=2),
-    Scenario("1F1B, snapshots", from_host, case("1F1B", snapshots=True), n_processes=4),
-    Scenario("ZBV, recompute, 4 processes", from_host, case("ZBV", recompute="all"),
+    Scenario("1F1B, snapshots", case("1F1B", snapshots=True), n_processes=4),
+    Scenario("ZBV, recompute, 4 processes", case("ZBV", recompute="all"),
              n_processes=4),
     *(
-        Scenario(f"{mode}, {name}", on_mesh, case(mode, model), how | {"stages": 2},
+        Scenario(f"{mode}, {name}", case(mode, model), {"mesh": how | {"stages": 2}},
                  n_processes=4, by_mode=True)
         for name, mode, model, how in (
             ("replicas", "ZBH2", "lm", {}),

@@ -1,14 +1,13 @@
-"""The split backward with tensor parallelism, wrappers of replicas, transformers."""
+"""The split backward with tensor parallelism, and experts of transformers."""
 
 import pytest
 import torch
 from pool import Pool
-from split_runs import IN_ORDER, Numbered, check, pipeline_of
+from split_runs import IN_ORDER, Numbered, check
 from torch import nn
 from zoo import Case, Fn, lin, tokens
 
-from zbpp.core import RequestError
-from zbpp.runtime import SplitModule, split_forward
+from zbpp.runtime import split_forward
 
 
 def tensor_parallel() -> list[int]:
@@ -48,37 +47,6 @@ def tensor_parallel() -> list[int]:
 def test_tensor_parallel_layers_are_split(pool: Pool) -> None:
     for n_in_b, n_in_w in pool.run(tensor_parallel, 2):
         assert n_in_b > 0 and n_in_w == 0, "W needs no other process"
-
-
-def refuse_wrappers() -> None:
-    """By name: alone, in a pipeline, inside a module, and around a split one."""
-    from torch.distributed._composable import replicate
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel as Ddp
-
-    x = torch.randn(4, 6)
-    for module, wrapper in (
-        (Ddp(nn.Sequential(lin())), "DistributedDataParallel"),
-        (replicate(nn.Sequential(lin())), "replicate"),
-        (fully_shard(nn.Sequential(lin())), "fully_shard"),
-        (nn.Sequential(fully_shard(nn.Sequential(lin()))), "fully_shard"),
-    ):
-        words = "mesh" if wrapper == "fully_shard" else f"wrapped by {wrapper}"
-        with pytest.raises(RequestError, match=words):
-            pipeline_of([module, lin()])
-        with pytest.raises(RequestError, match=f"is wrapped by {wrapper}") as refused:
-            split_forward(module, x)
-    assert "the module.0 is" in str(refused.value)
-    around = Ddp(SplitModule(lin()))
-    with pytest.raises(RequestError, match="is wrapped by DistributedDataParallel"):
-        around(x)
-    split_forward(nn.Sequential(lin()), x)
-
-
-@pytest.mark.dist
-@pytest.mark.filterwarnings("ignore")  # torch's own
-def test_wrappers_of_replicas_are_refused_by_name(pool: Pool) -> None:
-    pool.run(refuse_wrappers, 2)
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from histories import (
     BadGradient,
     Case,
     Run,
-    difference,
 )
 from hypothesis import Phase, event, settings
 from hypothesis.stateful import (
@@ -37,6 +36,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from pool import Pool
+from same import difference
 
 from zbpp.runtime.testing import small_buckets
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from histories import batch, linears, make, refusal
 from pool import Pool
+from small import batch, linears, make, refusal
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -17,10 +17,8 @@ LossFn = Callable[..., Any]
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-def pipeline_of(
-    loss_fn: LossFn, mode: str = "ZBH1", n_stages: int | None = 2, **more: Any
-) -> zbpp.Pipeline:
-    return make(mode, n_stages, loss_fn=loss_fn, **more)
+def pipeline_of(loss_fn: LossFn, **more: Any) -> zbpp.Pipeline:
+    return make(loss_fn=loss_fn, **more)
 
 
 # Buffers and mode of a module.
@@ -41,8 +39,8 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("schedule", ["ZBV", "ZBH1"])
 def test_a_replay_changes_buffers_once(schedule: str) -> None:
     loss_fn = Counting(persistent=False)
-    policy = zbpp.StepPolicy(post_validation=True)
-    with pipeline_of(loss_fn, schedule, clip_grad_norm=0.01, step=policy) as pipeline:
+    how = {"schedule": schedule, "post_validation": True, "clip_grad_norm": 0.01}
+    with pipeline_of(loss_fn, **how) as pipeline:
         rollbacks = sum(pipeline.step(*batch()).rollbacks for _ in range(4))
     assert rollbacks == 4
     assert loss_fn.n == 4 * 4
@@ -118,10 +116,9 @@ def read_the_first_weight(n_stages: int | None) -> str:
     model = linears()
     pipeline = pipeline_of(
         lambda y, t: mse_loss(y @ model[0].weight, t),
-        "1F1B",
+        schedule="1F1B",
         model=model,
         n_stages=n_stages,
-        execution=zbpp.Execution(timeout_s=60.0),
     )
     try:
         return f"loss {pipeline.step(*batch()).loss}"
@@ -141,12 +138,12 @@ def test_a_loss_that_reads_another_stages_parameter_is_refused(pool: Pool) -> No
 # Sums over the batch.
 
 SUM = nn.MSELoss(reduction="sum")
-SUMS: dict[str, tuple[LossFn, zbpp.Numerics]] = {
-    "module": (SUM, zbpp.Numerics()),
-    "partial": (partial(mse_loss, reduction="sum"), zbpp.Numerics()),
+SUMS: dict[str, tuple[LossFn, str | None]] = {
+    "module": (SUM, None),
+    "partial": (partial(mse_loss, reduction="sum"), None),
     "function": (
         lambda y, t: mse_loss(y, t, reduction="sum"),
-        zbpp.Numerics(weigh="sum"),
+        "sum",
     ),
 }
 
@@ -162,8 +159,8 @@ def loss_and_norm(x: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize("n", [8, 7, 5])
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_is_the_sum_over_the_batch(name: str, n: int) -> None:
-    loss_fn, numerics = SUMS[name]
-    pipeline = pipeline_of(loss_fn, numerics=numerics)
+    loss_fn, weigh = SUMS[name]
+    pipeline = pipeline_of(loss_fn, weigh=weigh)
     evaluated = pipeline.evaluate(*batch(n))
     result = pipeline.step(*batch(n))
     assert evaluated == pytest.approx(result.loss)
@@ -173,14 +170,7 @@ def test_a_sum_is_the_sum_over_the_batch(name: str, n: int) -> None:
 def test_the_norm_of_a_gradient_that_is_read_in_pieces() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(2, 300), torch.randn(2, 300)  # 90,000 numbers in a gradient
-    pipeline = zbpp.Pipeline(
-        [nn.Linear(300, 300)],
-        "1F1B",
-        n_stages=1,
-        n_microbatches=2,
-        loss_fn=mse_loss,
-        optimizer=None,
-    )
+    pipeline = make(linears(2, width=300), n_microbatches=2, optimizer=None)
     found = pipeline.step(x, y).grad_norm
     gradients = [p.grad.double() for _, p in pipeline.named_parameters()]
     assert found == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-12)
@@ -197,7 +187,7 @@ def test_a_sum_over_several_calls() -> None:
 
 def sum_over_replicas() -> tuple[float, float]:
     mesh = zbpp.mesh(stages=2, data_parallel=2)
-    pipeline = pipeline_of(SUM, mesh=mesh, n_stages=None)
+    pipeline = pipeline_of(SUM, mesh=mesh)
     share = slice(0, 5) if pipeline.place.replica == 0 else slice(5, 9)
     x, y = batch(9)
     result = pipeline.step(x[share], y[share])
@@ -217,8 +207,8 @@ def test_a_step_whose_loss_is_nan_is_skipped(post_validation: bool) -> None:
     pipeline = pipeline_of(
         nn.functional.cross_entropy,
         model=model,
-        numerics=zbpp.Numerics(weigh="samples"),
-        step=zbpp.StepPolicy(post_validation=post_validation),
+        weigh="samples",
+        post_validation=post_validation,
     )
     before = [p.clone() for p in model.parameters()]
     labels = torch.arange(8)

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import histories
 import pytest
+import small
 import torch
-from histories import batch, linears, refusal
+from small import batch, linears, refusal
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
 
@@ -27,7 +27,7 @@ def model() -> nn.Sequential:
 
 
 def make(optimizer: Any, n_stages: int = 2) -> zbpp.Pipeline:
-    return histories.make("ZBH1", n_stages, model=model(), optimizer=optimizer)
+    return small.make(model(), n_stages=n_stages, optimizer=optimizer)
 
 
 def two_kinds(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:

@@ -16,13 +16,10 @@ from histories import (
     BadGradient,
     Case,
     Run,
-    batch,
-    bytes_of,
-    linears,
-    make,
-    refusal,
 )
 from pool import Pool
+from same import bytes_of
+from small import batch, linears, make, refusal
 from torch import Tensor, nn
 
 import zbpp
@@ -138,8 +135,7 @@ def test_only_a_state_dict_of_the_model_itself_validates_the_step(
 ) -> None:
     """A look at a weight, and a state_dict of a copy, do not: it is not clipped yet."""
     model = linears()
-    policy = zbpp.StepPolicy(post_validation=True)
-    pipeline = make(model=model, step=policy, clip_grad_norm=1e-3)
+    pipeline = make(model, post_validation=True, clip_grad_norm=1e-3)
     copied = duplicate(model)
     pipeline.step(*batch())
     copied.state_dict()
@@ -152,7 +148,7 @@ def test_only_a_state_dict_of_the_model_itself_validates_the_step(
 def test_a_closed_pipeline_leaves_no_hooks_behind() -> None:
     model = linears()
     before = pickle.dumps(model)
-    pipeline = make(model=model, optimizer=partial(torch.optim.SGD, lr=0.0))
+    pipeline = make(model, optimizer=partial(torch.optim.SGD, lr=0.0))
     pipeline.step(*batch())
     assert pickle.dumps(model) != before
     pipeline.close()
@@ -290,8 +286,8 @@ def test_the_seeds_of_layers_never_change(
     seed: int, step: int, layer: int, microbatch: int, expected: int
 ) -> None:
     layers = [Seeds() for _ in range(8)]
-    numerics = zbpp.Numerics(seed=seed, first_step=step)
-    pipeline = make("1F1B", 2, model=layers, n_microbatches=32, numerics=numerics)
+    how = {"seed": seed, "first_step": step}
+    pipeline = make(layers, "1F1B", n_microbatches=32, **how)
     pipeline.step(*batch(32))
     assert layers[layer].seen[microbatch] == expected
 
@@ -345,7 +341,7 @@ def test_a_schedule_for_other_layers_is_refused() -> None:
 
 
 def different_schedules() -> str:
-    pipeline = make(n_stages=None)
+    pipeline = make()
     mode = "ZB" if pipeline.rank else "1F1B"
     return refusal(pipeline.switch, zbpp.plan(mode, n_stages=2, n_microbatches=4))
 

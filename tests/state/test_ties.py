@@ -7,11 +7,11 @@ import gc
 from functools import partial
 from typing import Any
 
-import histories
 import pytest
+import small
 import torch
-from histories import refusal
 from pool import Pool
+from small import refusal
 from torch import Tensor, nn
 
 import zbpp
@@ -55,8 +55,8 @@ def slices(layers: list[nn.Module], ties: Any = ()) -> Any:
 def make(
     model: Any, schedule: str = "ZBH1", n_stages: int | None = 2, **more: Any
 ) -> Any:
-    settings = {"model": model, "loss_fn": loss_fn, "optimizer": adamw} | more
-    return histories.make(schedule, n_stages, **settings)
+    settings = {"loss_fn": loss_fn, "optimizer": adamw, "n_stages": n_stages} | more
+    return small.make(model, schedule, **settings)
 
 
 def results(pipeline: zbpp.Pipeline) -> list[tuple[float, float]]:

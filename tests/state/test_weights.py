@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from histories import batch, make
 from pool import Pool
+from small import batch, make
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
@@ -85,13 +85,13 @@ def use_after_training(name: str, folder: str) -> tuple[dict[str, str], list[flo
     """What each use says, and losses of the pipeline and of the model it has saved."""
     layers, model = model_of(name)
     watched = [weakref.ref(p) for p in model.parameters()]
-    pipeline = make("1F1B", None, model=layers, optimizer=adamw)
+    pipeline = make(layers, "1F1B", optimizer=adamw)
     gc.collect()
     n_alive = sum(p() is not None for p in watched)
     for _ in range(3):
         pipeline.step(*batch(16))
     words = {use: words_of(partial(f, model)) for use, f in USES.items()}
-    words["another split"] = words_of(lambda: make("ZBV", None, model=layers))
+    words["another split"] = words_of(lambda: make(layers, "ZBV"))
     here = {id(p) for _, p in pipeline.named_parameters()}
     assert n_alive == len(here) < len(watched), "weights of other stages use memory"
     for _, layer in pipeline.named_layers():  # those of this stage can be read
@@ -119,7 +119,7 @@ def test_stale_weights_are_not_used(pool: Pool, tmp_path: Any, name: str) -> Non
 def test_one_process_trains_the_model_as_a_whole(name: str) -> None:
     """The control: nothing is released, and the model is the trained one."""
     layers, model = model_of(name)
-    pipeline = make("1F1B", 2, model=layers, optimizer=adamw)
+    pipeline = make(layers, "1F1B", optimizer=adamw)
     pipeline.step(*batch(16))
     pipeline.synchronize()
     for use in USES.values():
@@ -132,11 +132,11 @@ def plan_and_train() -> float:
     model, _ = model_of("sequential")
     how: dict[str, Any] = {"loss_fn": mse_loss, "optimizer": adamw, "device": "cpu"}
     plan = zbpp.plan_model(model, "ZBV", n_microbatches=4, example=batch(16), **how)
-    with make(plan, None, model=model, optimizer=adamw) as pipeline:
+    with make(model, plan, optimizer=adamw) as pipeline:
         return pipeline.step(*batch(16)).loss
 
 
 @pytest.mark.dist
 def test_measuring_a_model_releases_nothing(pool: Pool) -> None:
-    loss = make(model=model_of("sequential")[0], optimizer=adamw).step(*batch(16)).loss
+    loss = make(model_of("sequential")[0], optimizer=adamw).step(*batch(16)).loss
     assert pool.run(plan_and_train, 2) == [loss, loss]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from cases import unknown
+from same import flat
 from torch import Tensor, nn
 
 import zbpp
@@ -602,38 +603,6 @@ class Run:
         return [[part.clone() for part in y.chunk(n)] for y in (inputs, targets)]
 
 
-# For tests of one thing: Linears and their batches.
-
-
-def linears() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-
-
-def make(schedule: Any = "ZBH1", n_stages: int | None = 2, **more: Any) -> Any:
-    """A pipeline of Linears, or of another model."""
-    settings: dict[str, Any] = {
-        "optimizer": partial(torch.optim.SGD, lr=0.1),
-        "loss_fn": nn.functional.mse_loss,
-        "n_microbatches": 4,
-        "device": "cpu",
-    }
-    model = more.pop("model", None) or linears()
-    return zbpp.Pipeline(model, schedule, n_stages=n_stages, **(settings | more))
-
-
-def batch(n: int = 8, step: int = 0) -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, n, 8, generator=torch.Generator().manual_seed(step))
-    return x, y
-
-
-def refusal(call: Callable[..., Any], *args: Any, **more: Any) -> str:
-    """Call something that must refuse the request; return its words."""
-    with pytest.raises(zbpp.RequestError) as refused:
-        call(*args, **more)
-    return str(refused.value)
-
-
 def generators() -> tuple[Any, ...]:
     """The states of the generators that a script may use."""
     states = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
@@ -641,30 +610,3 @@ def generators() -> tuple[Any, ...]:
         _, numbers, *rest = sys.modules["numpy"].random.get_state()
         states += [numbers.tobytes(), rest]
     return tuple(states)
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested containers, by path; of tensors their bits."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from flat(inner, f"{path}/{key}")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from flat(inner, f"{path}/{index}")
-    elif isinstance(value, Tensor):
-        yield path, (value.dtype, tuple(value.shape), bytes_of(value))
-    else:
-        yield path, repr(value)
-
-
-def bytes_of(x: Tensor) -> bytes:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def difference(ours: Any, theirs: Any) -> str | None:
-    """Name the first thing that is not the same to the last bit."""
-    left, right = dict(flat(ours)), dict(flat(theirs))
-    for path in [*left, *right]:
-        if left.get(path) != right.get(path):
-            return f"{path}: {left.get(path)!s:.200} is not {right.get(path)!s:.200}"
-    return None

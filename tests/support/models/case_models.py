@@ -183,7 +183,7 @@ def _padded(step: int, samples: int) -> tuple[dict[str, Tensor], Tensor]:
     ids = torch.randint(0, TOKENS, (samples, longest), generator=generator)
     mask = torch.arange(longest) < lengths[:, None]
     labels = ids.roll(-1, 1).masked_fill(~mask, IGNORED)
-    places = torch.arange(longest).expand(samples, 1, longest)
+    places = torch.arange(longest).repeat(samples, 1, 1)
     return {"input_ids": ids, "mask": mask, "places": places}, labels
 
 
@@ -437,6 +437,26 @@ def _only(value: Any) -> Tensor:
 
 _ENDS = ((0, "weight"), (LAST, "weight"))
 
+
+class _Counts(nn.Linear):
+    """Counts its forwards in one buffer, and has another one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x + torch.tanh(super().forward(x))
+
+
+def _doubles(step: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Targets of every second step are near what the first layers put out."""
+    x, y = (part.double() for part in _vectors(step, samples))
+    return x, (0.2 * y + x if step % 2 else y)
+
+
 MODELS: dict[str, Model] = {
     "lm": _lm(_lm_layer),
     "lm tied": _lm(_lm_layer, ties=(_ENDS,), oracle="stage"),
@@ -467,5 +487,6 @@ MODELS: dict[str, Model] = {
     "reentrant checkpoints": Model(
         partial(_checkpointed, use_reentrant=True), oracle="stage"
     ),
+    "counts, tied": Model(lambda index: _Counts(), batch=_doubles, ties=(_ENDS,)),
     "exchange, norms": Model(partial(Exchange, norm=nn.BatchNorm1d)),
 }

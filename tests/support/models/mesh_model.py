@@ -181,7 +181,7 @@ class Head(nn.Module):
         return self.linear(self.norm(x[..., 1:]))
 
 
-class Model(nn.Module):
+class MeshModel(nn.Module):
     """All of them, the same on every process but for its experts.
 
     Args:

@@ -2,74 +2,35 @@
 
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from histories import difference, flat
-from torch import Tensor, nn
+import cases
+from cases import Case
+from same import difference, flat
+from torch import Tensor
 
 import zbpp
 from zbpp.checkpoint import newest
 from zbpp.runtime.testing import inject
 
-N_STEPS, WIDTH = 6, 8
+N_STEPS = 6
 SPIKE, INF = 1e4, float("inf")
 Events = tuple[tuple[int, float], ...]
-"""Steps with their term of the last layer's gradient."""
+"""Steps with a factor of their targets."""
 
-_gradient = [0.0]
-
-
-class _Adds(torch.autograd.Function):
-    """The identity; adds a number to a weight's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.shape = weight.shape
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.full(ctx.shape, _gradient[0])
-
-
-class Layer(nn.Module):
-    """Has a running mean, and the events if it is the last."""
-
-    def __init__(self, is_last: bool) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.is_last = is_last
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(torch.tanh(self.linear(x)))
-        return _Adds.apply(y, self.norm.weight) if self.is_last else y
+CASE = Case(model="norms", clip=5.0, post_validation=True)
 
 
 def make(mode: str, n_stages: int | None, **more: Any) -> zbpp.Pipeline:
-    torch.manual_seed(0)
-    _gradient[0] = 0.0
-    settings = {
-        "step": zbpp.StepPolicy(post_validation=True),
-        "execution": zbpp.Execution(timeout_s=60),
-        "clip_grad_norm": 5.0,
-        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-    } | more
-    return zbpp.Pipeline(
-        [Layer(i == 3) for i in range(4)],
-        mode,
-        loss_fn=nn.functional.mse_loss,
-        n_stages=n_stages,
-        n_microbatches=4,
-        **settings,
-    )
+    return cases.make(replace(CASE, mode=mode), n_stages=n_stages, **more)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(step))
-    return x, y
+def batch(step: int, events: Events = ()) -> tuple[Tensor, Tensor]:
+    inputs, targets = CASE.batch(step)
+    return inputs, targets * dict(events).get(step, 1.0)
 
 
 def train(mode: str, fault: str, events: Events, folder: str, more: Any = None) -> int:
@@ -79,8 +40,7 @@ def train(mode: str, fault: str, events: Events, folder: str, more: Any = None) 
     with inject(fault) if fault else nullcontext():
         pipeline = make(mode, None, **(more or {}))
         for step in range(N_STEPS):
-            _gradient[0] = dict(events).get(step, 0.0)
-            pipeline.step(*batch(step))
+            pipeline.step(*batch(step, events))
             if folder and step % 2:
                 pipeline.save(folder, wait=True)
                 if any(pipeline.gather(bool(asked))):
@@ -96,8 +56,7 @@ def states(mode: str, events: Events) -> list[dict[str, Any]]:
     pipeline = make(mode, 2, step=waits)
     found = [_bits(pipeline)]
     for step in range(N_STEPS):
-        _gradient[0] = dict(events).get(step, 0.0)
-        pipeline.step(*batch(step))
+        pipeline.step(*batch(step, events))
         found.append(_bits(pipeline))
     return found
 

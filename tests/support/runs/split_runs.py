@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import small
 import torch
 from matmuls import CountMatmuls
 from torch import Tensor, nn
@@ -189,14 +190,7 @@ def schedule_of(order: str) -> Schedule:
 
 def pipeline_of(layers: Sequence[nn.Module], schedule: str = "ZBH1") -> zbpp.Pipeline:
     """Two stages, two micro-batches, and no optimizer."""
-    return zbpp.Pipeline(
-        layers,
-        schedule,
-        loss_fn=nn.functional.mse_loss,
-        optimizer=None,
-        n_stages=2,
-        n_microbatches=2,
-    )
+    return small.make(layers, schedule, optimizer=None, n_microbatches=2)
 
 
 def random_order(seed: int, n: int) -> str:
