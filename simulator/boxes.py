@@ -23,7 +23,7 @@ from zbpp.core import (
     JobKind,
     Lane,
     PassKind,
-    Scope,
+    StageKind,
     State,
     Timeline,
     format_memory,
@@ -51,8 +51,8 @@ __all__ = [
 DARK = "#222222"
 _SEND = "SEND"  # role of the end of a job in which its stage only sends
 
-LOOKS = {row.text: row for row in KINDS.values() if row.colour} | {
-    _SEND: JobKind(_SEND, Scope.MICROBATCH, "only sends", colour="#8A8A8A")
+LOOKS = {str(kind): row for kind, row in KINDS.items() if row.colour} | {
+    _SEND: JobKind("only sends", colour="#8A8A8A")
 }
 """Looks by the text of the kind, in the order of legends."""
 
@@ -215,12 +215,12 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
 
 
 def _style(job: Job, timeline: Timeline) -> Style:
-    kind, chunk, placement = kind_of(job), place_of(job), timeline.placement
-    if kind.scope is Scope.STAGE:
-        return Style(kind.text)
+    chunk, placement = place_of(job), timeline.placement
+    if isinstance(job.kind, StageKind):
+        return Style(str(job.kind))
     leg = placement.chunks_of[placement.stage_of[chunk]].index(chunk)
-    recomputes = PassKind.B in kind.work and chunk in timeline.recomputing
-    return Style(kind.text, leg, recomputes)
+    recomputes = PassKind.B in kind_of(job).work and chunk in timeline.recomputing
+    return Style(str(job.kind), leg, recomputes)
 
 
 def origin_of(timeline: Timeline) -> float:

@@ -101,7 +101,7 @@ TABLE = (
      "cuts = [end - 1 for end in ends[1:-1]]", "cuts = [*ends[1:-1]]"),
     ("core", "a stage of twice the speed takes twice as long",
      "zbpp/core/costs/table.py",
-     "tuple(time / speed[s] for", "tuple(time * speed[s] for"),
+     "of(name) / speed[stage_of] for", "of(name) * speed[stage_of] for"),
     ("core", "parts that compute in a row stay apart", "zbpp/core/costs/parts.py",
      "if lane is Lane.COMPUTE and joined and", "if lane is None and joined and"),
     ("core", "a number of a file may be a truth", "zbpp/core/files/json_text.py",

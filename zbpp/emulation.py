@@ -139,7 +139,7 @@ def _delay_jobs(executor: Executor, times: ChunkCosts, stage: int) -> None:
             start = time.perf_counter()
             if kind is not PassKind.W:
                 start = max(start, sleeping.set_at(State.PARAMETERS, chunk))
-            return start + times.of_pass(kind, chunk) / 1e3
+            return start + times.of_kind(kind, chunk) / 1e3
 
         delay(executor.stage, name, end)
 

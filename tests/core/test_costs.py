@@ -67,7 +67,7 @@ def test_a_column_is_spread_over_the_chunks(given, placement, column, spread):
 def test_a_backward_that_cannot_be_split_is_one_b_of_both_times():
     times = Costs(b=4.0, w=2.0, m_b=2.0, m_w=1.0, splits=(True, False)).on(V)
     assert times.b == (2.0, 3.0, 3.0, 2.0) and times.w == (1.0, 0.0, 0.0, 1.0)
-    assert [times.of_pass(BW, chunk) for chunk in range(4)] == [3.0] * 4
+    assert [times.of_kind(BW, chunk) for chunk in range(4)] == [3.0] * 4
     assert times.m_w == (0.5, 0.0, 0.0, 0.5)  # a BW leaves nothing
     assert times.peak_b[1] == times.peak_bw[1]
 
@@ -83,7 +83,7 @@ def test_a_backward_that_cannot_be_split_is_one_b_of_both_times():
         ({"speed": (1.0,)}, "speed has 1 entries for 2 stages"),
         ({"speed": (1.0, 0.0)}, r"speed\[1\] is 0.0; it must be above 0"),
         ({"splits": (True, True, False)}, "splits has 3 entries for 2 stages"),
-        ({"splits": (True, 0)}, r"splits is \(True, 0\), not a list of true"),
+        ({"splits": (True, 0)}, r"splits\[1\] is 0, not true or false"),
         ({"m_b": -1.0}, "^m_b is -1"),
         ({"memory_limit": -1.0}, "^memory_limit is -1"),
         *(

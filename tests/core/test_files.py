@@ -40,7 +40,7 @@ PER_CHUNK = ("f", "b", "w", "comm", "optimizer", "all_gather", "reduce_scatter")
 @given(
     lists=st.fixed_dictionaries({}, optional=dict.fromkeys(PER_CHUNK, per_chunk)),
     loss=values,
-    splits=st.none() | st.lists(st.booleans(), max_size=3).map(tuple),
+    splits=st.none() | st.lists(st.booleans(), min_size=1, max_size=3).map(tuple),
     reduction=st.none() | values,
     validation=values,
     memory_limit=st.none() | per_chunk,
@@ -93,7 +93,7 @@ NOT_READ = ("loss", "reduction", "validation")
             (f'{{"{x}": [1]}}', f"{x} is a list; it must be one number")
             for x in NOT_READ
         ),
-        ('{"splits": [1, 0]}', r"splits is \[1, 0\], not a list of true or false"),
+        ('{"splits": [1, 0]}', r"splits\[0\] is 1, not true or false"),
         ('{"memory_limit": -3}', "memory_limit is -3"),
         ('{"f": ' + "9" * 5000 + "}", "no usable JSON: "),
         ('{"version": 1}', "unknown key 'version'"),

@@ -85,13 +85,14 @@ def test_parts_in_a_row_take_the_times_of_their_sums(mode):
     "parts, message",
     [
         (TINY.replace(" 0W1.0", ""), "O starts where the order has 0W1"),
-        (TINY.replace(" 0F0.2", ""), "part 2 of 0F0 is missing"),
-        (TINY.replace("0F0.0 0F0.1~", "0F0.1~ 0F0.0"), "comes where part 0 of 0F0"),
-        (TINY.replace("0F1.0", "0F1.0~"), "on another lane elsewhere"),
+        (TINY.replace(" 0F0.2", ""), "0F0.2 is missing"),
+        (TINY.replace("0F0.0 0F0.1~", "0F0.1~ 0F0.0"), "0F0.1~ comes where 0F0.0 must"),
+        (TINY.replace("0F1.0", "0F1.0~"), "0F1.0~ comes where 0F1.0 must"),
         (TINY.replace(" O", ""), "O is missing"),
         (TINY.replace("0F0.0 0F0.1~ 0F1.0", "0F1.0 0F0.0 0F0.1~"), "the order has 0F0"),
-        (TINY.replace("0W0.0", "0W0"), "0W0 is no part"),
-        (TINY.replace("0F0.1~", "0F0.1"), "on another lane elsewhere"),
+        (TINY.replace("0W0.0", "0W0"), "0W0 comes where 0W0.0 must"),
+        (TINY.replace("0F0.1~", "0F0.1"), "0F1.1~ comes where 0F1.1 must"),
+        (TINY.replace("0W0.0", "0W0.0 0W0.0"), "0W0.0 comes once more"),
     ],
 )
 def test_rows_that_do_not_fit_the_orders_are_refused(parts, message):

@@ -73,7 +73,7 @@ OF_PASSES = """
 0F0 0BW0 O | .
 0 3 0F1 is missing
 0F0 0F1 0BW0 O | .
-0 4 0B1 (with 0W1, or 0BW1) is missing
+0 4 0B1 is missing
 . | 1F0 1B0 1F1 1BW1 O
 1 5 1W0 is missing
 0F0 0F1 0BW0 O 0BW1 | .
@@ -91,23 +91,23 @@ V 0F0 0F1 0BW0 0BW1 | 1F0 1BW0 1F1 1BW1
 """
 OF_COLLECTIVES = """
 . | 1F0 1UNSHARD V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O
-1 0 1F0 needs the parameters of chunk 1, which are sharded here; put 1UNSHARD
+1 0 1F0 needs the gathered parameters of chunk 1; put 1UNSHARD before it
 . | 1UNSHARD 1F0 1RESHARD V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O
-1 4 1BW0 needs the parameters
+1 4 1BW0 needs the gathered parameters
 . | 1UNSHARD 1F0 1UNSHARD V 1BW0 O
-1 2 1UNSHARD: chunk 1 is gathered here
+1 2 1UNSHARD comes after 1UNSHARD without 1RESHARD between
 . | 1UNSHARD 1F0 V 1BW0 1RESHARD 1RESHARD O
-1 5 1RESHARD: chunk 1 is sharded here
+1 5 1RESHARD needs the gathered parameters
 . | 1UNSHARD 1F0 1REDUCE_GRAD V 1BW0 O
-1 2 1REDUCE_GRAD: no W or BW of chunk 1 comes before it
+1 2 1REDUCE_GRAD needs the gradients of chunk 1; put 1W or 1BW before it
 . | 1UNSHARD 1F0 V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT 1REDUCE_GRAD 1REDUCE_WAIT O
-1 6 1REDUCE_GRAD: no W or BW
+1 6 1REDUCE_GRAD needs the gradients
 . | 1UNSHARD 1F0 V 1B0 1W0 1REDUCE_GRAD 1REDUCE_GRAD 1REDUCE_WAIT O
-1 6 1REDUCE_GRAD comes before the REDUCE_WAIT of the one before
+1 6 1REDUCE_GRAD needs the gradients
 . | 1UNSHARD 1F0 V 1BW0 1REDUCE_WAIT 1REDUCE_GRAD O
-1 4 1REDUCE_WAIT: no 1REDUCE_GRAD runs
+1 4 1REDUCE_WAIT needs the sum of gradients of chunk 1; put 1REDUCE_GRAD
 . | 1UNSHARD 1F0 V 1BW0 1REDUCE_GRAD O
-1 5 1REDUCE_WAIT is missing
+1 5 1REDUCE_WAIT is missing after 1REDUCE_GRAD
 . | 1UNSHARD 1F0 V 1BW0 O
 1 5 1REDUCE_GRAD is missing, though chunk 0 has one
 . | 1F0 V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O
@@ -176,6 +176,8 @@ def test_gradients_are_summed_after_the_last_w():
     build(row.format(sums, sums), m=2)
     with pytest.raises(ScheduleError, match=r"0REDUCE_GRAD is missing after 0W0"):
         build(row.format(sums, ""), m=2)
+    with pytest.raises(ScheduleError, match="without 0REDUCE_WAIT between"):
+        build(row.format("0REDUCE_GRAD", sums), m=2)
 
 
 @pytest.mark.parametrize("stage_of", [(), (1,), (0, 2), (-1, 0), (0, 10**12)])

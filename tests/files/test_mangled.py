@@ -192,7 +192,7 @@ def test_numbers_in_files_are_not_counted_to(
     path, n = tmp_path / "x", 10**30
     data = json.loads(written["schedule"].read_text(encoding="utf-8"))
     path.write_text(json.dumps(data | {"n_microbatches": n, "jobs": [["0F0"], []]}))
-    with pytest.raises(RequestError, match=r"0B0 .* is missing"):
+    with pytest.raises(RequestError, match="0B0 is missing"):
         read_schedule(path)
 
 

@@ -1,4 +1,4 @@
-"""Values that every layer shares; standard library only."""
+"""Values that every layer shares: numpy at most, and networkx to name a deadlock."""
 
 from zbpp.core.amounts import format_bytes, format_memory
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
@@ -21,7 +21,6 @@ from zbpp.core.errors import (
     a_kind,
 )
 from zbpp.core.files.costs_file import (
-    is_layers_file,
     parse_costs,
     parse_layers,
     read_costs,
@@ -50,14 +49,12 @@ from zbpp.core.jobs import (
     Part,
     Pass,
     PassKind,
-    Scope,
     StageKind,
     State,
     Step,
     Value,
     What,
     input_of,
-    is_beside,
     kind_of,
     lanes_of,
     members_of,
@@ -124,7 +121,6 @@ __all__ = [
     "RequestError",
     "Schedule",
     "ScheduleError",
-    "Scope",
     "Segment",
     "Send",
     "Slot",
@@ -150,8 +146,6 @@ __all__ = [
     "grid",
     "held_during",
     "input_of",
-    "is_beside",
-    "is_layers_file",
     "kind_of",
     "lanes_of",
     "lower_bound",

@@ -6,8 +6,6 @@ M_B. From 1 MiB on an amount is written as bytes.
 
 import math
 
-__all__ = ["format_bytes", "format_memory"]
-
 _POWERS = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
 
 

@@ -2,8 +2,6 @@
 
 from zbpp.core.amounts import format_memory
 
-__all__ = ["LimitError", "RequestError", "ScheduleError", "WorkerError", "a_kind"]
-
 
 class RequestError(ValueError):
     """The request was wrong or cannot be met; the message says how to mend it."""

@@ -56,9 +56,7 @@ from zbpp.core.placement import Placement
 from zbpp.core.text import mistake
 from zbpp.core.timeline import Slot
 
-__all__ = ["JobGraph", "JobTimes", "Wait", "lanes_of_parts", "unit_times"]
-
-_Lanes = dict[tuple[PassKind, int], dict[int, Lane]]
+LanesOfParts = dict[tuple[PassKind, int], dict[int, Lane]]
 
 
 class Wait(NamedTuple):
@@ -151,7 +149,7 @@ class JobGraph:
         read, written = input_of(job, n_chunks), output_of(job, n_chunks)
         delay = 0.0 if read is None else times.delay(read.chunk, chunk)
         return _Shape(
-            (times.of_pass(kind, chunk), delay),
+            (times.of_kind(kind, chunk), delay),
             None if read is None else writers[read.what, read.chunk],
             None if written is None else writers[written.what, written.chunk],
         )
@@ -440,9 +438,9 @@ class JobTimes:
             ]
 
 
-def lanes_of_parts(rows: Sequence[Sequence[Job]]) -> _Lanes:
+def lanes_of_parts(rows: Sequence[Sequence[Job]]) -> LanesOfParts:
     """The lane of each part of the passes of each kind and chunk, as it comes first."""
-    lanes: _Lanes = {}
+    lanes: LanesOfParts = {}
     for job in chain.from_iterable(rows):
         if isinstance(job, Part):
             lanes.setdefault((job.kind, job.chunk), {}).setdefault(job.index, job.lane)

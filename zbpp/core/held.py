@@ -20,8 +20,6 @@ from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.graph import JobGraph, unit_times
 from zbpp.core.jobs import Job, Lane, Part, Pass, lanes_of
 
-__all__ = ["held_during", "peaks"]
-
 _Known = tuple[int, int]
 """Numbers of parts on the two lanes of the stage that have surely ended."""
 

@@ -26,9 +26,9 @@ them (`Part`):
     compute  0F0.0          0F0.2 0F1.0          0F1.2
     network        0F0.1~               0F1.1~
 
-`KINDS` says all that the other rooms ask about a kind: how it is written, what it
-reads and writes, what it costs and holds, and which lane of its stage it occupies. A
-new kind is a row there, and a class only if it is per something new.
+`KINDS` says all that the other rooms ask about a kind: what it reads and writes, what
+it costs and holds, and which lane of its stage it occupies. A new kind is a row there,
+and a class only if it is per something new.
 """
 
 import gc
@@ -44,49 +44,14 @@ from typing import ClassVar, TypeVar
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
-__all__ = [
-    "KINDS",
-    "Check",
-    "Collective",
-    "CollectiveKind",
-    "Job",
-    "JobKind",
-    "Kind",
-    "Lane",
-    "Pair",
-    "PairKind",
-    "Part",
-    "Pass",
-    "PassKind",
-    "Scope",
-    "StageKind",
-    "State",
-    "Step",
-    "Value",
-    "What",
-    "bulk_construct",
-    "gc_paused",
-    "input_of",
-    "is_beside",
-    "kind_of",
-    "lanes_of",
-    "members_of",
-    "output_of",
-    "passes",
-    "passes_in",
-    "place_of",
-    "reader",
-    "reads",
-    "stage_of",
-    "writes",
-]
-
-
 _T = TypeVar("_T")
 
 
 class PassKind(StrEnum):
-    """Computation of a pass, in the paper's letters (torch: B is "I", BW is "B")."""
+    """Computation of a pass, in the paper's letters (torch: B is "I", BW is "B").
+
+    There is a job for each micro-batch on each chunk: ``3BW7``.
+    """
 
     F = "F"
     """Forward."""
@@ -99,7 +64,7 @@ class PassKind(StrEnum):
 
 
 class CollectiveKind(StrEnum):
-    """Work of the processes that hold the same chunk, in torch's words."""
+    """Work of the processes that hold a chunk, in torch's words: ``3UNSHARD``."""
 
     UNSHARD = "UNSHARD"
     """Start to gather the chunk's parameters; F, B and BW need them, W does not."""
@@ -112,7 +77,7 @@ class CollectiveKind(StrEnum):
 
 
 class StageKind(StrEnum):
-    """Work of the optimizer, for all chunks of a stage at once."""
+    """Work of the optimizer, for all chunks of a stage at once: ``O``."""
 
     STEP = "O"
     """The optimizer step."""
@@ -121,7 +86,7 @@ class StageKind(StrEnum):
 
 
 class PairKind(StrEnum):
-    """Two passes of a stage at the same time."""
+    """Two passes of a stage at the same time: ``(0F4;3BW1)OVERLAP_F_B``."""
 
     FB = "OVERLAP_F_B"
     """A forward beside the backward of another micro-batch, in torch's word."""
@@ -129,19 +94,6 @@ class PairKind(StrEnum):
 
 Kind = PassKind | CollectiveKind | StageKind | PairKind
 """A kind of any job."""
-
-
-class Scope(StrEnum):
-    """Units that there is one job of a kind for."""
-
-    MICROBATCH = "micro-batch"
-    """Each micro-batch on each chunk: ``3BW7``."""
-    CHUNK = "chunk"
-    """Each chunk, any number of times: ``3UNSHARD``."""
-    STAGE = "stage"
-    """Each stage: ``O``."""
-    PAIR = "pair"
-    """Two passes that their orders put together: ``(0F4;3BW1)OVERLAP_F_B``."""
 
 
 class Lane(StrEnum):
@@ -167,9 +119,11 @@ _TO_READER = {What.ACTIVATION: 1, What.GRADIENT: -1, What.SAVED: 0, What.DEFERRE
 class State(StrEnum):
     """Conditions that jobs wait for, beside values of micro-batches."""
 
-    PARAMETERS = "parameters"
+    PARAMETERS = "gathered parameters"
     """The chunk's parameters are gathered: its last UNSHARD, if any, has ended."""
-    SUM = "sum"
+    GRADIENTS = "gradients"
+    """The chunk has gradients that no REDUCE_GRAD has begun to add up."""
+    SUM = "sum of gradients"
     """The gradients of the chunk are added up: its last REDUCE_GRAD has ended."""
     ALL_GRADIENTS = "all gradients"
     """The last weight gradient of every stage is there, and added up."""
@@ -182,14 +136,13 @@ class JobKind:
     """A kind of job: a row of `KINDS`.
 
     Args:
-        text: of the kind; a job has its chunk before it, and its micro-batch behind.
-        scope: what there is one job for.
         summary: a line for people.
         work: those of F, B and W that it does for its micro-batch.
         reads: values that it needs before it starts.
         writes: values that are there when it ends.
         awaits: states that it needs before it starts.
         sets: the state that is there when it ends.
+        ends: a state that it needs, and that is not there any more when it starts.
         lanes: what it occupies until it ends. Where compute is not one of them it only
             starts something: the stage goes on at once, and what awaits the state that
             it sets waits for its end.
@@ -204,14 +157,13 @@ class JobKind:
             vision can tell apart; None: it takes no time.
     """
 
-    text: str
-    scope: Scope
     summary: str
     work: tuple[PassKind, ...] = ()
     reads: tuple[What, ...] = ()
     writes: tuple[What, ...] = ()
     awaits: tuple[State, ...] = ()
     sets: State | None = None
+    ends: State | None = None
     lanes: tuple[Lane, ...] = (Lane.COMPUTE,)
     ends_gradients: bool = False
     times: tuple[str, ...] = ()
@@ -231,8 +183,6 @@ _UNSHARD, _RESHARD, _REDUCE_GRAD, _REDUCE_WAIT = CollectiveKind
 
 KINDS: Mapping[Kind, JobKind] = {
     _F: JobKind(
-        "F",
-        Scope.MICROBATCH,
         "forward",
         work=(_F,),
         reads=(What.ACTIVATION,),
@@ -245,8 +195,6 @@ KINDS: Mapping[Kind, JobKind] = {
         colour="#0072B2",
     ),
     _B: JobKind(
-        "B",
-        Scope.MICROBATCH,
         "input gradient",
         work=(_B,),
         reads=(What.SAVED, What.GRADIENT),
@@ -259,11 +207,10 @@ KINDS: Mapping[Kind, JobKind] = {
         colour="#E69F00",
     ),
     _W: JobKind(
-        "W",
-        Scope.MICROBATCH,
         "weight gradient",
         work=(_W,),
         reads=(What.DEFERRED,),
+        sets=State.GRADIENTS,
         ends_gradients=True,
         times=("w",),
         keeps=(("m_w", -1),),
@@ -272,13 +219,12 @@ KINDS: Mapping[Kind, JobKind] = {
         colour="#009E73",
     ),
     _BW: JobKind(
-        "BW",
-        Scope.MICROBATCH,
         "both gradients",
         work=(_B, _W),
         reads=(What.SAVED, What.GRADIENT),
         writes=(What.GRADIENT,),
         awaits=(State.PARAMETERS,),
+        sets=State.GRADIENTS,
         ends_gradients=True,
         times=("b", "w"),
         keeps=(("m_b", -1),),
@@ -287,8 +233,6 @@ KINDS: Mapping[Kind, JobKind] = {
         colour="#D55E00",
     ),
     _UNSHARD: JobKind(
-        "UNSHARD",
-        Scope.CHUNK,
         "gathers parameters",
         sets=State.PARAMETERS,
         lanes=(Lane.NETWORK,),
@@ -297,28 +241,26 @@ KINDS: Mapping[Kind, JobKind] = {
         colour="#56B4E9",
     ),
     _RESHARD: JobKind(
-        "RESHARD", Scope.CHUNK, "free gathered parameters", torch="RESHARD"
+        "free gathered parameters",
+        ends=State.PARAMETERS,
+        torch="RESHARD",
     ),
     _REDUCE_GRAD: JobKind(
-        "REDUCE_GRAD",
-        Scope.CHUNK,
         "adds gradients up",
         sets=State.SUM,
+        ends=State.GRADIENTS,
         lanes=(Lane.NETWORK,),
         times=("reduce_scatter",),
         torch="REDUCE_GRAD",
         colour="#8C6D31",
     ),
     _REDUCE_WAIT: JobKind(
-        "REDUCE_WAIT",
-        Scope.CHUNK,
         "wait for the sum of gradients",
         awaits=(State.SUM,),
+        ends=State.SUM,
         ends_gradients=True,
     ),
     StageKind.STEP: JobKind(
-        "O",
-        Scope.STAGE,
         "optimizer step",
         awaits=(State.ALL_GRADIENTS,),
         times=("optimizer",),
@@ -326,16 +268,12 @@ KINDS: Mapping[Kind, JobKind] = {
         colour="#F0E442",
     ),
     StageKind.CHECK: JobKind(
-        "V",
-        Scope.STAGE,
         "validation of the last step",
         awaits=(State.VERDICT,),
         times=("validation",),
         colour="#CC79A7",
     ),
     PairKind.FB: JobKind(
-        "OVERLAP_F_B",
-        Scope.PAIR,
         "forward beside a backward",
         lanes=(Lane.COMPUTE, Lane.NETWORK),
         times=("fb",),
@@ -462,11 +400,6 @@ def lanes_of(job: Job) -> tuple[Lane, ...]:
     return (job.lane,) if isinstance(job, Part) else KINDS[job.kind].lanes
 
 
-def is_beside(job: Job) -> bool:
-    """True if a job goes on beside those that its stage computes."""
-    return Lane.COMPUTE not in lanes_of(job)
-
-
 def place_of(job: Job) -> int:
     """The chunk of a job, or its stage if it is one for all chunks of that."""
     match job:
@@ -480,8 +413,7 @@ def place_of(job: Job) -> int:
 def stage_of(job: Job, placement: Placement) -> int:
     """The stage that runs a job."""
     place = place_of(job)
-    is_stage = kind_of(job).scope is Scope.STAGE
-    return place if is_stage else placement.stage_of[place]
+    return place if isinstance(job.kind, StageKind) else placement.stage_of[place]
 
 
 def passes_in(job: object) -> tuple[Pass, ...]:
@@ -511,11 +443,6 @@ def bulk_construct(
     made_of: type[_T], n: int, /, **fields: Iterable[object]
 ) -> list[_T]:
     """Make n objects of a frozen dataclass with slots, in half the time of its calls.
-
-    Args:
-        made_of: the class.
-        n: their number.
-        fields: of each field a value for every object; further ones are not looked at.
 
     >>> bulk_construct(Step, 2, stage=[0, 1])
     [Step(stage=0), Step(stage=1)]

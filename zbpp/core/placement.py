@@ -5,8 +5,6 @@ from functools import cached_property
 
 from zbpp.core.errors import RequestError
 
-__all__ = ["Placement"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -4,21 +4,6 @@ from dataclasses import dataclass
 
 from zbpp.core.jobs import Check, Job, Part, Pass, Value, passes_in
 
-__all__ = [
-    "AddTied",
-    "Instruction",
-    "Message",
-    "Program",
-    "Receive",
-    "Reduce",
-    "Segment",
-    "Send",
-    "TiedGradient",
-    "at_check",
-    "begun_by",
-    "ended_by",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TiedGradient:

@@ -5,7 +5,6 @@ are given, measured or estimated per chunk are those without recompute, and `rec
 is the one place where the others are made of them.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,15 +13,15 @@ from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.layers import chunk_layers
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
+from zbpp.core.graph import LanesOfParts, lanes_of_parts
 from zbpp.core.jobs import (
     KINDS,
     Check,
     Collective,
     Job,
-    Part,
-    Pass,
+    Lane,
     PassKind,
-    is_beside,
+    lanes_of,
     passes_in,
 )
 from zbpp.core.placement import Placement
@@ -34,8 +33,6 @@ from zbpp.core.validation import (
     check_parts,
     validate,
 )
-
-__all__ = ["Order", "Recompute", "Schedule", "recomputed"]
 
 Order = tuple[Job, ...]
 """The jobs of one stage, in the order in which it runs them."""
@@ -114,23 +111,21 @@ class Schedule:
         """
         if self.parts is None or not times.parts:
             return self.orders
-        for chunk in range(self.placement.n_chunks):
+        for chunk, parts in enumerate(times.parts):
             for kind in (PassKind.F, PassKind.B, PassKind.W):
-                n, of = self._part_counts[kind, chunk], Pass(kind, chunk, 0)
-                if n != len(times.parts_of(of)):
-                    lanes = ", ".join(str(lane) for lane, _ in times.parts_of(of))
+                has = list(self._lanes.get((kind, chunk), {}).values())
+                wanted = [lane for lane, _ in parts.of(kind)]
+                if has != wanted:
+                    texts = (", ".join(x) or "no parts" for x in (has, wanted))
                     raise RequestError(
-                        f"the schedule has {n} part(s) of {of}, but the costs have "
-                        f"{lanes or 'none'}; plan again with these costs"
+                        "the schedule runs {}, but the costs have {} for {} of chunk "
+                        "{}; plan again with these costs".format(*texts, kind, chunk)
                     )
         return self.parts
 
     @cached_property
-    def _part_counts(self) -> Counter[tuple[PassKind, int]]:
-        """Parts of the passes of each chunk: those of micro-batch 0."""
-        jobs = [job for row in self.parts or () for job in row]
-        parts = (job for job in jobs if isinstance(job, Part) and not job.of.microbatch)
-        return Counter((part.kind, part.chunk) for part in parts)
+    def _lanes(self) -> LanesOfParts:
+        return lanes_of_parts(self.parts or ())
 
     def recomputes(self, chunk: int, n_layers: int) -> frozenset[int]:
         """Layers of a chunk, counted from 0 in it, that B computes again."""
@@ -166,7 +161,10 @@ class Schedule:
             ]
             jobs, beside = (
                 tuple(
-                    tuple(x for x in row if is_beside(x.job) is apart) for row in timed
+                    tuple(
+                        x for x in row if (Lane.COMPUTE not in lanes_of(x.job)) is apart
+                    )
+                    for row in timed
                 )
                 for apart in (False, True)
             )

@@ -16,8 +16,6 @@ and whole from a chunk's first F to its last B.
 
 from typing import Literal, get_args
 
-__all__ = ["SHARDS", "Shard", "reduces_every"]
-
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 """State that is divided among replicas; each word includes the ones before."""
 

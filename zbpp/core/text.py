@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import (
@@ -17,7 +16,6 @@ from zbpp.core.jobs import (
     Part,
     Pass,
     PassKind,
-    Scope,
     StageKind,
     Step,
     kind_of,
@@ -26,26 +24,14 @@ from zbpp.core.jobs import (
 )
 from zbpp.core.timeline import Slot, Timeline
 
-__all__ = ["draw", "format_job", "grid", "mistake", "parse_job"]
-
 _MOST_CELLS = 10**7
 _CONTEXT = 6  # columns shown on each side of a marked one
 _NUMBER = "(0|[1-9][0-9]{0,8})"
-
-
-def _texts(scope: Scope) -> str:
-    return "|".join(row.text for row in KINDS.values() if row.scope is scope)
-
-
-_PASSES, _OF_CHUNKS = _texts(Scope.MICROBATCH), _texts(Scope.CHUNK)
+_PASSES, _OF_CHUNKS = "|".join(PassKind), "|".join(CollectiveKind)
 _PASS = re.compile(f"{_NUMBER}({_PASSES}){_NUMBER}")
 _PART = re.compile(rf"({_PASS.pattern})\.{_NUMBER}(~?)")
 _OF_CHUNK = re.compile(f"{_NUMBER}({_OF_CHUNKS})")
 _PAIR = re.compile(rf"\((\w+);(\w+)\){PairKind.FB}")
-_OF_STAGES: dict[StageKind, type[Step | Check]] = {
-    StageKind.STEP: Step,
-    StageKind.CHECK: Check,
-}
 
 
 def parse_job(text: object, *, stage: int) -> Job:
@@ -69,9 +55,9 @@ def parse_job(text: object, *, stage: int) -> Job:
         forward, backward = (parse_job(part, stage=stage) for part in match.groups())
         if isinstance(forward, Pass) and isinstance(backward, Pass):
             return Pair(forward, backward)
-    for kind, job_of in _OF_STAGES.items():
-        if word == kind:
-            return job_of(stage)
+    for of_stage in (Step, Check):
+        if word == of_stage.kind:
+            return of_stage(stage)
     of_stages = ", ".join(f"{kind} ({KINDS[kind].summary})" for kind in StageKind)
     raise RequestError(
         f"{text!r} is not a job; write <chunk><{_PASSES}><micro-batch> such as 3BW7, "
@@ -135,7 +121,6 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     Raises:
         RequestError: the picture has more than ten million cells a stage.
     """
-    with_chunk = timeline.placement.n_chunks > timeline.placement.n_stages
     lanes = timeline.collectives or ((),) * len(timeline.rows)
     slots = [slot for row in (*timeline.rows, *lanes) for slot in row]
     origin = min((slot.start for slot in slots), default=0.0)
@@ -148,12 +133,8 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     number = len(str(len(timeline.rows) - 1))
     rows: list[tuple[str, list[str]]] = []
     for stage, (row, lane) in enumerate(zip(timeline.rows, lanes, strict=True)):
-        sends = [timeline.sending_of(slot.job) for slot in row]
-        cells = _cells(row, origin, unit, with_chunk=with_chunk, sends=sends)
-        rows.append((f"{stage:{number}} |", cells))
-        has_parts = any(isinstance(slot.job, Part) for slot in lane)
-        beside = _cells(lane, origin, unit, with_chunk=with_chunk or not has_parts)
-        if beside:
+        rows.append((f"{stage:{number}} |", _cells(row, timeline, origin, unit)))
+        if beside := _cells(lane, timeline, origin, unit):
             rows.append((f"{'':{number}} +", beside))
     width = max((len(cell) for _, row in rows for cell in row), default=1)
     return "\n".join(
@@ -163,18 +144,14 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
 
 
 def _cells(
-    slots: Sequence[Slot],
-    origin: float,
-    unit: float,
-    *,
-    with_chunk: bool,
-    sends: Sequence[float] = (),
+    slots: Sequence[Slot], timeline: Timeline, origin: float, unit: float
 ) -> list[str]:
-    """Cells of one line of a drawing; ``sends``: time at the end of each slot."""
+    """Cells of one line of a drawing."""
+    with_chunk = timeline.placement.n_chunks > timeline.placement.n_stages
     cells: list[str] = []
     check = ""
-    for slot, sent in zip_longest(slots, sends, fillvalue=0.0):
-        assert isinstance(slot, Slot)
+    for slot in slots:
+        sent = timeline.sending_of(slot.job)
         start = round((slot.start - origin) / unit)
         end = round((slot.end - origin) / unit)
         if end > start:

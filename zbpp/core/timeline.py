@@ -12,14 +12,6 @@ from zbpp.core.jobs import (
 )
 from zbpp.core.placement import Placement
 
-__all__ = [
-    "Place",
-    "Slot",
-    "Timeline",
-    "extent",
-    "sending_time",
-]
-
 Place = tuple[int, int]
 """A slot of a timeline: its line (see `Timeline.lines`), and its position there."""
 

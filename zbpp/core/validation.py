@@ -9,13 +9,13 @@ Where passes have parts, each stage has its order of passes, and a row of their 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError, ScheduleError
-from zbpp.core.graph import JobGraph, lanes_of_parts, unit_times
+from zbpp.core.graph import JobGraph, LanesOfParts, lanes_of_parts, unit_times
 from zbpp.core.held import held_during
 from zbpp.core.jobs import (
     KINDS,
@@ -23,10 +23,10 @@ from zbpp.core.jobs import (
     Collective,
     CollectiveKind,
     Job,
+    Lane,
     Part,
     Pass,
     PassKind,
-    Scope,
     StageKind,
     State,
     Step,
@@ -38,28 +38,15 @@ from zbpp.core.jobs import (
 from zbpp.core.placement import Placement
 from zbpp.core.text import mistake
 
-__all__ = [
-    "Recompute",
-    "check_layers",
-    "check_memory",
-    "check_parts",
-    "validate",
-]
-
 Orders = Sequence[Sequence[Job]]
 Recompute = bool | tuple[int, ...]
 """All layers of a chunk, none, or these, counted from 0 in the chunk."""
 F, B, W, BW = PassKind
-UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_WAIT = CollectiveKind
+UNSHARD, _, REDUCE_GRAD, REDUCE_WAIT = CollectiveKind
 
 
 def validate(placement: Placement, n_microbatches: int, orders: Orders) -> None:
-    """Check all rules but that of the memory.
-
-    Raises:
-        RequestError: there is no micro-batch, or not one row a stage.
-        ScheduleError: a job breaks a rule; the message marks it.
-    """
+    """Check all rules but that of the memory."""
     if n_microbatches < 1:
         raise RequestError(f"n_microbatches is {n_microbatches}; it must be at least 1")
     if len(orders) != placement.n_stages:
@@ -93,8 +80,7 @@ def _check_order(
 ) -> set[Job]:
     """Check that a stage does each pass once, F before B before W; V first, O last.
 
-    Returns:
-        Its jobs that are no passes.
+    Return its jobs that are no passes.
     """
     order = orders[stage]
     # A byte for each micro-batch, as a plan has millions of jobs; some of more than
@@ -127,10 +113,11 @@ def _check_order(
             others.add(job)
     for chunk, work in done.items():
         if work.count(_ALL_DONE) < n_microbatches:
-            reason = _missing(chunk, work)
+            i = next(i for i, done_of_it in enumerate(work) if done_of_it < _ALL_DONE)
+            reason = f"{_first_to_do(chunk, i, work[i])} is missing"
             raise mistake(orders, stage, len(order), reason)
     if any(isinstance(job, Collective) for job in others):
-        for column, reason in _collective_breaches(order):
+        for column, reason in _state_breaches(order):
             raise mistake(orders, stage, column, reason)
     return others
 
@@ -140,7 +127,7 @@ def _misplaced(
 ) -> str | None:
     """Explain why a job is none of this stage's; None if it is."""
     place = place_of(job)
-    if kind_of(job).scope is Scope.STAGE:
+    if isinstance(job.kind, StageKind):
         if place != stage:
             return f"{job} of stage {place} stands on stage {stage}"
         return None
@@ -165,200 +152,147 @@ def _out_of_turn(job: Pass, done: int, earlier: Sequence[Job]) -> str:
             is_same = (member.chunk, member.microbatch) == (chunk, i)
             if is_same and not work.isdisjoint(kind_of(member).work):
                 return f"{job} repeats {member} of column {column}; remove one"
-    first = next(kind for kind in _WORK if not done & _BIT[kind])
-    return f"{job} comes before {Pass(first, chunk, i)}; swap them"
+    return f"{job} comes before {_first_to_do(chunk, i, done)}; swap them"
+
+
+def _first_to_do(chunk: int, i: int, done: int) -> Pass:
+    return Pass(next(kind for kind in _WORK if not done & _BIT[kind]), chunk, i)
 
 
 def _untimely(
     job: Job, earlier: Sequence[Job], done: Mapping[int, bytearray]
 ) -> str | None:
     """Explain why a job that is no pass cannot come now; None if it can."""
-    if kind_of(job).scope is Scope.STAGE and job in earlier:
+    if isinstance(job.kind, StageKind) and job in earlier:
         return f"{job} repeats {job} of column {earlier.index(job)}; remove one"
     if isinstance(job, Check) and max(map(max, done.values())) > _BIT[F]:
         return "V must come before the first backward pass of its stage"
     return None
 
 
-def _missing(chunk: int, done: Sequence[int]) -> str:
-    """Name a pass that a chunk ends without."""
-    i = next(i for i, work in enumerate(done) if work < _ALL_DONE)
-    forward, backward, weight, joint = (Pass(kind, chunk, i) for kind in PassKind)
-    if not done[i] & _BIT[F]:
-        return f"{forward} is missing"
-    if not done[i] & _BIT[B]:
-        return f"{backward} (with {weight}, or {joint}) is missing"
-    return f"{weight} is missing"
-
-
 def _check_all_have(orders: Orders, placement: Placement, others: set[Job]) -> None:
     """All stages step, or none does (then the caller steps); V's, UNSHARDs alike."""
     for kind in (UNSHARD, REDUCE_GRAD, StageKind.STEP, StageKind.CHECK):
-        is_stage = KINDS[kind].scope is Scope.STAGE
+        is_stage = isinstance(kind, StageKind)
         places = range(placement.n_stages if is_stage else placement.n_chunks)
         have = {place_of(job) for job in others if job.kind is kind}
         lack = next((place for place in places if place not in have), None)
         if have and lack is not None:
             stage = lack if is_stage else placement.stage_of[lack]
             name = f"{'' if is_stage else lack}{kind}"
-            reason = (
-                f"{name} is missing, though {KINDS[kind].scope} {min(have)} has one"
-            )
+            place = f"{'stage' if is_stage else 'chunk'} {min(have)}"
+            reason = f"{name} is missing, though {place} has one"
             raise mistake(orders, stage, len(orders[stage]), reason)
 
 
-@dataclass
-class _Chunk:
-    """State of a chunk along an order."""
-
-    is_sharded: bool
-    to_reduce: Pass | None = None
-    """Its last weight gradient that no REDUCE_GRAD has added up."""
-    is_reducing: bool = False
-
-    def run(self, job: Pass | Collective) -> str | None:
-        """Note a job; explain why it cannot run here."""
-        was_sharded, was_reducing = self.is_sharded, self.is_reducing
-        match job.kind:
-            case CollectiveKind.UNSHARD:
-                self.is_sharded = False
-                if not was_sharded:
-                    return f"{job}: chunk {job.chunk} is gathered here"
-            case CollectiveKind.RESHARD:
-                self.is_sharded = True
-                if was_sharded:
-                    return (
-                        f"{job}: chunk {job.chunk} is sharded here; remove one of both"
-                    )
-            case CollectiveKind.REDUCE_GRAD:
-                if was_reducing:
-                    return f"{job} comes before the {REDUCE_WAIT} of the one before"
-                if self.to_reduce is None:
-                    return f"{job}: no W or BW of chunk {job.chunk} comes before it"
-                self.to_reduce, self.is_reducing = None, True
-            case CollectiveKind.REDUCE_WAIT:
-                self.is_reducing = False
-                if not was_reducing:
-                    return f"{job}: no {job.chunk}{REDUCE_GRAD} runs"
-        if isinstance(job, Pass) and W in kind_of(job).work:
-            self.to_reduce = job
-        if was_sharded and State.PARAMETERS in kind_of(job).awaits:
-            return (
-                f"{job} needs the parameters of chunk {job.chunk}, which are sharded "
-                f"here; put {job.chunk}{UNSHARD} before it"
-            )
-        return None
-
-
-def _collective_breaches(order: Sequence[Job]) -> Iterator[tuple[int, str]]:
+def _state_breaches(order: Sequence[Job]) -> Iterator[tuple[int, str]]:
     """Find breaches of the rules of collectives: the column, and the reason.
 
         0UNSHARD 0F0 0B0 0RESHARD 0W0 0REDUCE_GRAD .. 0REDUCE_WAIT O
         |<-- F, B and BW in here -->|     after W |<--- before O --->|
 
+    A job needs the states that it awaits or ends (`KINDS`), and one that a collective
+    sets must have ended before. Parameters that no UNSHARD gathers are always there.
+
     All processes that hold a stage run the same order, so they start their collectives
     in the same order too: what one waits for the others have started, or will.
     """
     jobs = [job for job in order if isinstance(job, Collective)]
+    at_end = (State.GRADIENTS, State.SUM) if any(_adds_up(job) for job in jobs) else ()
     gathered = {job.chunk for job in jobs if job.kind is UNSHARD}
-    reduces = any(job.kind in (REDUCE_GRAD, REDUCE_WAIT) for job in jobs)
-    chunks: dict[int, _Chunk] = {}
-    last = len(order)
+    there: dict[tuple[State, int], Job] = {}
     for column, job in enumerate(order):
-        if isinstance(job, Step):
-            last = column
         for member in members_of(job):
-            if isinstance(member, Pass | Collective):
-                chunk = chunks.setdefault(
-                    member.chunk, _Chunk(member.chunk in gathered)
-                )
-                if reason := chunk.run(member):
-                    yield column, reason
-    for number, chunk in sorted(chunks.items()) if reduces else ():
-        if chunk.to_reduce is not None:
-            yield last, f"{number}{REDUCE_GRAD} is missing after {chunk.to_reduce}"
-        if chunk.is_reducing:
-            yield last, f"{number}{REDUCE_WAIT} is missing"
+            if not isinstance(member, Pass | Collective):
+                continue
+            kind, chunk = kind_of(member), member.chunk
+            for state in dict.fromkeys((*kind.awaits, kind.ends)):
+                is_whole = state is State.PARAMETERS and chunk not in gathered
+                if state and not is_whole and (state, chunk) not in there:
+                    setters = " or ".join(f"{chunk}{x}" for x in _SETTERS[state])
+                    yield (
+                        column,
+                        f"{member} needs the {state} of chunk {chunk}; put {setters} "
+                        "before it",
+                    )
+            if kind.ends:
+                there.pop((kind.ends, chunk), None)
+            if kind.sets:
+                before = there.get((kind.sets, chunk))
+                if isinstance(member, Collective) and before:
+                    end = f"{chunk}{_ENDERS[kind.sets]}"
+                    yield column, f"{member} comes after {before} without {end} between"
+                there[kind.sets, chunk] = member
+    for (state, chunk), job in sorted(there.items()):
+        if state in at_end:
+            last = len(order) - isinstance(order[-1], Step)
+            yield last, f"{chunk}{_ENDERS[state]} is missing after {job}"
+
+
+def _adds_up(job: Collective) -> bool:
+    return job.kind in (REDUCE_GRAD, REDUCE_WAIT)
+
+
+_SETTERS = {state: [x for x in KINDS if KINDS[x].sets is state] for state in State}
+_ENDERS = {row.ends: kind for kind, row in KINDS.items() if row.ends}
 
 
 def check_parts(placement: Placement, orders: Orders, rows: Orders) -> None:
-    """Check that rows lay out the passes of valid orders, and can be run.
-
-    Raises:
-        ScheduleError: a part is missing, doubled or out of turn, passes start in
-            another order, or the stages wait for one another.
-    """
+    """Check that rows lay out the passes of valid orders, and can be run."""
     if len(rows) != len(orders):
         raise ScheduleError(f"parts has {len(rows)} rows for {len(orders)} stages")
+    lanes = lanes_of_parts(rows)
     try:
-        for breach in _part_breaches(orders, rows):
-            raise mistake(rows, *breach)
+        for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
+            for column, reason in _part_breaches(order, row, lanes):
+                raise mistake(rows, stage, column, reason)
         JobGraph(rows, unit_times(placement, rows)).run()
     except ScheduleError as error:
         raise ScheduleError(f"parts, {error}") from None
 
 
-def _part_breaches(orders: Orders, rows: Orders) -> Iterator[tuple[int, int, str]]:
-    """Find breaches of the rules of parts: row, column, and the reason."""
-    lanes = lanes_of_parts(rows)
-    for stage, row in enumerate(rows):
-        parts = [(x, job) for x, job in enumerate(row) if isinstance(job, Part)]
-        for column, job in parts:
-            if lanes[job.kind, job.chunk][job.index] is not job.lane:
-                yield stage, column, f"{job}: this part is on another lane elsewhere"
-    counts = {key: len(lane_of_part) for key, lane_of_part in lanes.items()}
-    for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
-        for column, reason in _row_breaches(order, row, counts):
-            yield stage, column, reason
+_WHOLE = {0: Lane.COMPUTE}
 
 
-def _row_breaches(
-    order: Sequence[Job],
-    row: Sequence[Job],
-    counts: dict[tuple[PassKind, int], int],
+def _part_breaches(
+    order: Sequence[Job], row: Sequence[Job], lanes: LanesOfParts
 ) -> Iterator[tuple[int, str]]:
-    """A row has all parts of the order's passes in turn, and its other jobs."""
-    started: list[Job] = []
-    at_any_time: set[Job] = set()  # W's of BW's
-    for member in (member for job in order for member in members_of(job)):
+    """A row has all parts of the order's passes in turn, and its other jobs.
+
+    The B of a BW begins where the order has that, its W at any time.
+    """
+    jobs: list[Job] = []
+    at_any_time: set[Job] = set()
+    for member in chain.from_iterable(map(members_of, order)):
         if isinstance(member, Pass) and member.kind is BW:
-            chunk, i = member.chunk, member.microbatch
-            started.append(Pass(B, chunk, i))
-            if (W, chunk) in counts:
-                at_any_time.add(Pass(W, chunk, i))
+            b, w = (Pass(kind, member.chunk, member.microbatch) for kind in (B, W))
+            jobs.append(b)
+            at_any_time |= {w} if (W, w.chunk) in lanes else set()
         else:
-            started.append(member)
-    starts, done = iter(started), dict[Job, int]()
+            jobs.append(member)
+    starts = iter(jobs)
+    to_come: dict[Job, list[Job]] = {}  # parts of the passes that have begun
     for column, job in enumerate(row):
         of: Job = job.of if isinstance(job, Part) else job
-        index = job.index if isinstance(job, Part) else 0
-        if isinstance(of, Pass) and not isinstance(job, Part):
-            yield column, f"{job} is no part, such as {job}.0"
-        before = done.get(of, 0)
-        if index != before:
-            yield column, f"{job} comes where part {before} of {of} must; reorder them"
-        done[of] = before + 1
-        if index == 0 and of not in at_any_time:
-            due = next(starts, None)
-            if due != of:
-                yield (
-                    column,
-                    f"{job} starts where the order has {due or 'nothing more'}",
-                )
-    missing = next((of for of in at_any_time if of not in done), next(starts, None))
-    if missing is not None:
-        yield len(row), f"{missing} is missing"
-    for of, n in done.items():
-        if isinstance(of, Pass) and n < counts[of.kind, of.chunk]:
-            yield len(row), f"part {n} of {of} is missing"
+        if of not in to_come:
+            to_come[of] = [of]
+            if isinstance(of, Pass):
+                of_kind = sorted(lanes.get((of.kind, of.chunk), _WHOLE).items())
+                to_come[of] = [Part(of, index, lane) for index, lane in of_kind]
+            if of not in at_any_time and (due := next(starts, None)) != of:
+                what = due or "nothing more"
+                yield column, f"{job} starts where the order has {what}"
+        if not to_come[of]:
+            yield column, f"{job} comes once more"
+        elif (due := to_come[of].pop(0)) != job:
+            yield column, f"{job} comes where {due} must; reorder them"
+    missing = [*chain.from_iterable(to_come.values()), *(at_any_time - set(to_come))]
+    for job in (*missing, *starts):
+        yield len(row), f"{job} is missing"
 
 
 def check_memory(orders: Orders, costs: ChunkCosts) -> None:
-    """No stage may exceed its limit (with a margin for rounding).
-
-    Raises:
-        ScheduleError: the message marks the job, or the part, that needs too much.
-    """
+    """No stage may exceed its limit (with a margin for rounding)."""
     for stage, order in enumerate(orders):
         limit = costs.limit[stage]
         during = held_during(order, costs, stage=stage)
@@ -381,11 +315,7 @@ def check_layers(
     split: Sequence[int] | None,
     recompute: Sequence[Recompute] | None,
 ) -> None:
-    """Check that split and recompute have one entry a chunk that can be one.
-
-    Raises:
-        RequestError: it names the entry.
-    """
+    """Check that split and recompute have one entry a chunk that can be one."""
     n = placement.n_chunks
     for name, entries in (("split", split), ("recompute", recompute)):
         if entries is not None and len(entries) != n:

@@ -21,7 +21,7 @@ from zbpp.core import (
     lower_bound,
     schedule_text,
 )
-from zbpp.core.files.costs_file import costs_data, costs_of
+from zbpp.core.files.costs_file import costs_data, table_of
 from zbpp.core.files.json_text import decode, fail, object_of
 from zbpp.core.files.schedule_file import schedule_of
 from zbpp.schedules.planner.figures import PlanFigures
@@ -192,7 +192,7 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
     """Read a plan from JSON text; figures follow from what it was made for."""
     data = object_of(text, source)
     file: _File = decode(_File, data, source)
-    costs = costs_of(file.costs, source=f"{source}: costs")
+    costs = table_of(Costs, file.costs, f"{source}: costs")
     schedule = schedule_of(
         file.schedule,
         source=source,

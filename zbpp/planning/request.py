@@ -12,12 +12,9 @@ from zbpp.core import (
     RequestError,
     Schedule,
     a_kind,
-    is_layers_file,
-    read_costs,
-    read_layers,
 )
 from zbpp.core.costs.columns import PerRow, listed, whole_number
-from zbpp.core.files.costs_file import costs_of, layers_of
+from zbpp.core.files.costs_file import either_of
 from zbpp.planning.answer import Plan
 from zbpp.schedules import Recomputing, Split, even_split
 
@@ -129,10 +126,8 @@ def costs_like(value: CostsLike | None) -> Costs | LayerCosts | None:
     match value:
         case None | Costs() | LayerCosts():
             return value
-        case str() | Path():
-            return read_layers(value) if is_layers_file(value) else read_costs(value)
-        case Mapping():
-            return layers_of(value) if "n_layers" in value else costs_of(value)
+        case str() | Path() | Mapping():
+            return either_of(value)
     raise RequestError(
         f"costs is {a_kind(value)}; give zbpp.Costs, a dict with the keys of a costs "
         "file, or the path of one"

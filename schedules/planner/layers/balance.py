@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zbpp.core import LayerCosts, LimitError, PassKind, Placement, RequestError
-from zbpp.core.costs.columns import per_stage
+from zbpp.core.costs.columns import spread
 from zbpp.schedules.planner.figures import ROUNDING, is_below
 
 __all__ = ["Balance", "Loads", "balance", "even_split", "moved"]
@@ -69,15 +69,12 @@ class Loads:
         time = n_microbatches * passes + np.array(layers.of("optimizer"), float)
         time[-1] += n_microbatches * layers.loss
         overhead = layers.pass_f + layers.pass_b + layers.pass_w
-        limit = layers.memory_limit
         return cls(
             time=_sums(time),
             fixed=_sums(layers.of("m_fixed")),
             left=_sums(np.where(again, layers.of("m_r"), layers.of("m_b"))),
             in_flight=np.array(in_flight or (1.0,) * placement.n_chunks),
-            limit=np.array(
-                per_stage("memory_limit", limit, placement, default=math.inf)
-            ),
+            limit=np.array(spread(layers, "memory_limit", placement, math.inf)),
             placement=placement,
             overhead=n_microbatches * overhead,
         )

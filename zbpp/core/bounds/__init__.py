@@ -28,8 +28,6 @@ from zbpp.core.costs.chunks import ChunkCosts
 from zbpp.core.costs.table import Costs
 from zbpp.core.placement import Placement
 
-__all__ = ["lower_bound", "lower_bound_on", "lower_bounds"]
-
 _UNIT = Costs()
 _BOUNDS: dict[str, Callable[[Stage], float]] = {
     "work": attrgetter("work"),

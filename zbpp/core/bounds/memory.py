@@ -4,8 +4,6 @@ import math
 
 from zbpp.core.bounds.stage import Stage, count
 
-__all__ = ["rounds", "slots"]
-
 
 def rounds(stage: Stage) -> float:
     """Bound by memory, which lets few micro-batches into a loop at a time.

@@ -12,9 +12,7 @@ import math
 
 from zbpp.core.bounds.stage import MARGIN, Way
 from zbpp.core.costs.chunks import ChunkCosts
-from zbpp.core.jobs import Lane, Part, Pass, PassKind
-
-__all__ = ["bounds_on_lanes"]
+from zbpp.core.jobs import Lane, Pass, PassKind
 
 _F, _B, _W = _KINDS = PassKind.F, PassKind.B, PassKind.W
 
@@ -23,7 +21,7 @@ def bounds_on_lanes(costs: ChunkCosts, n_microbatches: int) -> dict[str, float]:
     """Bound the largest span of every schedule of parts, one entry per proof."""
     way = Way(costs)
     stages = [_Stage(costs, way, chunks, n_microbatches) for chunks in way.chunks_of]
-    bounds = (_Stage.ramp, _Stage.network, _Stage.rounds, _Stage.area)
+    bounds = (_Stage.ramp, _Stage.network, _Stage.rounds)
     return {bound.__name__: max(map(bound, stages)) for bound in bounds}
 
 
@@ -62,41 +60,15 @@ class _Stage:
         return work + max(0.0, way - forwards)
 
     def network(self) -> float:
-        """Bound by all that it exchanges, what comes before, and what must follow.
+        """Bound by all that it exchanges, and what comes before.
 
         The span starts with an F of a (all other passes need one), so with its parts
-        before the first exchange. The last exchange is one of a B, whose F and all else
-        came before: the B's later parts follow, and the parts of W that need these.
+        before the first exchange.
         """
         lanes = [(kind, c, Lane.NETWORK) for kind in _KINDS for c in self.chunks]
         exchanged = self.m * sum(self._sum(*each) for each in lanes)
         lead = _lead(self.costs, Pass(_F, self.chunks[0], 0), Lane.NETWORK)
-        after = min(self._after_exchange(chunk) for chunk in self.chunks)
-        return exchanged + lead + after if exchanged else 0.0
-
-    def _after_exchange(self, chunk: int) -> float:
-        """The time of a B and its W after the last exchange; 0 if W exchanges too.
-
-        Of a chunk that exchanges nothing nothing follows an exchange: infinite.
-        """
-        exchanges = {k for k in _KINDS if self._sum(k, chunk, Lane.NETWORK)}
-        if not exchanges:
-            return math.inf
-        if exchanges - {_F} != {_B}:
-            return 0.0
-        b = self.costs.parts_of(Pass(_B, chunk, 0))
-        lanes = [lane if time else Lane.COMPUTE for lane, time in b]
-        first = max(i for i, lane in enumerate(lanes) if lane is Lane.NETWORK) + 1
-        return sum(time for _, time in b[first:]) + self._w_from(chunk, first)
-
-    def _w_from(self, chunk: int, first: int) -> float:
-        """Time of W's parts that need a part of B from ``first`` on."""
-        w = Pass(_W, chunk, 0)
-        return sum(
-            time
-            for i, (lane, time) in enumerate(self.costs.parts_of(w))
-            if self.costs.source_of(Part(w, i, lane)) >= first
-        )
+        return exchanged + lead if exchanged else 0.0
 
     def rounds(self) -> float:
         """Bound by memory, which lets few micro-batches into the loop of a at a time.
@@ -104,7 +76,7 @@ class _Stage:
         If K fit, then when the (i + K)-th F of a starts, i B's of a have ended, each a
         loop or more after its F: so that start is a loop or more after the i-th. From
         the last of these rounds on, the micro-batches that are left go the way; or all
-        do, after none. Parts of W that need the last part of B of a follow.
+        do, after none.
         """
         a = self.chunks[0]
         held = self.costs.m_b[a]
@@ -113,7 +85,7 @@ class _Stage:
             fits = math.floor(self.limit / held)
             n_rounds, rest = divmod(self.m - 1, max(1, fits))
             longest = max(longest, n_rounds * self._loop(a) + self._way_of(rest + 1))
-        return longest + self._w_from(a, len(self.costs.parts_of(Pass(_B, a, 0))) - 1)
+        return longest
 
     def _way_of(self, n: int) -> float:
         """Least time from the first F of a to the last B of a, of n micro-batches.
@@ -130,13 +102,6 @@ class _Stage:
                 outside = way.around(chunks[0]) - way.around(a)
                 longest = max(longest, outside + n * busy)
         return longest
-
-    def area(self) -> float:
-        """Bound by the memory that is held, over time: m_b of each chunk for a loop."""
-        if not 0 < self.limit < math.inf:
-            return 0.0
-        held = sum(self.costs.m_b[c] * self._loop(c) for c in self.chunks)
-        return self.m * held / self.limit
 
 
 def _lead(costs: ChunkCosts, of: Pass, lane: Lane) -> float:

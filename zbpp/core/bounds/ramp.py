@@ -4,8 +4,6 @@ import math
 
 from zbpp.core.bounds.stage import Stage, count
 
-__all__ = ["ramp"]
-
 _MOST_COUNTED = 64  # above this number of chunks in memory, parts of one are no matter
 
 

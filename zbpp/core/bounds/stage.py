@@ -20,8 +20,6 @@ from functools import cached_property
 
 from zbpp.core.costs.chunks import ChunkCosts
 
-__all__ = ["MARGIN", "Stage", "Way", "count", "stages_of"]
-
 MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
 _BUSY = 8  # stages with the most F and B; a micro-batch goes through all, at any price
 

@@ -1,14 +1,12 @@
 """Costs of the chunks of a placement: all that graph, bounds and pictures look at."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from zbpp.core.costs.parts import Parts, PartTimes
-from zbpp.core.errors import RequestError
 from zbpp.core.jobs import (
     KINDS,
     Job,
-    JobKind,
+    Kind,
     Lane,
     Pair,
     Part,
@@ -20,8 +18,6 @@ from zbpp.core.jobs import (
 )
 from zbpp.core.placement import Placement
 from zbpp.core.timeline import sending_time
-
-__all__ = ["ChunkCosts"]
 
 _ROUNDING = 1e-14  # relative, of one sum
 
@@ -66,41 +62,22 @@ class ChunkCosts:
     peak_o: tuple[float, ...]
 
     def of(self, job: Job) -> float:
-        """Time of one job.
-
-        Raises:
-            RequestError: it is a part of a pass that has no such part here.
-        """
+        """Time of one job."""
         if isinstance(job, Pair):
             if not self.fb:
                 return self.of(job.forward) + self.of(job.backward)
             return self.fb[job.forward.chunk] + sending_time(job, self.sending)
         if isinstance(job, Part):
-            times = self._parts.get((job.kind, job.chunk), ())
-            if job.index < len(times) and times[job.index][0] is job.lane:
-                return times[job.index][1]
-            raise RequestError(
-                f"the schedule runs {job}, but the costs of {job.of} have "
-                f"{[str(lane) for lane, _ in times] or 'no parts'}; plan again with "
-                "these costs"
-            )
-        return self._sum(kind_of(job), place_of(job))
+            return self.parts_of(job.of)[job.index][1]
+        return self.of_kind(job.kind, place_of(job))
 
-    def of_pass(self, kind: PassKind, chunk: int) -> float:
-        """Time of one pass of a chunk."""
-        return self._sum(KINDS[kind], chunk)
-
-    @cached_property
-    def _parts(self) -> dict[tuple[PassKind, int], PartTimes]:
-        return {
-            (kind, chunk): parts.of(kind)
-            for chunk, parts in enumerate(self.parts)
-            for kind in (PassKind.F, PassKind.B, PassKind.W)
-        }
+    def of_kind(self, kind: Kind, place: int) -> float:
+        """Time of a job of a kind on a chunk, or of a stage."""
+        return float(sum(getattr(self, name)[place] for name in KINDS[kind].times))
 
     def parts_of(self, job: Pass) -> PartTimes:
         """The lane and the time of each part of an F, B or W; there must be parts."""
-        return self._parts[job.kind, job.chunk]
+        return self.parts[job.chunk].of(job.kind)
 
     def source_of(self, part: Part) -> int:
         """The part of B that a part of its W needs.
@@ -108,15 +85,10 @@ class ChunkCosts:
         Where W has as many parts as B has that compute, the one at its place among
         those; else the last one.
         """
-        b = self._parts[PassKind.B, part.chunk]
+        parts = self.parts[part.chunk]
+        b, w = parts.of(PassKind.B), parts.of(PassKind.W)
         computing = [i for i, (lane, _) in enumerate(b) if lane is Lane.COMPUTE]
-        if len(computing) == len(self._parts[PassKind.W, part.chunk]):
-            return computing[part.index]
-        return len(b) - 1
-
-    def _sum(self, kind: JobKind, place: int) -> float:
-        columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]
-        return sum(column[place] for column in columns)
+        return computing[part.index] if len(computing) == len(w) else len(b) - 1
 
     def delay(self, source: int, target: int) -> float:
         """Time of a message from its job's end to its reader: none on one stage.
@@ -129,25 +101,22 @@ class ChunkCosts:
 
     def change(self, job: Job) -> float:
         """Memory that a job leaves behind it: more than before, or less (< 0)."""
-        change = 0.0
-        for part in members_of(job):
-            for name, sign in kind_of(part).keeps:
-                column: tuple[float, ...] = getattr(self, name)
-                change += sign * column[place_of(part)]
-        return change
+        jobs = [(kind_of(part).keeps, place_of(part)) for part in members_of(job)]
+        return float(
+            sum(
+                sign * getattr(self, name)[x]
+                for keeps, x in jobs
+                for name, sign in keeps
+            )
+        )
 
     def peak(self, job: Job) -> float:
         """Most that a job holds above what its stage holds before it; 0 or more.
 
         The parts of a pair may hold their most at the same time.
         """
-        peak = 0.0
-        for part in members_of(job):
-            name = kind_of(part).peak
-            if name is not None:
-                column: tuple[float, ...] = getattr(self, name)
-                peak += column[place_of(part)]
-        return peak
+        jobs = [(kind_of(part).peak, place_of(part)) for part in members_of(job)]
+        return float(sum(getattr(self, name)[x] for name, x in jobs if name))
 
     def above_fixed(self) -> "ChunkCosts":
         """Return these costs with what is always there taken off the limits.

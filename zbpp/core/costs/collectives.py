@@ -20,18 +20,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from operator import mul
+
+import numpy as np
 
 from zbpp.core.errors import RequestError
-
-__all__ = [
-    "CollectiveOperation",
-    "Link",
-    "collective_time",
-    "fit_link",
-    "ring_time",
-    "tree_time",
-]
 
 
 class CollectiveOperation(StrEnum):
@@ -85,42 +77,19 @@ def fit_link(messages: Sequence[tuple[float, float]]) -> Link:
         raise RequestError("alpha and bandwidth need messages of two sizes at least")
     if min(time for _, time in messages) <= 0:
         raise RequestError("a message takes no time; measure with a finer clock")
+    times = np.array([time for _, time in messages])
+    sizes = np.array([size for size, _ in messages])
     # Least squares of alpha / time + size / time / bandwidth against 1.
-    u, v = [1 / t for _, t in messages], [size / t for size, t in messages]
-    uu, uv, vv = (sum(map(mul, x, y)) for x, y in ((u, u), (u, v), (v, v)))
-    determinant = uu * vv - uv * uv
-    slope = (sum(v) * uu - sum(u) * uv) / determinant
+    terms = np.stack((1 / times, sizes / times), axis=1)
+    alpha, slope = np.linalg.lstsq(terms, np.ones(len(times)), rcond=None)[0].tolist()
     if slope <= 0:
         raise RequestError(
             "larger messages take no longer than small ones; measure larger ones, "
             "where bandwidth counts"
         )
-    alpha = (sum(u) * vv - sum(v) * uv) / determinant
     if alpha < 0:  # a line through 0 is then the best
-        return Link(0.0, vv / sum(v))
-    return Link(alpha, 1 / slope)
-
-
-def ring_time(
-    operation: CollectiveOperation, n_bytes: float, n: int, link: Link
-) -> float:
-    """Time of a ring of n processes: n-1 messages of a part each, a sum twice that."""
-    if n <= 1:
-        return 0.0
-    once = (n - 1) * link.time(n_bytes / n)
-    return 2 * once if operation is CollectiveOperation.ALL_REDUCE else once
-
-
-def tree_time(
-    operation: CollectiveOperation, n_bytes: float, n: int, link: Link
-) -> float:
-    """Time of a tree of n processes: few messages, for those that are short."""
-    if n <= 1:
-        return 0.0
-    steps = math.ceil(math.log2(n))
-    if operation is CollectiveOperation.ALL_REDUCE:
-        return 2 * steps * link.time(n_bytes)
-    return steps * link.alpha + (n - 1) / n * n_bytes / link.bandwidth
+        alpha, slope = 0.0, terms[:, 1].sum() / np.square(terms[:, 1]).sum()
+    return Link(alpha, float(1 / slope))
 
 
 def collective_time(
@@ -143,8 +112,15 @@ def collective_time(
         RequestError: n is no multiple of node.
     """
 
+    is_sum = operation is CollectiveOperation.ALL_REDUCE
+
     def faster(n_bytes: float, n: int, link: Link) -> float:
-        return min(way(operation, n_bytes, n, link) for way in (ring_time, tree_time))
+        ring = (1 + is_sum) * (n - 1) * link.time(n_bytes / n)
+        steps = math.ceil(math.log2(n))
+        if is_sum:
+            return min(ring, 2 * steps * link.time(n_bytes))
+        tree = steps * link.alpha + (n - 1) / n * n_bytes / link.bandwidth
+        return min(ring, tree)
 
     if node_link is None:
         return faster(n_bytes, n, link)

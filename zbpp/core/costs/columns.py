@@ -28,23 +28,6 @@ from typing import Any
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
-__all__ = [
-    "Column",
-    "Per",
-    "PerRow",
-    "check_columns",
-    "checked_time",
-    "column",
-    "columns_of",
-    "listed",
-    "on_links",
-    "parse_memory",
-    "per_chunk",
-    "per_edge",
-    "per_stage",
-    "whole_number",
-]
-
 PerRow = float | tuple[float, ...]
 """A number, or one entry for each; see the module's text."""
 
@@ -96,18 +79,18 @@ class Column:
         per: what it has one entry for.
         is_memory: it is an amount of memory, and may be written as ``"40GiB"``.
         is_rate: it is above 0.
+        is_flag: it is true or false.
     """
 
     per: Per
     is_memory: bool = False
     is_rate: bool = False
+    is_flag: bool = False
 
 
-def column(
-    default: PerRow | None, per: Per, *, is_memory: bool = False, is_rate: bool = False
-) -> Any:
+def column(default: PerRow | None, per: Per, **properties: bool) -> Any:
     """Declare a field as a column; see `Column`."""
-    return field(default=default, metadata={"column": Column(per, is_memory, is_rate)})
+    return field(default=default, metadata={"column": Column(per, **properties)})
 
 
 _COLUMNS: dict[type, dict[str, Column]] = {}
@@ -117,8 +100,8 @@ _COLUMNS: dict[type, dict[str, Column]] = {}
 def columns_of(table: type) -> dict[str, Column]:
     """The columns of a class, by name."""
     if table not in _COLUMNS:
-        columns = {x.name: x.metadata["column"] for x in fields(table) if x.metadata}
-        _COLUMNS[table] = columns
+        columns = [x for x in fields(table) if x.metadata]
+        _COLUMNS[table] = {x.name: x.metadata["column"] for x in columns}
     return _COLUMNS[table]
 
 
@@ -150,11 +133,15 @@ def _number(
     name: str, value: Any, about: Column, most: float, index: int | None = None
 ) -> float:
     """Check an entry of a column: it must be small and large enough to count with."""
-    is_float = value.__class__ is float
-    if is_float and (_LEAST <= value <= most or (value == 0 and not about.is_rate)):
+    is_small = _LEAST <= value <= most if value.__class__ is float else False
+    if is_small or (value.__class__ is float and value == 0 and not about.is_rate):
         return float(value)
     place = name if index is None else f"{name}[{index}]"
     value = listed(value)
+    if about.is_flag:
+        if not isinstance(value, bool):
+            raise RequestError(f"{place} is {value!r:.60}, not true or false")
+        return value
     if isinstance(value, str) and about.is_memory:
         try:
             value = parse_memory(value)
@@ -206,43 +193,36 @@ def whole_number(name: str, value: Any) -> int:
     return number
 
 
-def per_chunk(name: str, value: PerRow, placement: Placement) -> tuple[float, ...]:
-    """Return the entry of every chunk: of a number its share of that of a stage."""
-    if not isinstance(value, tuple):
-        return tuple(value / n for n in placement.n_beside)
-    _check_length(name, value, placement.n_chunks, "chunks")
-    return value
-
-
-def per_stage(
-    name: str, value: PerRow | None, placement: Placement, *, default: float
+def spread(
+    table: Any, name: str, placement: Placement, default: float = 0.0
 ) -> tuple[float, ...]:
-    """Return the entry of every stage."""
-    if value is None:
-        value = default
-    if not isinstance(value, tuple):
-        return (value,) * placement.n_stages
-    _check_length(name, value, placement.n_stages, "stages")
-    return value
+    """Return the entries of a column on a placement, one for each that it is per.
 
-
-def per_edge(name: str, value: PerRow, placement: Placement) -> tuple[float, ...]:
-    """Return the entry of every edge: entry c is between chunks c and c+1.
-
-    >>> per_edge("comm", 0.5, Placement.wave(2))
-    (0.5, 0.0, 0.5)
+    A number per row is that of a stage, of which every chunk has its share. An edge
+    within a stage takes no time. A column per link has the entry of the link that each
+    edge uses. The default stands for None.
     """
-    edges = list(pairwise(placement.stage_of))
+    value, per = getattr(table, name), columns_of(type(table))[name].per
+    value = default if value is None else value
+    if per is Per.LINK:
+        return _on_links(name, value, placement)
+    n, what = {
+        Per.ROW: (placement.n_chunks, "chunks"),
+        Per.EDGE: (placement.n_chunks - 1, "edges between chunks"),
+        Per.STAGE: (placement.n_stages, "stages"),
+    }[per]
     if not isinstance(value, tuple):
-        value = (value,) * len(edges)
-    _check_length(name, value, len(edges), "edges between chunks")
-    return tuple(
-        time if source != target else 0.0
-        for time, (source, target) in zip(value, edges, strict=True)
-    )
+        if per is Per.ROW:
+            return tuple(value / n for n in placement.n_beside)
+        value = (value,) * n
+    _check_length(name, value, n, what)
+    if per is Per.EDGE:
+        edges = zip(value, pairwise(placement.stage_of), strict=True)
+        value = tuple(time if a != b else 0.0 for time, (a, b) in edges)
+    return tuple(value)
 
 
-def on_links(name: str, value: PerRow, placement: Placement) -> tuple[float, ...]:
+def _on_links(name: str, value: PerRow, placement: Placement) -> tuple[float, ...]:
     """Return the entry of the link that each edge uses."""
     edges = list(pairwise(placement.stage_of))
     if not isinstance(value, tuple) or len(set(value)) == 1:

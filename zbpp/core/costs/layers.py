@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
+from operator import add, sub
 from typing import Any
 
 from zbpp.core.costs.columns import (
@@ -27,21 +28,21 @@ from zbpp.core.costs.columns import (
     PerRow,
     column,
     columns_of,
-    on_links,
-    per_chunk,
-    per_edge,
+    spread,
     whole_number,
 )
 from zbpp.core.costs.parts import Parts, PartTimes
-from zbpp.core.costs.table import Costs, Table, rises
+from zbpp.core.costs.table import Costs, Table
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.placement import Placement
 
-__all__ = ["LayerCosts", "chunk_layers"]
-
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
+_REPLICAS = ("all_gather", "reduce_scatter")
+"""The same of what replicas exchange, where they do."""
+_TIMED = ("f", "b", "w", "optimizer")
+"""Columns whose times are divided by the speed of a stage."""
 _SAME = ("loss", "reduction", "validation", "memory_limit")
 """Fields that are neither of chunks nor of layers."""
 
@@ -121,19 +122,6 @@ class LayerCosts(Table, _Count):
         layers = range(self.n_layers)
         return tuple(self.parts_of(i).on_lane(kind, Lane.COMPUTE) for i in layers)
 
-    def with_memory_of(self, memories: "LayerCosts") -> "LayerCosts":
-        """Return these times with the memories and the limit of other costs.
-
-        Raises:
-            RequestError: they are of different numbers of layers.
-        """
-        if memories.n_layers != self.n_layers:
-            raise RequestError(
-                f"times are of {self.n_layers} layers, memories of {memories.n_layers}"
-            )
-        joined = super().with_memory_of(memories)
-        return replace(joined, tied=memories.tied)
-
     def of(self, name: str) -> tuple[float, ...]:
         """One entry per layer; peaks without an entry follow from the rest."""
         value = getattr(self, name)
@@ -144,7 +132,7 @@ class LayerCosts(Table, _Count):
         if name == "peak_f":
             return tuple(map(max, values, self.of("m_b")))
         if name == "peak_b":
-            return tuple(map(max, values, rises(self.of("m_b"), self.of("m_w"))))
+            return tuple(map(max, values, map(sub, self.of("m_w"), self.of("m_b"))))
         return values
 
     def on(
@@ -189,37 +177,31 @@ class LayerCosts(Table, _Count):
         cuts = [end - 1 for end in ends[1:-1]]
         columns = self._columns(recompute)
 
-        def total(name: str, overhead: float = 0.0) -> tuple[float, ...]:
+        def total(name: str) -> tuple[float, ...]:
             column = columns[name]
-            return tuple(sum(column[i] for i in chunk) + overhead for chunk in chunks)
+            return tuple(sum(column[i] for i in chunk) for chunk in chunks)
 
-        m_b, m_w = columns["m_b"], columns["m_w"]
-        change_b = [w - b for w, b in zip(m_w, m_b, strict=True)]
-        change_w = [-memory for memory in m_w]
-        fields: dict[str, Any] = {name: total(name) for name in _SUMMED}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        fields |= {name: total(name) for name in _SUMMED}
+        fields |= {name: total(name) for name in _REPLICAS if getattr(self, name)}
         if self.tied:
             self._add_ties(fields, placement, chunks)
-        fields |= {name: getattr(self, name) for name in _SAME}
-        return Costs(
-            f=total("f", self.pass_f),
-            b=total("b", self.pass_b),
-            w=total("w", self.pass_w),
-            **fields,
-            comm=self._edges(placement, cuts),
-            send_occupies=self._sending(cuts),
-            all_gather=total("all_gather") if self.all_gather else 0.0,
-            reduce_scatter=total("reduce_scatter") if self.reduce_scatter else 0.0,
-            peak_f=tuple(_peak(chunk, columns["peak_f"], m_b) for chunk in chunks),
-            peak_b=tuple(
-                _peak(chunk[::-1], columns["peak_b"], change_b) for chunk in chunks
-            ),
-            peak_w=tuple(
-                _peak(chunk[::-1], columns["peak_w"], change_w) for chunk in chunks
-            ),
-            parts=None
-            if self.parts is None
-            else tuple(self._chunk_parts(chunk, recompute) for chunk in chunks),
-        )
+        m_b, m_w = columns["m_b"], columns["m_w"]
+        left = {"f": m_b, "b": [*map(sub, m_w, m_b)], "w": [-memory for memory in m_w]}
+        for name, change in left.items():
+            more, peak = getattr(self, f"pass_{name}"), columns[f"peak_{name}"]
+            fields[name] = tuple(time + more for time in total(name))
+            fields[f"peak_{name}"] = tuple(
+                _peak(chunk if name == "f" else chunk[::-1], peak, change)
+                for chunk in chunks
+            )
+        if self.parts is not None:
+            fields["parts"] = tuple(self._chunk_parts(x, recompute) for x in chunks)
+        send_occupies: PerRow = self.send_occupies
+        if isinstance(send_occupies, tuple):
+            send_occupies = tuple(send_occupies[cut] for cut in cuts) or 0.0
+        comm = self._edges(placement, cuts)
+        return Costs(**fields, comm=comm, send_occupies=send_occupies)
 
     def _add_ties(
         self, fields: dict[str, Any], placement: Placement, chunks: Sequence[range]
@@ -286,27 +268,20 @@ class LayerCosts(Table, _Count):
 
         One chunk has no edge: then it is a number, not a list of none.
         """
-        if not cuts:
-            return 0.0
+        n_cuts = self.n_layers - 1
         comm, message = (
-            value if isinstance(value, tuple) else (value,) * (self.n_layers - 1)
+            value if isinstance(value, tuple) else (value,) * n_cuts
             for value in (self.comm, self.message)
         )
-        delays = on_links("delay", self.delay, placement)
-        bands = (math.inf,) * len(cuts)
-        if self.bandwidth is not None:
-            bands = on_links("bandwidth", self.bandwidth, placement)
-        return tuple(
-            comm[cut] + delay + message[cut] / band
-            for cut, delay, band in zip(cuts, delays, bands, strict=True)
+        delays = spread(self, "delay", placement)
+        bands = spread(self, "bandwidth", placement, math.inf)
+        return (
+            tuple(
+                comm[cut] + delay + message[cut] / band
+                for cut, delay, band in zip(cuts, delays, bands, strict=True)
+            )
+            or 0.0
         )
-
-    def _sending(self, cuts: Sequence[int]) -> PerRow:
-        """Time for which a message occupies its sender, at each cut."""
-        value = self.send_occupies
-        if not isinstance(value, tuple):
-            return value
-        return tuple(value[cut] for cut in cuts) or 0.0
 
 
 def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float:
@@ -335,51 +310,36 @@ def chunk_layers(
         )
     counts = [1] * placement.n_chunks if split is None else list(split)
     chunk_of = [chunk for chunk, n in enumerate(counts) for _ in range(n)]
-    # The loss and messages stay apart from F and B.
-    bare = replace(costs, loss=0.0, send_occupies=0.0)
-    chunks = bare.on(placement)
-
-    def share(column: Sequence[float]) -> tuple[float, ...]:
-        return tuple(column[chunk] / counts[chunk] for chunk in chunk_of)
-
-    def of_stages(column: Sequence[float]) -> tuple[float, ...]:
-        stages = zip(placement.stage_of, placement.n_beside, strict=True)
-        return share([column[stage] / n for stage, n in stages])
-
-    def peaks(
-        peak: Sequence[float], left: Sequence[float], least: Sequence[float]
-    ) -> tuple[float, ...]:
-        """Give each layer what its chunk's pass needs beyond what it leaves."""
-        layers = zip(least, chunk_of, strict=True)
-        return tuple(x + peak[chunk] - left[chunk] for x, chunk in layers)
-
-    def at_cuts(column: Sequence[float]) -> PerRow:
-        pairs = pairwise(chunk_of)
-        return tuple(column[a] if a != b else 0.0 for a, b in pairs) or 0.0
-
-    m_b, m_w = share(chunks.m_b), share(chunks.m_w)
-    m_r, sends = costs.m_r, costs.send_occupies
-    return LayerCosts(
-        n_layers=sum(counts),
-        **{name: getattr(costs, name) for name in _SAME},
-        f=share(chunks.f),
-        b=share(chunks.b),
-        w=share(chunks.w),
-        optimizer=of_stages(chunks.optimizer),
-        m_b=m_b,
-        m_w=m_w,
-        m_fixed=of_stages(chunks.fixed),
-        peak_f=peaks(chunks.peak_f, chunks.m_b, m_b),
-        peak_b=peaks(chunks.peak_b, rises(chunks.m_b, chunks.m_w), rises(m_b, m_w)),
-        peak_w=tuple(chunks.peak_w[chunk] for chunk in chunk_of),
-        peak_o=of_stages(chunks.peak_o),
-        m_r=None if m_r is None else share(per_chunk("m_r", m_r, placement)),
-        comm=at_cuts(chunks.hops),
-        send_occupies=at_cuts(per_edge("send_occupies", sends, placement)),
-        all_gather=0.0 if costs.gathers else share(chunks.all_gather),
-        reduce_scatter=share(chunks.reduce_scatter),
-        parts=_layer_parts(bare, placement, counts),
-    )
+    speed = spread(costs, "speed", placement, 1.0)
+    values: dict[str, Any] = {}
+    for name, about in columns_of(Costs).items():
+        value = getattr(costs, name)
+        if value is not None and about.per is Per.EDGE:
+            column, pairs = spread(costs, name, placement), pairwise(chunk_of)
+            value = tuple(column[a] if a != b else 0.0 for a, b in pairs) or 0.0
+        elif value is not None and about.per is Per.ROW:
+            column = spread(costs, name, placement)
+            if name in _TIMED:
+                times = zip(column, placement.stage_of, strict=True)
+                column = tuple(time / speed[stage] for time, stage in times)
+            value = tuple(column[chunk] / counts[chunk] for chunk in chunk_of)
+        if name in columns_of(LayerCosts):
+            values[name] = value
+    # Above what it leaves, a pass needs as much in one layer as in the chunk.
+    m_b, m_w = spread(costs, "m_b", placement), spread(costs, "m_w", placement)
+    rises = [max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True)]
+    for name, left in ("peak_f", m_b), ("peak_b", rises), ("peak_w", [0.0] * len(m_w)):
+        if values[name] is not None:
+            peak = spread(costs, name, placement)
+            values[name] = tuple(
+                left[x] / counts[x] + max(peak[x], left[x]) - left[x] for x in chunk_of
+            )
+    if costs.gathers:
+        for name in "f", "b":
+            values[name] = tuple(map(add, values[name], values["all_gather"]))
+        values["all_gather"] = 0.0
+    values["parts"] = _layer_parts(costs, placement, counts)
+    return LayerCosts(n_layers=sum(counts), **values)
 
 
 def _layer_parts(
@@ -387,7 +347,7 @@ def _layer_parts(
 ) -> tuple[Parts, ...] | None:
     """Parts of the layers of each chunk, which must be those of equal layers."""
     layers: list[Parts] = []
-    each = zip(costs.chunk_parts(placement), counts, strict=False)
+    each = zip(costs.parts_on(placement), counts, strict=False)
     for chunk, (parts, n) in enumerate(each):
         if parts.layers % n:
             raise RequestError(

@@ -20,8 +20,6 @@ from zbpp.core.costs.columns import PerRow, checked_time, whole_number
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 
-__all__ = ["PartTimes", "Parts", "add_up_parts", "merged"]
-
 PartTimes = tuple[tuple[Lane, float], ...]
 """The lane and the time of each part of a pass."""
 
@@ -88,13 +86,13 @@ class Parts:
         )
         return Parts(f, b, w, self.layers)
 
-    def joined(self, *, splits: bool = True) -> "Parts":
+    def joined(self, *, splits: bool, loss: float) -> "Parts":
         """The parts that a stage runs: W's end its B where the two cannot be split.
 
         In F and B, parts that compute one after the other are one part, and those that
-        take no time are left out.
+        take no time are left out. The loss ends F.
         """
-        f = merged(self.of(PassKind.F))
+        f = merged((*self.of(PassKind.F), (Lane.COMPUTE, loss)))
         if not splits:
             return Parts(f, merged(self.of(PassKind.BW)))
         return Parts(f, merged(self.of(PassKind.B)), self.of(PassKind.W))

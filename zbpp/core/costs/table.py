@@ -46,10 +46,10 @@ from the times (`zbpp.core.held`).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import add, sub, truediv
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
 
 from zbpp.core.amounts import format_bytes
 from zbpp.core.costs.chunks import ChunkCosts
@@ -59,17 +59,11 @@ from zbpp.core.costs.columns import (
     check_columns,
     column,
     columns_of,
-    listed,
-    per_chunk,
-    per_edge,
-    per_stage,
+    spread,
 )
 from zbpp.core.costs.parts import Parts, add_up_parts
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Lane
 from zbpp.core.placement import Placement
-
-__all__ = ["Costs", "Table", "rises"]
 
 _MEBI = 2**20
 
@@ -147,6 +141,7 @@ class Table:
             for name, about in columns_of(type(self)).items()
             if about.is_memory and about.per is not Per.EDGE
         ]
+        names += ["tied"] if hasattr(self, "tied") else []
         return replace(self, **{name: getattr(memories, name) for name in names})
 
 
@@ -171,25 +166,13 @@ class Costs(Table):
         RequestError: as `Table`, or splits holds no booleans.
     """
 
-    splits: tuple[bool, ...] | None = None
+    splits: tuple[bool, ...] | None = column(None, Per.STAGE, is_flag=True)
     fb: PerRow | None = column(None, Per.ROW)
     speed: PerRow | None = column(None, Per.STAGE, is_rate=True)
-    gathers: bool = False
+    gathers: bool = column(False, Per.ALL, is_flag=True)
     peak_bw: PerRow | None = column(None, Per.ROW, is_memory=True)
 
     def __post_init__(self) -> None:
-        splits = listed(self.splits)
-        if splits is not None:
-            if not isinstance(splits, list | tuple) or not all(
-                isinstance(split, bool) for split in splits
-            ):
-                raise RequestError(
-                    f"splits is {splits!r:.60}, not a list of true or false, one a "
-                    "stage"
-                )
-            object.__setattr__(self, "splits", tuple(splits))
-        if not isinstance(self.gathers, bool):
-            raise RequestError(f"gathers is {self.gathers!r:.60}, not true or false")
         self._check(None)
 
     def on(self, placement: Placement) -> ChunkCosts:
@@ -199,113 +182,86 @@ class Costs(Table):
             RequestError: a list has another length than there are chunks, edges or
                 stages.
         """
-        stage_of = placement.stage_of
-        limit = per_stage(
-            "memory_limit", self.memory_limit, placement, default=math.inf
-        )
+        stage_of = np.array(placement.stage_of)
+
+        def of(name: str, default: float = 0.0) -> Any:
+            return np.array(spread(self, name, placement, default))
+
+        def of_stages(name: str) -> Any:
+            return np.bincount(stage_of, of(name), placement.n_stages)
+
+        limit = of("memory_limit", math.inf)
         if self.m_b == 1.0 and not self.m_fixed and _MEBI <= min(limit) < math.inf:
             raise RequestError(
                 f"memory_limit is {format_bytes(min(limit))}, but m_b is 1; give m_b, "
                 "m_w and m_fixed in bytes too (--costs, --layers, or example= of "
                 "zbpp.plan_model), or the limit in units of m_b"
             )
-        splits = (True,) * placement.n_stages if self.splits is None else self.splits
-        if len(splits) != placement.n_stages:
-            raise RequestError(
-                f"splits has {len(splits)} entries for {placement.n_stages} stages"
-            )
-        speed = per_stage("speed", self.speed, placement, default=1.0)
-        parts = tuple(each.flat() for each in self.chunk_parts(placement))
-        if parts:  # what has no W has nothing to put off
-            splits = tuple(
-                can and all(parts[chunk].w for chunk in chunks)
-                for can, chunks in zip(splits, placement.chunks_of, strict=True)
-            )
-        can = [splits[stage] for stage in stage_of]
-
-        def chunks(name: str) -> tuple[float, ...]:
-            return per_chunk(name, getattr(self, name), placement)
-
-        def stages(name: str) -> tuple[float, ...]:
-            column = chunks(name)
-            return tuple(sum(column[c] for c in cs) for cs in placement.chunks_of)
-
-        f, b, w = (
-            tuple(time / speed[s] for time, s in zip(column, stage_of, strict=True))
-            for column in map(chunks, ("f", "b", "w"))
-        )
-        all_gather = chunks("all_gather")
+        splits, speed = of("splits", True), of("speed", 1.0)
+        parts = self.parts_on(placement)
+        for stage, each in zip(placement.stage_of, parts, strict=False):
+            if not each.w:  # what has no W has nothing to put off
+                splits[stage] = False
+        can = splits[stage_of]
+        f, b, w = (of(name) / speed[stage_of] for name in ("f", "b", "w"))
+        all_gather, sending = of("all_gather"), of("send_occupies")
         if self.gathers:
-            f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
-        f = (*f[:-1], f[-1] + self.loss)
-        if not all(splits):
-            b = tuple(map(add, b, _where([not split for split in can], w)))
-            w = _where(can, w)
-        hops = per_edge("comm", self.comm, placement)
-        sending = per_edge("send_occupies", self.send_occupies, placement)
-        hops = tuple(map(max, hops, sending))
+            f, b = f + all_gather, b + all_gather
+        f[-1] += self.loss
+        b, w = np.where(can, b, b + w), np.where(can, w, 0.0)
+        hops = np.maximum(of("comm"), sending)
         reduction = self.reduction
         if reduction is None:
             # Messages up a binary tree and down again, each on the slowest link.
             n_levels = (placement.n_stages - 1).bit_length()
-            reduction = 2 * n_levels * max(hops, default=0.0)
-        if any(sending):
-            f = tuple(map(add, f, (*sending, 0.0)))
-            b = tuple(map(add, b, (0.0, *sending)))
-            hops = tuple(map(sub, hops, sending))
-        if parts:
-            last = replace(parts[-1], f=(*parts[-1].f, (Lane.COMPUTE, self.loss)))
-            parts = tuple(
-                each.joined(splits=split)
-                for each, split in zip((*parts[:-1], last), can, strict=True)
-            )
-        m_b, m_w = chunks("m_b"), chunks("m_w")
-        none = (0.0,) * placement.n_chunks
-        peak_b = self._peaks("peak_b", rises(m_b, m_w), placement)
-        peak_w = self._peaks("peak_w", none, placement)
-        in_turn = none
+            reduction = 2 * n_levels * float(hops.max(initial=0.0))
+        f[:-1] += sending
+        b[1:] += sending
+        m_b, m_w, peak_w = of("m_b"), of("m_w"), of("peak_w")
+        peak_b = np.maximum(of("peak_b"), m_w - m_b)
+        peak_bw = of("peak_bw")
         if self.peak_bw is None:
-            in_turn = tuple(
-                max(of_b, w - b + of_w)
-                for b, w, of_b, of_w in zip(m_b, m_w, peak_b, peak_w, strict=True)
-            )
-        peak_bw = self._peaks("peak_bw", in_turn, placement)
+            peak_bw = np.maximum(peak_b, m_w - m_b + peak_w)
+        columns = {
+            "f": f,
+            "b": b,
+            "w": w,
+            "hops": hops - sending,
+            "optimizer": of_stages("optimizer") / speed,
+            "splits": splits,
+            "all_gather": all_gather,
+            "reduce_scatter": of("reduce_scatter"),
+            "sending": sending if sending.any() else sending[:0],
+            "fb": of("fb")[: 0 if self.fb is None else None],
+            "m_b": m_b,
+            "m_w": np.where(can, m_w, 0.0),
+            "limit": limit,
+            "fixed": of_stages("m_fixed"),
+            "peak_f": np.maximum(of("peak_f"), m_b),
+            "peak_b": np.where(can, peak_b, peak_bw),
+            "peak_w": np.where(can, peak_w, 0.0),
+            "peak_bw": peak_bw,
+            "peak_o": of_stages("peak_o"),
+        }
+        ends = [0.0] * (placement.n_chunks - 1) + [self.loss]
         return ChunkCosts(
             placement=placement,
-            f=f,
-            b=b,
-            w=w,
-            hops=hops,
-            optimizer=tuple(map(truediv, stages("optimizer"), speed)),
-            splits=splits,
             reduction=reduction,
             validation=(self.validation,) * placement.n_stages,
-            all_gather=all_gather,
-            reduce_scatter=chunks("reduce_scatter"),
-            sending=sending if any(sending) else (),
-            fb=() if self.fb is None else chunks("fb"),
-            parts=parts,
-            m_b=m_b,
-            m_w=_where(can, m_w),
-            limit=limit,
-            fixed=stages("m_fixed"),
-            peak_f=self._peaks("peak_f", m_b, placement),
-            peak_b=tuple(
-                b if split else bw
-                for b, bw, split in zip(peak_b, peak_bw, can, strict=True)
+            parts=tuple(
+                each.joined(splits=split, loss=loss)
+                for each, split, loss in zip(parts, can, ends, strict=False)
             ),
-            peak_w=_where(can, peak_w),
-            peak_bw=peak_bw,
-            peak_o=stages("peak_o"),
+            **{name: tuple(entries.tolist()) for name, entries in columns.items()},
         )
 
-    def chunk_parts(self, placement: Placement) -> tuple[Parts, ...]:
+    def parts_on(self, placement: Placement) -> tuple[Parts, ...]:
         """Parts of each chunk, with its number of layers; () without."""
         every = self.parts
         if every is None:
             return ()
         for name in ("send_occupies", "gathers"):
-            if getattr(self, name) not in (0.0, (0.0,) * (placement.n_chunks - 1)):
+            if np.any(getattr(self, name)):
                 raise RequestError(
                     f"costs with parts cannot have {name}; leave one of both out"
                 )
@@ -316,27 +272,6 @@ class Costs(Table):
                 f"parts has {len(every)} entries for {placement.n_chunks} chunks; give "
                 "one for each, or one object for a whole stage"
             )
-        speed = per_stage("speed", self.speed, placement, default=1.0)
-        return tuple(
-            parts.at_speed(speed[stage])
-            for parts, stage in zip(every, placement.stage_of, strict=True)
-        )
-
-    def _peaks(
-        self, name: str, least: tuple[float, ...], placement: Placement
-    ) -> tuple[float, ...]:
-        """Spread a column of peaks; each is at least what its pass adds."""
-        value = getattr(self, name)
-        if value is None:
-            return least
-        return tuple(map(max, per_chunk(name, value, placement), least))
-
-
-def rises(m_b: Sequence[float], m_w: Sequence[float]) -> tuple[float, ...]:
-    """Memory that each B leaves more than it finds."""
-    return tuple(max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True))
-
-
-def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:
-    """A column that is 0 where something cannot be."""
-    return tuple(x if split else 0.0 for x, split in zip(column, can, strict=True))
+        speed = spread(self, "speed", placement, 1.0)
+        pairs = zip(every, placement.stage_of, strict=True)
+        return tuple(parts.at_speed(speed[stage]) for parts, stage in pairs)

@@ -18,19 +18,6 @@ from zbpp.core.files.json_text import (
     write_file,
 )
 
-__all__ = [
-    "costs_data",
-    "costs_of",
-    "is_layers_file",
-    "layers_of",
-    "parse_costs",
-    "parse_layers",
-    "read_costs",
-    "read_layers",
-    "refuse_other_kind",
-    "write_costs",
-]
-
 _C = TypeVar("_C", Costs, LayerCosts)
 _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 """Columns of chunks that are written even where they are the default."""
@@ -78,15 +65,6 @@ def read_layers(path: str | Path) -> LayerCosts:
     return parse_layers(read(path), source=str(path))
 
 
-def is_layers_file(path: str | Path) -> bool:
-    """True if a file holds costs of layers, not of chunks: it has the key n_layers.
-
-    Raises:
-        RequestError: the file cannot be read or holds no JSON object.
-    """
-    return "n_layers" in object_of(read(path), str(path))
-
-
 def parse_costs(text: str, *, source: str = "costs") -> Costs:
     """Read costs from JSON text; ``source`` names it in errors.
 
@@ -101,12 +79,7 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     Raises:
         RequestError: the text holds no valid costs.
     """
-    return costs_of(object_of(text, source), source=source)
-
-
-def costs_of(data: Mapping[str, Any], *, source: str = "costs") -> Costs:
-    """Read costs from the object of a costs file, see `parse_costs`."""
-    return _table(Costs, source, data, "costs")
+    return table_of(Costs, object_of(text, source), source)
 
 
 def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
@@ -119,22 +92,25 @@ def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
     Raises:
         RequestError: the text holds no valid costs.
     """
-    return layers_of(object_of(text, source), source=source)
+    return table_of(LayerCosts, object_of(text, source), source)
 
 
-def layers_of(data: Mapping[str, Any], *, source: str = "layers") -> LayerCosts:
-    """Read costs from the object of a layers file, see `parse_layers`."""
-    if "n_layers" not in data:
-        refuse_other_kind(source, data, "layers")
-        fail(source, "n_layers is missing: the number of layers of the model")
-    return _table(LayerCosts, source, data, "layers")
+def either_of(value: Mapping[str, Any] | str | Path) -> Costs | LayerCosts:
+    """Read costs of layers, which have the key n_layers, or of chunks: a file's."""
+    source = "costs" if isinstance(value, Mapping) else str(value)
+    data = value if isinstance(value, Mapping) else object_of(read(value), source)
+    if "n_layers" in data:
+        return table_of(LayerCosts, data, source)
+    return table_of(Costs, data, source)
 
 
-def _table(table: type[_C], source: str, data: Mapping[str, Any], kind: str) -> _C:
+def table_of(table: type[_C], data: Mapping[str, Any], source: str) -> _C:
     """Make costs of the keys that there are; null is as good as nothing."""
-    refuse_other_kind(source, data, kind)
+    refuse_other_kind(source, data, "costs" if table is Costs else "layers")
     refuse_unknown(source, data, [field.name for field in fields(table)])
     values = {name: value for name, value in data.items() if value is not None}
+    if table is LayerCosts and "n_layers" not in values:
+        fail(source, "n_layers is missing: the number of layers of the model")
     try:
         if isinstance(parts := values.get("parts"), list):
             values["parts"] = tuple(map(_parts_of, parts))

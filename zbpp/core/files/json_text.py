@@ -9,15 +9,6 @@ from typing import Any, Literal, Never, Union, get_args, get_origin, get_type_hi
 
 from zbpp.core.errors import RequestError
 
-__all__ = [
-    "decode",
-    "fail",
-    "object_of",
-    "read",
-    "refuse_unknown",
-    "write_file",
-]
-
 _LONGEST = 2**29
 """Bytes of a text file: a plan of 1024 stages and 4096 micro-batches has a quarter."""
 

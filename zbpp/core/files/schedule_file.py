@@ -12,16 +12,9 @@ from zbpp.core.files.costs_file import refuse_other_kind
 from zbpp.core.files.json_text import decode, object_of, read, write_file
 from zbpp.core.jobs import Job
 from zbpp.core.placement import Placement
-from zbpp.core.schedule import Recompute, Schedule
+from zbpp.core.schedule import Schedule
 from zbpp.core.text import mistake, parse_job
-
-__all__ = [
-    "parse_schedule",
-    "read_schedule",
-    "schedule_of",
-    "schedule_text",
-    "write_schedule",
-]
+from zbpp.core.validation import Recompute
 
 
 @dataclass(frozen=True)
