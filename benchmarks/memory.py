@@ -9,6 +9,8 @@ the third step, by the allocator's events, which a profiler records from the sta
 """
 
 import argparse
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ from parts import end_worker, show, torchrun
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zbpp
-from zbpp.bench.contender import Setting, step_batch
-from zbpp.bench.request import BenchRequest
+from zbpp.bench.contender import Setting, seeded_model, step_batch
+from zbpp.bench.request import BenchOptions, BenchPlan
 from zbpp.bench.torchs import TorchSchedule
 from zbpp.memory import estimate
-from zbpp.training.llama import LlamaConfig
+from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 
 CONTENDERS = (
     "zbpp:1F1B",
@@ -35,10 +37,18 @@ CONTENDERS = (
 STAGES, MICROBATCHES, STEPS = 2, 8, 3
 
 
-def load(seq: int) -> Any:
+def four_blocks() -> Any:
     """Four blocks of width 512 with embedding and head; one sample."""
+    seq = int(os.environ["SEQ"])
     config = LlamaConfig(dim=512, n_blocks=4, n_heads=8, hidden=2048, seq=seq)
-    return config.loaded(1)
+    tokens = torch.randint(256, (1, seq + 1))
+    builder = partial(build_layers, config), config.n_layers
+    return builder, (tokens[:, :-1], tokens[:, 1:]), cross_entropy
+
+
+OPTIONS = BenchOptions(
+    out=Path(), model="memory:four_blocks", microbatches=MICROBATCHES
+)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -46,18 +56,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
 
-def build(contender: str, seq: int) -> Any:
+def build(contender: str) -> Any:
     """A function that takes a step of a contender."""
     whose, _, mode = contender.partition(":")
-    torch.manual_seed(0)
-    loaded = load(seq)
+    loaded = seeded_model(OPTIONS)
     batch = step_batch(loaded, MICROBATCHES)
     if whose == "torch":
-        request = BenchRequest(
-            contenders=(contender,), stages=STAGES, microbatches=MICROBATCHES,
-            load=lambda: load(seq), out=Path(), command="",
-        )  # fmt: skip
-        setting = Setting(request, torch.device("cpu"), batch)
+        plan = BenchPlan(STAGES, "", None, {})
+        setting = Setting(OPTIONS, plan, torch.device("cpu"), batch)
         return TorchSchedule(setting, contender).step
     pipeline = zbpp.Pipeline(
         zbpp.layers_from(loaded.model, n_layers=loaded.n_layers),
@@ -71,10 +77,10 @@ def build(contender: str, seq: int) -> Any:
     return lambda: pipeline.step(batch.inputs, batch.targets)
 
 
-def measured(contender: str, seq: int) -> int:
+def measured(contender: str) -> int:
     """Bytes that this process holds at the peak of its last step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        step = build(contender, seq)
+        step = build(contender)
         for number in range(STEPS):
             with record_function(f"step {number}"):
                 step()
@@ -91,12 +97,12 @@ def measured(contender: str, seq: int) -> int:
     return most
 
 
-def estimated(contender: str, seq: int) -> list[int] | None:
+def estimated(contender: str) -> list[int] | None:
     """Peaks of the stages by `zbpp.memory.estimate`; None: they are torch's."""
     whose, _, mode = contender.partition(":")
     if whose == "torch":
         return None
-    loaded = load(seq)
+    loaded = seeded_model(OPTIONS)
     found = estimate(
         loaded.model, (loaded.inputs, loaded.targets), loaded.loss_fn,
         n_layers=loaded.n_layers, n_stages=STAGES, n_microbatches=MICROBATCHES,
@@ -113,17 +119,18 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    os.environ["SEQ"] = str(args.seq)
     if args.worker is not None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         peaks: list[Any] = [None] * STAGES
-        dist.all_gather_object(peaks, measured(args.worker, args.seq))
+        dist.all_gather_object(peaks, measured(args.worker))
         end_worker({"peaks": peaks}, args.out)
     rows = []
     for name in args.contenders:
         words = ("--seq", args.seq, "--worker", name)
         real = torchrun(__file__, STAGES, *words)["peaks"]
-        guess = estimated(name, args.seq)
+        guess = estimated(name)
         cells = [", ".join(f"{one / 2**20:.1f}" for one in real), None, None]
         if guess is not None:
             errors = (a / b - 1 for a, b in zip(guess, real, strict=True))
