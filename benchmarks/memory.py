@@ -40,7 +40,8 @@ STAGES, MICROBATCHES, STEPS = 2, 8, 3
 def four_blocks() -> Any:
     """Four blocks of width 512 with embedding and head; one sample."""
     seq = int(os.environ["SEQ"])
-    config = LlamaConfig(dim=512, n_blocks=4, n_heads=8, hidden=2048, seq=seq)
+    sizes = {"dim": 512, "n_blocks": 4, "n_heads": 8, "hidden": 2048}
+    config = LlamaConfig(seq=seq, seed=0, **sizes)
     tokens = torch.randint(256, (1, seq + 1))
     builder = partial(build_layers, config), config.n_layers
     return builder, (tokens[:, :-1], tokens[:, 1:]), cross_entropy
