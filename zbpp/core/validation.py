@@ -91,10 +91,7 @@ def _check_order(
     for column, job in enumerate(order):
         for member in (job,) if job.__class__ is Pass else members_of(job):
             reason = None
-            if member.__class__ is not Pass:
-                reason = _misplaced(member, placement, n_microbatches, stage)
-                reason = reason or _untimely(member, order[:column], done)
-            else:
+            if member.__class__ is Pass:
                 work, i = done.get(member.chunk), member.microbatch
                 before, after = _DONE[member.kind]
                 if work is None or not 0 <= i < size:
@@ -103,6 +100,9 @@ def _check_order(
                     reason = _out_of_turn(member, work[i], order[:column])
                 else:
                     work[i] = after
+            else:
+                reason = _misplaced(member, placement, n_microbatches, stage)
+                reason = reason or _untimely(member, order, others, done)
             if others and not reason and Step(stage) in others:
                 reason = (
                     f"{member} comes after O; the optimizer step must be the last job"
@@ -160,11 +160,11 @@ def _first_to_do(chunk: int, i: int, done: int) -> Pass:
 
 
 def _untimely(
-    job: Job, earlier: Sequence[Job], done: Mapping[int, bytearray]
+    job: Job, order: Sequence[Job], others: set[Job], done: Mapping[int, bytearray]
 ) -> str | None:
     """Explain why a job that is no pass cannot come now; None if it can."""
-    if isinstance(job.kind, StageKind) and job in earlier:
-        return f"{job} repeats {job} of column {earlier.index(job)}; remove one"
+    if isinstance(job.kind, StageKind) and job in others:
+        return f"{job} repeats {job} of column {order.index(job)}; remove one"
     if isinstance(job, Check) and max(map(max, done.values())) > _BIT[F]:
         return "V must come before the first backward pass of its stage"
     return None
