@@ -96,7 +96,6 @@ def install(native: Any) -> None:
     """Give `torch.cuda` its functions."""
     global _native
     _native = native
-    memory = native.memory
     functions: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
@@ -116,15 +115,6 @@ def install(native: Any) -> None:
         "_maybe_exchange_device": lambda device: 0,
         "synchronize": lambda device=None: native.synchronize(),
         "empty_cache": lambda: None,
-        "memory_allocated": lambda device=None: memory()["allocated"],
-        "max_memory_allocated": lambda device=None: memory()["peak"],
-        "memory_reserved": lambda device=None: memory()["reserved"],
-        "max_memory_reserved": lambda device=None: memory()["reserved"],
-        "reset_peak_memory_stats": lambda device=None: native.reset_peak(),
-        "mem_get_info": lambda device=None: (
-            _TOTAL_BYTES - memory()["reserved"],
-            _TOTAL_BYTES,
-        ),
         "get_device_properties": lambda device=None: _properties,
         "get_device_name": lambda device=None: _properties.name,
         "get_device_capability": lambda device=None: (9, 0),
@@ -141,7 +131,6 @@ def install(native: Any) -> None:
     c: Any = torch._C
     c._cuda_getDeviceCount = lambda: 1
     c._cuda_synchronize = native.synchronize
-    c._cuda_sleep = native.spin
     c._cuda_getCurrentRawStream = lambda device: native.current_stream()
     c._host_emptyCache = lambda *_: None
     storages: Any = torch.UntypedStorage

@@ -79,7 +79,7 @@ void Sim::say(const std::string& text) {
 
 void Sim::protect(Block& block) {
   int protection = PROT_READ | PROT_WRITE;
-  if (!block.is_exempt && settings.checks)
+  if (!block.is_exempt)
     for (const Access& access : block.log)
       if (!is_ordered(access, host_)) protection &= access.writes ? PROT_NONE : PROT_READ;
   if (protection != block.protection) mprotect((void*)block.ptr, block.size, protection);
@@ -166,7 +166,7 @@ void* Sim::allocate(size_t bytes, bool is_host) {
   auto& free = free_[{is_host, id}];
   Block* block = nullptr;
   auto found = free.lower_bound(size);
-  if (settings.reuses && found != free.end() && found->first <= 2 * size) {
+  if (found != free.end() && found->first <= 2 * size) {
     auto latest = std::prev(free.upper_bound(found->first));
     block = latest->second;
     free.erase(latest);
@@ -260,7 +260,7 @@ void Sim::look_at_freed() {
 }
 
 void Sim::give_back(Block* block) {
-  if (!block->is_host && settings.poisons) {
+  if (!block->is_host) {
     Operation poison;
     poison.name = "free";
     poison.by_allocator = true;

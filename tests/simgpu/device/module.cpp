@@ -213,18 +213,6 @@ struct SimulatedNCCL final : c10d::Backend {
     return gather_each(outputs, inputs, options.asyncOp);
   }
 
-  intrusive_ptr<c10d::Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_rows,
-                                          std::vector<int64_t>& input_rows,
-                                          const c10d::AllToAllOptions& options) override {
-    TORCH_CHECK(output_rows.empty() && input_rows.empty(), "the simulated NCCL has all_to_all in equal parts");
-    const size_t n = input.nbytes() / size_;
-    return collective(c10d::OpType::ALLTOALL_BASE, "alltoall", {input}, {output}, options.asyncOp,
-                      [at = (char*)output.data_ptr(), n, rank = rank_](const Bytes& every) {
-                        for (size_t i = 0; i < every.size(); i++)
-                          std::memcpy(at + i * n, every[i].data() + rank * n, n);
-                      });
-  }
-
   intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
     auto work = collective(c10d::OpType::BARRIER, "barrier", {}, {}, true, [](const Bytes&) {});
     Sim::get().wait_event(work->end, "a barrier");
@@ -450,9 +438,6 @@ void configure(const std::string& name, double value) {
   else if (name == "queues") to.queues = (int)value;
   else if (name == "n_streams") to.n_streams = (int)value;
   else if (name == "n_running") to.n_running = (int)value;
-  else if (name == "checks") to.checks = value != 0;
-  else if (name == "poisons") to.poisons = value != 0;
-  else if (name == "knows_sites") to.knows_sites = value != 0;
   else if (name == "sync_mode") to.sync_mode = (int)value;
   else if (name == "patience_s") to.patience_s = value;
   else if (name == "delay_s") to.delay_s = value;
@@ -476,17 +461,6 @@ PYBIND11_MODULE(_simgpu, m) {
     s.set_label(text);
   }, no_gil);
   m.def("reports", [&] { return s.reports; });
-  m.def("spin", [&](int64_t cycles) {  // of a clock of 1 GHz
-    sim::Operation operation;
-    operation.name = "spin";
-    operation.run = [cycles] {
-      const double end_s = sim::now_s() + 1e-9 * (double)cycles;
-      while (sim::now_s() < end_s) {
-      }
-      return true;
-    };
-    s.launch(s.current(), std::move(operation));
-  }, no_gil);
   m.def("allocate", [&](size_t bytes) { return (uintptr_t)s.allocate(bytes, false); }, no_gil);
   m.def("free", [&](uintptr_t address) { s.free((void*)address); }, no_gil);
   m.def("live", [&] { return s.live(); }, no_gil);
@@ -500,13 +474,8 @@ PYBIND11_MODULE(_simgpu, m) {
     return made;
   });
   m.def("digest", [&] { return s.digest; });
-  m.def("state", [&] { return s.state(); }, no_gil);
-  m.def("progress", [&] { return s.progress(); }, no_gil);
   m.def("synchronize", [&] { s.wait_all(); }, no_gil);
   m.def("current_stream", [&] { return s.current(); });
-  m.def("memory", [&] { return std::map<std::string, int64_t>{
-      {"allocated", s.allocated}, {"peak", s.peak}, {"reserved", s.reserved}}; });
-  m.def("reset_peak", [&] { s.peak = s.allocated; });
   m.def("default_generator", [] {
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(sim::default_numbers()));
   });

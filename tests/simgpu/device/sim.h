@@ -102,7 +102,6 @@ struct Settings {
   int queues = 0;       // hardware queues that streams share; 0: one for each stream
   int n_streams = 32;   // that there are to hand out, in turns
   int n_running = 0;    // operations that may run at the same time; 0: any number
-  bool checks = true, poisons = true, reuses = true, knows_sites = true;
   int sync_mode = 0;  // 2: calls that hold up the host are errors
   double patience_s = 30;
   double delay_s = 0;  // messages and collectives take so long at most, drawn at random

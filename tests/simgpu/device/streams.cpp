@@ -28,7 +28,7 @@ thread_local uint64_t t_polled_at = 0;
 // they decide is not ready until the host has waited for it; or until it does nothing
 // but ask: then the answer waits for the event, so long that the host's time-outs work.
 constexpr int kPollsInVain = 3;
-constexpr double kAnswerS = 0.2;
+constexpr double kAnswerS = 2;
 constexpr double kQuietS = 2e-3;
 
 std::string quoted(const std::string& text) {
@@ -87,7 +87,7 @@ void Sim::begin(uint64_t seed) {
 }
 
 // To be called without the lock: a thread that holds Python's may wait for this one.
-std::string Sim::site() { return settings.knows_sites && call_site ? call_site() : ""; }
+std::string Sim::site() { return call_site ? call_site() : ""; }
 
 void Sim::mix(const std::string& text, uint64_t number) {
   digest = (digest ^ std::hash<std::string>{}(text) ^ number) * 0x9E3779B97F4A7C15ull;
@@ -146,7 +146,7 @@ uint64_t Sim::enqueue(int id, Operation operation) {
     s.others_from = number;
   last_launch_s_ = operation.launched_s = now_s();
   if (!operation.by_allocator) mix(operation.name, 31 * id + operation.label);
-  if (settings.checks) check(id, number, operation);
+  check(id, number, operation);
   if (settings.queues > 0) {
     queues_.resize(settings.queues);
     queues_[id % settings.queues].push_back({id, number});
