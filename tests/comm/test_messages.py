@@ -312,22 +312,22 @@ class Watched(nn.Linear):
         return InNumpy.apply(super().forward(x), self.alive)
 
 
-def count_messages_left() -> list[int]:
-    """After each step, once its sums have been read."""
-    layers = [Watched(), Watched()]
-    pipeline = small.make(layers, n_microbatches=M, clip_grad_norm=1.0)
-    counts = []
-    for _ in range(3):
-        pipeline.step(*torch.ones(2, 2 * M, WIDTH))
+def count_messages_left(mode: str) -> list[int]:
+    """Outputs of this process that are there once a call is over."""
+    layers = [Watched() for _ in range(4)]
+    pipeline = small.make(layers, mode, n_microbatches=M, clip_grad_norm=1.0)
+    x, counts = torch.ones(2 * M, WIDTH), []
+    for call in ("step", "step", "evaluate", "predict"):
+        getattr(pipeline, call)(*[x, x][: 1 if call == "predict" else 2])
         pipeline.synchronize()
         gc.collect()
-        alive = layers[pipeline.rank].alive
+        alive = [one() is not None for layer in layers for one in layer.alive]
         assert len(alive) >= M
-        counts.append(sum(one() is not None for one in alive))
+        counts.append(sum(alive))
     return counts
 
 
 @pytest.mark.dist
-def test_messages_are_freed_with_their_step(pool: Pool) -> None:
-    for counts in pool.run(count_messages_left, 2):
-        assert counts == [0] * 3
+@pytest.mark.parametrize("mode", ["1F1B", "VPP"])
+def test_no_message_outlives_its_call(pool: Pool, mode: str) -> None:
+    assert pool.run(count_messages_left, 2, mode) == [[0] * 4] * 2

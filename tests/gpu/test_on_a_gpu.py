@@ -36,7 +36,7 @@ MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 
 
 def on_gpu(mode: str, **more: Any) -> Case:
-    settings = {"clip": 0.5, "post_validation": True, "optimizer": "fused"} | more
+    settings = {"clip": 0.5, "post_validation": True, "optimizer": "AdamW fused"} | more
     return Case(mode=mode, device="cuda", **settings)
 
 

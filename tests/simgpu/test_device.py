@@ -176,7 +176,7 @@ def test_waits_of_the_host_are_counted_with_job_and_line() -> None:
 @POLICIES
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    [("lm", "sgd"), ("norms", "fused"), ("dicts", "adamw")],
+    [("lm", "sgd"), ("norms", "AdamW fused"), ("dicts", "adamw")],
 )
 def test_numbers_are_those_of_the_cpu(model: str, optimizer: str, policy: str) -> None:
     case = Case(

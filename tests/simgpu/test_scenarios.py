@@ -9,28 +9,20 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from cases import Shown, difference, make, merged
 from gpu_waits import waits_are_errors
-from same import difference
 from torch import Tensor, nn
 
 import simgpu
 import zbpp
 from simgpu.jobs import name_jobs
 from simgpu.processes import Found, SimulatedPool, watched
-from simgpu.scenarios import (
-    ONE_PROCESS,
-    PROCESSES,
-    Numbers,
-    Scenario,
-    case,
-    start,
-    train,
-)
+from simgpu.scenarios import ONE_PROCESS, PROCESSES, Scenario, train
 from zbpp.runtime.testing import inject
 
 name_jobs()
@@ -46,7 +38,7 @@ LIMITS: tuple[dict[str, float], ...] = (
     {"n_running": 8},
 )
 DELAY_S = 2e-3
-LM = case("ZBH1")
+LM = Scenario(mode="ZBH1")
 Run = tuple[Scenario, dict[str, Any]]
 """A scenario, and settings of the device."""
 
@@ -58,23 +50,15 @@ def pool() -> Iterator[SimulatedPool]:
     workers.close()
 
 
-_references: list[tuple[Scenario, Numbers]] = []
-
-
-def reference(scenario: Scenario, pool: SimulatedPool | None = None) -> Numbers:
-    """What the scenario must leave; each is run once."""
-    wanted = scenario.reference
-    for known, outcome in _references:
-        if known == wanted:
-            return outcome
-    if wanted.n_processes > 1:
-        assert pool is not None
+@cache
+def reference(wanted: Scenario, pool: SimulatedPool | None = None) -> Shown:
+    """What a scenario leaves where everything runs at once."""
+    if pool is not None:
         (outcome,) = outcomes(pool, [(wanted, {"policy": "eager"})])
-    else:
-        simgpu.begin("eager")
-        outcome = wanted.run()
-        assert simgpu.reports() == []
-    _references.append((wanted, outcome))
+        return outcome
+    simgpu.begin("eager")
+    outcome = train(wanted)
+    assert simgpu.reports() == []
     return outcome
 
 
@@ -82,9 +66,9 @@ def reference(scenario: Scenario, pool: SimulatedPool | None = None) -> Numbers:
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's wait
-@pytest.mark.parametrize("scenario", ONE_PROCESS, ids=lambda x: x.name)
-def test_bits_are_those_of_one_stage(scenario: Scenario) -> None:
-    check(scenario, ("lazy", 0), ("random", 1))
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_bits_are_those_of_one_stage(name: str) -> None:
+    check(ONE_PROCESS[name], ("lazy", 0), ("random", 1))
 
 
 @pytest.mark.slow
@@ -92,26 +76,23 @@ def test_bits_are_those_of_one_stage(scenario: Scenario) -> None:
 def test_many_seeds(mode: str) -> None:
     """Scenarios that any mode may take, each with half of the modes."""
     free = [
-        x for x in ONE_PROCESS if x.case.mode in MODES and not {*x.options} - {"source"}
+        x
+        for x in ONE_PROCESS.values()
+        if x.mode in MODES
+        and not (x.switch or x.resume or x.reads_times or x.overflows)
+        and not (x.optimizes or x.closes)
     ]
     for seed, scenario in enumerate(free[MODES.index(mode) % 2 :: 2]):
-        other = replace(scenario, case=replace(scenario.case, mode=mode))
-        check(other, ("random", seed), ("eager", 0))
+        check(replace(scenario, mode=mode), ("random", seed), ("eager", 0))
 
 
 def check(scenario: Scenario, *policies: tuple[str, int]) -> None:
-    expected = reference(scenario)
+    expected = reference(scenario.reference)
     for policy, seed in policies:
         simgpu.begin(policy, seed)
-        outcome = scenario.run()
+        outcome = train(scenario)
         assert simgpu.reports() == [], (policy, seed)
         assert difference(outcome, expected) is None, (policy, seed)
-
-
-@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
-def test_a_pipeline_that_loads_goes_on(mode: str, tmp_path: Any) -> None:
-    options = {"folder": str(tmp_path)}
-    check(Scenario(mode, case(mode), options), ("random", 4))
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's wait
@@ -121,7 +102,7 @@ def test_each_step_may_be_called_under_another_stream(mode: str) -> None:
 
     def run(changes: bool) -> list[float]:
         simgpu.begin("random", 8)
-        trained = start(case(mode))
+        trained = make(Scenario(mode=mode))
         losses, here = [], torch.cuda.current_stream()
         for step in range(4):
             stream = torch.cuda.Stream() if changes else here
@@ -146,7 +127,7 @@ def test_each_step_may_be_called_under_another_stream(mode: str) -> None:
 def waits_of_steps(mode: str, **how: Any) -> set[tuple[str, str]]:
     """The jobs and functions in which the host waits, once all is known."""
     simgpu.begin("random", 3)
-    trained = start(case(mode, optimizer="fused", **how))
+    trained = make(Scenario(mode=mode, optimizer="AdamW fused", **how))
     for step in range(3):
         trained.step(*LM.batch(step))
     before = simgpu.waits()
@@ -185,7 +166,7 @@ def test_a_loss_that_waits_is_seen() -> None:
         return LM.of.loss_fn(outputs, targets)
 
     simgpu.begin()
-    trained = start(case("1F1B"), loss_fn=waiting)
+    trained = make(Scenario(mode="1F1B"), loss_fn=waiting)
     trained.step(*LM.batch(0))
     assert any(what == "item" and "F0" in job for what, job, _ in simgpu.waits())
     with waits_are_errors(), pytest.raises(RuntimeError, match="synchronizing"):
@@ -195,7 +176,7 @@ def test_a_loss_that_waits_is_seen() -> None:
 @pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
 def test_steps_leave_nothing_behind(mode: str) -> None:
     simgpu.begin("random", 7)
-    trained = start(case(mode))
+    trained = make(Scenario(mode=mode))
     sizes = []
     for step in range(6):
         trained.step(*LM.batch(step))
@@ -253,21 +234,18 @@ def test_what_communicates_runs_on_a_stream_of_its_own() -> None:
 
 def all_of(runs: list[Run]) -> list[Found]:
     """Runs one after the other, on a rank."""
-    return [watched(scenario.run, **settings) for scenario, settings in runs]
+    return [watched(train, scenario, **settings) for scenario, settings in runs]
 
 
-def outcomes(pool: SimulatedPool, runs: list[Run]) -> list[Numbers]:
+def outcomes(pool: SimulatedPool, runs: list[Run]) -> list[Shown]:
     """What runs on as many processes leave; nothing is reported on any rank."""
     by_rank = pool.run(all_of, runs[0][0].n_processes, runs)
     found = []
-    for (scenario, settings), ranks in zip(
-        runs, zip(*by_rank, strict=True), strict=True
-    ):
-        found.append(Numbers())
-        for rank, one in enumerate(ranks):
-            assert one.reports == [], (scenario.name, settings, rank)
+    for run, ranks in zip(runs, zip(*by_rank, strict=True), strict=True):
+        for one in ranks:
+            assert one.reports == [], run
             assert one.counts["launches"] > 1000
-            found[-1].update(one.value)
+        found.append(merged([one.value for one in ranks]))
     return found
 
 
@@ -275,34 +253,30 @@ def check_processes(
     pool: SimulatedPool, scenario: Scenario, *settings: dict[str, Any]
 ) -> None:
     """Under any settings the bits are those of the reference."""
-    expected = reference(scenario, pool)
+    of_processes = pool if scenario.shard is not None else None
+    expected = reference(scenario.reference, of_processes)
     runs = [(scenario, setting) for setting in settings]
     for outcome, setting in zip(outcomes(pool, runs), settings, strict=True):
         assert difference(outcome, expected) is None, setting
 
 
 BY_DEFAULT = ("ZBV, 2 processes", "1F1B, 2 processes", "VPP, 4 processes",
-              "ZBH1, tied ends", "mesh of shards")  # fmt: skip
+              "ZBH1, tied ends", "shards")  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "scenario",
+    "name",
     [
-        pytest.param(
-            x, id=x.name, marks=[pytest.mark.slow] * (x.name not in BY_DEFAULT)
-        )
+        pytest.param(x, marks=[pytest.mark.slow] * (x not in BY_DEFAULT))
         for x in PROCESSES
     ],
 )
-def test_bits_are_those_of_one_process(pool: SimulatedPool, scenario: Scenario) -> None:
+def test_bits_are_those_of_one_process(pool: SimulatedPool, name: str) -> None:
     few = {"delay_s": DELAY_S, "queues": 2, "n_streams": 4}
     random = {"policy": "random", "seed": 2}
-    check_processes(
-        pool,
-        scenario,
-        {"policy": "lazy"},
-        random | (few if not scenario.by_mode else {}),
-    )
+    scenario = PROCESSES[name]
+    more = few if scenario.shard is None else {}
+    check_processes(pool, scenario, {"policy": "lazy"}, random | more)
 
 
 @pytest.mark.slow
@@ -317,15 +291,15 @@ def test_seeds_delays_and_limits(pool: SimulatedPool, mode: str, n: int) -> None
         for seed, limits in enumerate(LIMITS)
         if (seed + turn) % 2
     ]
-    check_processes(pool, Scenario(mode, case(mode), n_processes=n), *settings)
+    check_processes(pool, Scenario(mode=mode, n_processes=n), *settings)
 
 
 def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
     """Whatever other processes take for it."""
-    plain = Scenario("ZBV", case("ZBV"), n_processes=2)
+    plain = Scenario(mode="ZBV", n_processes=2)
     seed = {"policy": "random", "seed": 7}
     runs: list[Run] = [(plain, seed | {"delay_s": x}) for x in (0, DELAY_S, DELAY_S)]
-    runs.append((replace(plain, case=case("ZBV", recompute="all")), seed))
+    runs.append((replace(plain, recompute="all"), seed))
     by_rank = pool.run(all_of, 2, runs)
     *digests, control = (
         [f.digest for f in ranks] for ranks in zip(*by_rank, strict=True)
@@ -336,8 +310,8 @@ def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
 def struck() -> None:
     """Rank 1 is killed in its second step, at whose end rank 0 waits for it."""
     inject("kill:1:1:1F2")
-    waits = case("1F1B", post_validation=False)  # else it may begin the next step first
-    watched(partial(train, waits, timeout_s=2.0, first_timeout_s=30.0))
+    # it waits for the norm, as it may else begin the next step first
+    watched(train, Scenario(mode="1F1B", post_validation=False, timeout_s=2.0))
 
 
 def test_a_lost_peer_is_named(pool: SimulatedPool) -> None:
@@ -349,10 +323,7 @@ def test_a_lost_peer_is_named(pool: SimulatedPool) -> None:
 def with_an_error_of_nccl(fails_at: int) -> None:
     """A message or collective of rank 0 ends with an error, as if a cable were cut."""
     at = fails_at if os.environ["RANK"] == "0" else 0
-    watched(
-        partial(train, case("1F1B"), timeout_s=2.0, first_timeout_s=30.0),
-        fails_at=at,
-    )
+    watched(train, Scenario(mode="1F1B", timeout_s=2.0), fails_at=at)
 
 
 @pytest.mark.parametrize(
@@ -372,8 +343,7 @@ def test_an_error_of_nccl_is_reported(
 
 def with_limit(name: str) -> None:
     """All streams share one hardware queue, or there is room for one kernel."""
-    run = partial(train, case("VPP"), timeout_s=30.0)
-    watched(run, patience_s=2.0, **{name: 1.0})
+    watched(train, Scenario(mode="VPP"), patience_s=2.0, **{name: 1.0})
 
 
 @pytest.mark.parametrize(
@@ -396,7 +366,7 @@ def refused_for_one_queue() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with pytest.raises(zbpp.RequestError) as caught:
-            start(case("1F1B"))
+            make(Scenario(mode="1F1B"))
     return str(caught.value)
 
 

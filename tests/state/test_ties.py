@@ -212,14 +212,14 @@ def sharded(
     return layers[indices.start : indices.stop]
 
 
-def train_parts(mode: str) -> tuple[Any, dict[str, Tensor], str]:
+def train_parts() -> tuple[Any, dict[str, Tensor], str]:
     """Results and whole weights; words on a tie of other parts."""
     mesh = zbpp.mesh(stages=2, tensor_parallel=2)
     build = partial(sharded, mesh=mesh["tp"])
 
     def pipeline(build: Any, ties: Any) -> zbpp.Pipeline:
         model = zbpp.layers_from(build, n_layers=N_LAYERS, ties=ties)
-        return make(model, mode, None, mesh=mesh)
+        return make(model, n_stages=None, mesh=mesh)
 
     other = refusal(pipeline, partial(build, head="width"), TIE)
     with pipeline(build, TIE) as trained:
@@ -232,12 +232,11 @@ def train_parts(mode: str) -> tuple[Any, dict[str, Tensor], str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mode", ["ZBH1", pytest.param("ZBV", marks=pytest.mark.slow)])
-def test_parts_are_tied_as_the_whole_is(pool: Pool, mode: str) -> None:
+def test_parts_are_tied_as_the_whole_is(pool: Pool) -> None:
     plain = make(zbpp.layers_from(sharded, n_layers=N_LAYERS, ties=TIE), "1F1B", 1)
     expected = [pytest.approx(result, rel=1e-5) for result in results(plain)]
     weights = {name: p.detach() for name, p in plain.named_parameters()}
-    for found, whole, other in pool.run(train_parts, 4, mode):
+    for found, whole, other in pool.run(train_parts, 4):
         assert found == expected
         assert "layers.0.weight = layers.5.weight" in other
         for name, value in whole.items():

@@ -11,17 +11,19 @@ change no bit. `meshes.MeshCase` is a case on a mesh.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial, wraps
+from functools import cache
 from typing import Any
 
 import same
 import torch
 import torch.distributed as dist
 from case_models import MODELS, N_LAYERS, Model
+from optimizers import OPTIMIZERS, unknown
 from same import copy_of
+from small import in_policies
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -41,7 +43,6 @@ __all__ = [
     "plan_in_parts",
     "reference",
     "run",
-    "unknown",
 ]
 
 EVALUATED = 99
@@ -74,7 +75,7 @@ class Case:
         snapshots: the optimizer's class is one that zbpp does not know.
         buckets: the optimizer steps small parts of its parameters.
         calls: of ``forward_backward`` for each step; 0: ``step`` is called.
-        optimizer: a name in `OPTIMIZERS`, or None.
+        optimizer: a name in `optimizers.OPTIMIZERS`, or None.
         clip: largest gradient norm.
         loss_scale: constant.
         weigh: as in `zbpp.Numerics`.
@@ -85,6 +86,7 @@ class Case:
         switch: a mode of the same placement, which takes over after the first step.
         resume: mode and number of stages that go on from a checkpoint of half way.
         device: of all tensors.
+        timeout_s: as in `zbpp.Execution`.
     """
 
     mode: str | Schedule = "ZBH1"
@@ -113,6 +115,7 @@ class Case:
     switch: str | None = None
     resume: tuple[str, int] | None = None
     device: str = "cpu"
+    timeout_s: float = 60.0
 
     n_evaluated = 7
     """Samples of the batch at the end."""
@@ -156,6 +159,10 @@ class Case:
             return zbpp.layers_from(self.of.build, n_layers=N_LAYERS, ties=ties)
         return self.of.layers()
 
+    def around(self, pipeline: zbpp.Pipeline, step: int) -> AbstractContextManager[Any]:
+        """What a script does around the call that takes a step."""
+        return nullcontext()
+
     def predict(self, pipeline: zbpp.Pipeline) -> Any:
         """Outputs of that batch; None where the last chunk is not."""
         inputs, _ = self.of.batch(EVALUATED, self.n_evaluated)
@@ -180,38 +187,6 @@ NUMBERS = (
 """Settings that decide the numbers; all modes must agree for each of them."""
 
 
-_sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True)
-_adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-
-
-def _several(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """One for matrices, one for the rest."""
-    parts = ([p for p in parameters if (p.dim() > 1) == x] for x in (True, False))
-    make: Sequence[Any] = (_sgd, _adamw)
-    return [one(part) for one, part in zip(make, parts, strict=True) if part]
-
-
-def _groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices decay, the rest does not."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() < 2]
-    decays = {"params": matrices, "weight_decay": 0.1}
-    return [decays, {"params": others, "weight_decay": 0.0, "lr": 2e-2}]
-
-
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "adamw": _adamw,
-    "groups": lambda parameters: torch.optim.AdamW(_groups(parameters), lr=1e-2),
-    "matrices": lambda ps: torch.optim.SGD([p for p in ps if p.dim() > 1], lr=0.02),
-    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-    "sgd": _sgd,
-    "nadam": partial(torch.optim.NAdam, lr=1e-2),
-    "plain sgd": partial(torch.optim.SGD, lr=0.1),
-    "several": _several,
-}
-
-
 # ---- By a pipeline.
 
 
@@ -219,7 +194,8 @@ def run(case: Case) -> Shown:
     """Train by a pipeline, in this process or as one rank of a process group."""
     shown = Shown(losses=[], each=[], norms=[], rollbacks=0)
     first, half = case.first_half, case.steps // 2
-    with small_buckets() if case.buckets else nullcontext(), _folder() as folder:
+    place = nullcontext("") if first is None else _folder()
+    with small_buckets() if case.buckets else nullcontext(), place as folder:
         if first is not None:
             with make(first) as pipeline:
                 _train(first, pipeline, shown, range(half))
@@ -282,7 +258,7 @@ def make(case: Case, mode: Any = None, n_stages: int | None = None, **more: Any)
     case = replace(case, mode=mode or case.mode, n_stages=n_stages or case.n_stages)
     planned = {x: more.pop(x) for x in ("example", "memory_limit") if x in more}
     given = more.pop("model", None)
-    settings = case.place() | _settings(case) | more
+    settings = in_policies(case.place() | _settings(case) | more)
     model: Any = case.layers(settings.get("mesh")) if given is None else given
     schedule: Any = case.mode
     if case.parts:
@@ -301,39 +277,14 @@ def _settings(case: Case) -> dict[str, Any]:
     optimizer = None if case.optimizer is None else OPTIMIZERS[case.optimizer]
     if case.snapshots and optimizer is not None:
         optimizer = unknown(optimizer)
-    return {
-        "n_microbatches": case.n_microbatches,
+    same = ("n_microbatches", "device", "seed", "exact_sums", "weigh", "loss_scale")
+    same += ("post_validation", "compile", "overlap", "timeout_s")
+    return {name: getattr(case, name) for name in same} | {
         "loss_fn": case.of.loss_fn,
         "optimizer": optimizer,
         "clip_grad_norm": case.clip,
-        "device": case.device,
-        "numerics": zbpp.Numerics(
-            autocast=torch.bfloat16 if case.autocast else None,
-            seed=case.seed,
-            exact_sums=case.exact_sums,
-            weigh=case.weigh,
-        ),
-        "step": zbpp.StepPolicy(
-            post_validation=case.post_validation, loss_scale=case.loss_scale
-        ),
-        "execution": zbpp.Execution(
-            compile=case.compile, overlap=case.overlap, timeout_s=60.0
-        ),
+        "autocast": torch.bfloat16 if case.autocast else None,
     }
-
-
-def unknown(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Let optimizers be of classes that zbpp does not know."""
-
-    @wraps(make)
-    def build(parameters: Any) -> Any:
-        built = make(parameters)
-        for optimizer in built if isinstance(built, list) else [built]:
-            kind = type(optimizer)
-            optimizer.__class__ = type(kind.__name__, (kind,), {})
-        return built
-
-    return build
 
 
 @cache
@@ -365,10 +316,11 @@ def _train(
                 p.grad = None
         for call in range(max(1, case.calls)):
             batch = case.share(pipeline, *case.batch(step + 10 * call))
-            if case.calls:
-                pipeline.forward_backward(*batch, n_calls=case.calls)
-            else:
-                results.append(pipeline.step(*batch))
+            with case.around(pipeline, step):
+                if case.calls:
+                    pipeline.forward_backward(*batch, n_calls=case.calls)
+                else:
+                    results.append(pipeline.step(*batch))
             for x in _pytree.tree_leaves(batch):  # a script may refill its batch
                 x.zero_()
         if case.calls:

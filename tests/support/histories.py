@@ -6,286 +6,66 @@ must show the same bits, whatever schedule, stages and rollbacks they have.
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import torch
-from cases import unknown
 from same import flat
 from torch import Tensor, nn
 
 import zbpp
 from zbpp.runtime import LossScaler
 
-N_LAYERS, WIDTH = 8, 8
-CLIP = 500.0
+CLIP = 50.0
 """Far above the norm of a usual step."""
 ONE_CHUNK = ("1F1B", "ZBH1", "ZBH2", "ZB", "FThenB")
 TWO_CHUNKS = ("ZBV", "VHalf", "VMin")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(cases.Case):
     """A pipeline, without what a history does to it.
 
     Args:
-        mode: of the schedule.
-        n_stages: in this process; None: one per process.
-        n_microbatches: of one call.
-        n_calls: of ``forward_backward`` in a step.
-        dtype: of parameters.
-        optimizer: a name in `OPTIMIZERS`.
         scheduler: a name in `SCHEDULERS`.
-        change: what forwards do beside their output, a name in `CHANGES`.
-        tied: layers that share a weight.
-        batch_norm: in place of layer norms.
-        dropout: its rate.
-        loss_scale: grows, and shrinks after skipped steps.
-        snapshots: zbpp does not know the optimizers, and copies them whole.
-        seed: of dropout; None: that of torch's generator.
-        post_validation: as for `zbpp.StepPolicy`; the next one too.
+        grows: the loss scale grows, and shrinks after skipped steps.
+        max_consecutive_skips: as for `zbpp.StepPolicy`.
     """
 
-    mode: str = "ZBH1"
-    n_stages: int | None = 2
+    model: str = "buffers"
     n_microbatches: int = 3
-    n_calls: int = 1
-    dtype: torch.dtype = torch.float32
-    optimizer: str = "adamw"
-    scheduler: str = "none"
-    change: str = "nothing"
-    tied: tuple[int, ...] = ()
-    batch_norm: bool = False
-    dropout: float = 0.0
-    loss_scale: bool = False
-    snapshots: bool = False
-    seed: int | None = 3
+    optimizer: str = "groups"
+    clip: float | None = CLIP
+    weigh: str | None = "samples"
     post_validation: bool | None = True
+    scheduler: str = "none"
+    grows: bool = False
     max_consecutive_skips: int | None = None
+
+    @property
+    def n_parts(self) -> int:
+        """Micro-batches of a step."""
+        return self.n_microbatches * max(1, self.calls)
 
     @property
     def reference(self) -> "Case":
         """A pipeline of one stage that waits for the norm."""
-        if self.change == "shrunk_weight":  # between F and B, so the order matters
+        if self.model == "shrunk weights":  # between F and B, so the order matters
             return replace(self, post_validation=False)
         return replace(
             self,
             mode="FThenB",
             n_stages=1,
-            n_microbatches=self.n_microbatches * self.n_calls,
-            n_calls=1,
+            n_microbatches=self.n_parts,
+            calls=0,
             post_validation=False,
         )
 
-
-# The model: what its forwards may change beside their output.
-
-
-def in_place(layer: "Layer", x: Tensor) -> Tensor:
-    return x.sub_(0.1)
-
-
-def pythons_numbers(layer: "Layer", x: Tensor) -> Tensor:
-    return x * (1 + 0.2 * random.random())
-
-
-def unmarked_mean(layer: "Layer", x: Tensor) -> Tensor:
-    """As some vector quantizers do: no version counter sees it."""
-    layer.mean.data.lerp_(x.detach().float().mean(0), 0.5)
-    return x
-
-
-def late_buffer(layer: "Layer", x: Tensor) -> Tensor:
-    if not hasattr(layer, "cache"):
-        layer.register_buffer("cache", torch.ones(WIDTH), persistent=False)
-    return x + layer.cache.to(x.dtype)
-
-
-def shrunk_weight(layer: "Layer", x: Tensor) -> Tensor:
-    layer.linear.weight.data.mul_(0.99)
-    return x
-
-
-def clamped_weight(layer: "Layer", x: Tensor) -> Tensor:
-    """As weight clipping does: no version counter sees it."""
-    layer.linear.weight.data.clamp_(-0.2, 0.2)
-    return x
-
-
-def replaced_weight(layer: "Layer", x: Tensor) -> Tensor:
-    layer.linear.weight.data = layer.linear.weight.data.clamp(-0.2, 0.2)
-    return x
-
-
-CHANGES: dict[str, Callable[["Layer", Tensor], Tensor] | None] = {
-    "nothing": None,
-    "loss": None,  # which changes its targets
-} | {
-    change.__name__: change
-    for change in (
-        in_place, pythons_numbers, unmarked_mean, late_buffer, shrunk_weight,
-        clamped_weight, replaced_weight,
-    )
-}  # fmt: skip
-
-
-class Layer(nn.Module):
-    """A norm, a matmul, dropout, and buffers that every forward changes."""
-
-    def __init__(self, case: Case, *, changes: bool) -> None:
-        super().__init__()
-        norm = nn.BatchNorm1d if case.batch_norm else nn.LayerNorm
-        self.norm = norm(WIDTH).to(case.dtype)
-        self.linear = nn.Linear(WIDTH, WIDTH).to(case.dtype)
-        self.dropout = nn.Dropout(case.dropout)
-        self.change = CHANGES[case.change] if changes else None
-        self.on_forward: Callable[[], object] = int
-        self.error_in_backward: BaseException | None = None
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.on_forward()
-        if self.change is not None:
-            x = self.change(self, x)
-        y = self.dropout(self.linear(self.norm(x)))
-        self.mean.lerp_(y.detach().float().mean(0), 0.1)
-        self.seen = self.seen + 1  # replaced, not changed in place
-        y = x + torch.tanh(y) * 0.5 + self.mean.to(x.dtype) * 0.01
-        if self.error_in_backward is not None and y.requires_grad:
-            y.register_hook(self.fail)
-        return y
-
-    def fail(self, _: Tensor) -> None:
-        assert self.error_in_backward is not None
-        raise self.error_in_backward
-
-
-def build(case: Case) -> list[nn.Module]:
-    layers = []
-    for index in range(N_LAYERS):
-        torch.default_generator.manual_seed(index)
-        layers.append(Layer(case, changes=index in (0, 5)))
-    for index in case.tied[1:]:
-        layers[index].linear.weight = layers[case.tied[0]].linear.weight
-    return layers
-
-
-def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return ((outputs.float() - targets) ** 2).sum()
-
-
-def changing_squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return squares(outputs, targets.mul_(0.5))
-
-
-# Optimizers: torch's, unknown ones, several together.
-
-Named = list[tuple[str, nn.Parameter]]
-
-
-class Counting(torch.optim.SGD):
-    """Unknown to zbpp: counts its steps in a group, a number and a tensor.
-
-    The group's count alone is saved. The others must agree with it: else the rate is
-    another one.
-    """
-
-    def __init__(self, parameters: Any, **options: Any) -> None:
-        super().__init__(parameters, **options)
-        self.calls, self.total = 0, torch.zeros(())
-        self.before: int | None = None  # steps of the run that this one goes on from
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        self.calls += 1
-        self.total += 1
-        for group in self.param_groups:
-            group["count"] = count = group.get("count", 0) + 1
-            self.before = count - 1 if self.before is None else self.before
-            ahead = self.calls + float(self.total) - 2 * (count - self.before)
-            rate = group["lr"] / (count + ahead)
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["sum"] = state.get("sum", 0.0) + p.grad
-                    p.sub_(state["sum"], alpha=rate)
-
-
-def two_groups(parameters: Any) -> list[dict[str, Any]]:
-    """Weights decay, the rest does not."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() < 2]
-    return [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": others, "weight_decay": 0.0},
-    ]
-
-
-def several(named_parameters: Named) -> list[torch.optim.Optimizer]:
-    """One for the matrices, one that zbpp does not know, one for the rest."""
-    matrices = [p for _, p in named_parameters if p.dim() > 1]
-    biases = [p for n, p in named_parameters if n.endswith("linear.bias")]
-    norms = [p for n, p in named_parameters if "norm" in n]
-    return [
-        torch.optim.SGD(matrices, lr=1e-2, momentum=0.9),
-        Counting(biases, lr=1e-2),
-        torch.optim.AdamW(norms, lr=1e-2, fused=True),
-    ]
-
-
-def muon(named_parameters: Named) -> list[torch.optim.Optimizer]:
-    """It takes matrices alone."""
-    matrices = [p for _, p in named_parameters if p.dim() > 1]
-    others = [p for _, p in named_parameters if p.dim() < 2]
-    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
-
-
-def matrices_only(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in parameters if p.dim() > 1], lr=1e-2)
-
-
-def hooked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """A hook cannot be rolled back, so the step waits for the norm."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
-def of_torch() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every optimizer of torch that steps dense gradients, in all its ways."""
-    options: dict[str, dict[str, Any]] = {
-        "Adam": {"amsgrad": True, "weight_decay": 0.1},
-        "AdamW": {"maximize": True},
-        "NAdam": {"decoupled_weight_decay": True},
-        "RMSprop": {"momentum": 0.9, "centered": True},
-        "SGD": {"momentum": 0.9, "nesterov": True},
-    }
-    for name, kind in vars(torch.optim).items():
-        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-            continue
-        if name in ("Optimizer", "LBFGS", "SparseAdam", "Muon"):
-            continue
-        yield name, partial(kind, lr=1e-2, **options.get(name, {}))
-        for way in {"foreach", "fused"} & signature(kind).parameters.keys():
-            yield f"{name} {way}", partial(kind, lr=1e-2, **{way: True})
-
-
-OPTIMIZERS: dict[str, Callable[..., Any]] = dict(sorted(of_torch())) | {
-    "adamw": lambda p: torch.optim.AdamW(two_groups(p), lr=1e-2),
-    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
-    "counting": partial(Counting, lr=1e-2),
-    "several": several,
-    "matrices only": matrices_only,
-    "hooked": hooked,
-}
-if hasattr(torch.optim, "Muon"):
-    OPTIMIZERS["muon"] = muon
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any] | None] = {
     "none": None,
@@ -299,16 +79,20 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any] | None] = {
 
 @dataclass(frozen=True)
 class BadGradient:
-    """A gradient of one micro-batch times a factor; without a layer, its targets."""
+    """A gradient of one micro-batch times a factor; without a layer, its targets.
+
+    Args:
+        factor: of the gradient.
+        microbatch: of the step.
+        layer: the parameter is its weight in layers 2 and 5, else its first vector.
+    """
 
     factor: float
     microbatch: int = 0
     layer: int | None = None
-    parameter: str = "norm.weight"
 
 
-SPIKE = BadGradient(1e5, 0, 2, "linear.weight")
-INF = BadGradient(float("inf"), 0, 5, "linear.weight")
+SPIKE, INF = BadGradient(1e5, 0, 2), BadGradient(float("inf"), 0, 5)
 
 
 Action = tuple[Any, ...]
@@ -326,7 +110,7 @@ class Run:
     def __init__(self, case: Case, folder: Path | str = "") -> None:
         self.case, self.folder = case, folder
         self.results: list[Any] = []
-        self.frozen: set[str] = set()
+        self.frozen: set[tuple[int, str]] = set()
         self._begin()
 
     def do(self, action: str, *args: Any, **more: Any) -> Any:
@@ -344,7 +128,7 @@ class Run:
         """Step on a batch, or on parts of it; the result is read later."""
         self._bad = bad
         self._n_gradients.clear()
-        pipeline, n = self.pipeline, self.case.n_calls
+        pipeline, n = self.pipeline, max(1, self.case.calls)
         inputs, targets = self.batch(pipeline.n_steps)
         if n == 1 and not parts:
             numbers = torch.arange(len(inputs)) if key else None
@@ -375,7 +159,7 @@ class Run:
         return self.pipeline.evaluate(inputs, targets, n_microbatches=n_microbatches)
 
     def predict(self) -> Any:
-        n = self._n_microbatches
+        n = self.case.n_parts
         outputs = self.pipeline.predict(self.batch(98)[0], n_microbatches=n)
         return None if outputs is None else outputs.clone()
 
@@ -416,8 +200,8 @@ class Run:
     def write(self, layer: int, how: str) -> None:
         """Write to a weight, which `synchronize` allows."""
         self.pipeline.synchronize()
-        tied = self.case.tied if layer in self.case.tied else (layer,)
-        here = [self.layers[i].linear.weight for i in tied if i in self.layers]
+        places = self.places(layer, self.names[layer][0])
+        here = [self.layers[i].get_parameter(x) for i, x in places if i in self.layers]
         for weight in {x.data_ptr(): x for x in here}.values():  # each memory once
             with torch.no_grad():
                 if how == "in place":
@@ -431,7 +215,9 @@ class Run:
         """Through the module, which settles the last step."""
         if (module := self.layers.get(layer)) is not None:
             state = module.state_dict()
-            state["linear.bias"] = state["linear.bias"] + 0.25
+            for name, p in module.named_parameters():
+                if p.dim() == 1:
+                    state[name] = state[name] + 0.25
             module.load_state_dict(state)
 
     def set_rate(self, factor: float) -> None:
@@ -443,10 +229,16 @@ class Run:
         for scheduler in self.schedulers:
             scheduler.step()
 
-    def freeze(self, name: str) -> None:
-        """Freeze a parameter, or let it learn again."""
-        self.frozen ^= {name}
+    def freeze(self, layer: int, number: int = 0) -> None:
+        """Freeze a parameter of a layer, or let it learn again."""
+        names = self.names[layer]
+        self.frozen ^= {self.places(layer, names[number % len(names)])[0]}
         self._thaw()
+
+    def places(self, layer: int, name: str) -> tuple[tuple[int, str], ...]:
+        """Layers and names of a parameter, or of all that it is tied to."""
+        ties = self.case.of.ties
+        return next((tie for tie in ties if (layer, name) in tie), ((layer, name),))
 
     # What can be seen.
 
@@ -478,30 +270,35 @@ class Run:
 
     def interrupted(self, error: BaseException, layer: int, where: str) -> None:
         """A step in which a pass raises; the pipeline has then ended."""
-        victim = self.layers[layer]
-        if where == "F":
-
-            def fail() -> None:
-                raise error
-
-            victim.on_forward = fail
-        else:
-            victim.error_in_backward = error
+        self.fail_in(layer, where, error)
         with pytest.raises(type(error)):
             self.step()
+
+    def fail_in(self, layer: int, where: str, error: BaseException) -> None:
+        """Let the passes of a layer raise an error from now on, in F or in B."""
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        def fail_later(_: nn.Module, __: Any, outputs: Tensor) -> None:
+            if outputs.requires_grad:
+                outputs.register_hook(fail)
+
+        hook = fail if where == "F" else fail_later
+        self.layers[layer].register_forward_hook(hook)
 
     def look_within(self, layer: int) -> None:
         """A step in which a forward looks at the state, as a signal handler may."""
         refusals = []
 
-        def ask() -> None:
+        def ask(*_: Any) -> None:
             with pytest.raises(RuntimeError, match="in the middle of a step"):
                 self.pipeline.state_dict()
             refusals.append(1)
 
-        self.layers[layer].on_forward = ask
+        handle = self.layers[layer].register_forward_hook(ask)
         self.step()
-        self.layers[layer].on_forward = int
+        handle.remove()
         assert refusals
 
     def refusals(self) -> set[str]:
@@ -525,33 +322,16 @@ class Run:
 
     # Details.
 
-    @property
-    def _n_microbatches(self) -> int:
-        return self.case.n_microbatches * self.case.n_calls
-
     def _begin(self) -> None:
         case, self.has_saved = self.case, False
         outer = torch.get_rng_state()
-        layers = build(case)
-        torch.default_generator.manual_seed(7)  # decides dropout without a seed
-        optimizer = OPTIMIZERS[case.optimizer]
-        scaler = LossScaler(2.0**8, growth_interval=2) if case.loss_scale else None
-        self.pipeline = zbpp.Pipeline(
-            layers,
-            case.mode,
-            n_stages=case.n_stages,
-            n_microbatches=case.n_microbatches,
-            loss_fn=changing_squares if case.change == "loss" else squares,
-            optimizer=unknown(optimizer) if case.snapshots else optimizer,
-            clip_grad_norm=CLIP,
-            numerics=zbpp.Numerics(seed=case.seed, weigh="samples"),
-            step=zbpp.StepPolicy(
-                post_validation=case.post_validation,
-                loss_scale=scaler,
-                max_consecutive_skips=case.max_consecutive_skips,
-            ),
-            execution=zbpp.Execution(timeout_s=100.0),
-        )
+        layers = case.of.layers()
+        self.names = [[name for name, _ in x.named_parameters()] for x in layers]
+        torch.default_generator.manual_seed(7)  # decides draws without a seed
+        more: dict[str, Any] = {"max_consecutive_skips": case.max_consecutive_skips}
+        if case.grows:
+            more["loss_scale"] = LossScaler(2.0**8, growth_interval=2)
+        self.pipeline = cases.make(case, model=layers, **more)
         torch.set_rng_state(outer)
         # a tied one has the name of its first layer, wherever that layer is
         named = sorted(self.pipeline.named_parameters(), key=lambda x: x[0])
@@ -562,43 +342,38 @@ class Run:
         self.schedulers = [make(x) for x in self.pipeline.optimizers if make]
         self.pipeline.attach(*self.schedulers)
         self._bad: BadGradient | None = None
-        self._n_gradients: dict[str, int] = {}
+        self._n_gradients: dict[int, int] = {}
         for index, layer in self.layers.items():
-            names = ["norm.weight", "linear.bias"]
-            names += ["linear.weight"] if index in (SPIKE.layer, INF.layer) else []
-            for name in names:
-                hook = partial(self._multiplied, f"{index}.{name}")
-                layer.get_parameter(name).register_hook(hook)
+            n_dims = 2 if index in (SPIKE.layer, INF.layer) else 1
+            for p in [p for p in layer.parameters() if p.dim() == n_dims][:1]:
+                p.register_hook(partial(self._multiplied, index))
 
-    def _multiplied(self, name: str, gradient: Tensor) -> Tensor | None:
+    def _multiplied(self, layer: int, gradient: Tensor) -> Tensor | None:
         """A parameter's hook: called once a micro-batch, in their order."""
-        number = self._n_gradients.get(name, 0)
-        self._n_gradients[name] = number + 1
+        number = self._n_gradients.get(layer, 0)
+        self._n_gradients[layer] = number + 1
         bad = self._bad
-        if bad is None or name != f"{bad.layer}.{bad.parameter}":
+        if bad is None or layer != bad.layer:
             return None
-        is_it = number == bad.microbatch % self._n_microbatches
+        is_it = number == bad.microbatch % self.case.n_parts
         return gradient * bad.factor if is_it else None
 
     def _thaw(self) -> None:
         """Let parameters learn, but for those that are frozen."""
         for index, layer in self.layers.items():
             for name, parameter in layer.named_parameters():
-                parameter.requires_grad_(f"{index}.{name}" not in self.frozen)
-                if name == "linear.weight" and index in self.case.tied:
-                    first = f"{self.case.tied[0]}.{name}"
-                    parameter.requires_grad_(first not in self.frozen)
+                is_frozen = self.places(index, name)[0] in self.frozen
+                parameter.requires_grad_(not is_frozen)
 
     def batch(self, step: int, n: int | None = None) -> tuple[Any, Any]:
         """One tensor, or one per micro-batch where they are changed in place."""
-        n = n or self._n_microbatches
-        generator = torch.Generator().manual_seed(1000 + step)
-        x = torch.randn(2 * n, WIDTH, generator=generator)
-        inputs, targets = x.to(self.case.dtype), x.roll(1, 1)
-        if self._bad is not None and self._bad.layer is None:
-            i = 2 * (self._bad.microbatch % n)
-            targets[i : i + 2] *= self._bad.factor
-        if self.case.change not in ("in_place", "loss"):
+        n, of = n or self.case.n_parts, self.case.of
+        inputs, targets = of.batch(step, 2 * n)
+        bad = self._bad
+        if bad is not None and bad.layer is None and targets.is_floating_point():
+            i = 2 * (bad.microbatch % n)
+            targets[i : i + 2] *= bad.factor
+        if self.case.model not in ("in place", "changed targets"):
             return inputs, targets
         return [[part.clone() for part in y.chunk(n)] for y in (inputs, targets)]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zbpp
 
-__all__ = ["batch", "linears", "make", "refusal"]
+__all__ = ["batch", "in_policies", "linears", "make", "refusal"]
 
 _POLICIES: dict[str, Any] = {
     "numerics": zbpp.Numerics,
@@ -39,11 +39,18 @@ def make(model: Any = None, schedule: Any = "ZBH1", **settings: Any) -> zbpp.Pip
         "device": "cpu",
         "timeout_s": 60.0,
     } | settings
+    model = linears() if model is None else model
+    return zbpp.Pipeline(model, schedule, **in_policies(settings))
+
+
+def in_policies(settings: dict[str, Any]) -> dict[str, Any]:
+    """Put those of policies into these, unless a policy is given."""
+    settings = {**settings}
     for name, kind in _POLICIES.items():
         names = [field.name for field in fields(kind) if field.name in settings]
         if policy := {name: settings.pop(name) for name in names}:
             settings.setdefault(name, kind(**policy))
-    return zbpp.Pipeline(linears() if model is None else model, schedule, **settings)
+    return settings
 
 
 def batch(n: int = 8, step: int = 0) -> tuple[Tensor, Tensor]:

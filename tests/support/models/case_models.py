@@ -261,6 +261,50 @@ class _Buffers(_Norms):
         return super().forward(x + row)
 
 
+class _Cached(nn.Module):
+    """Has a buffer from its first forward on, which is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(WIDTH), persistent=False)
+        return self.linear(x + self.cache)
+
+
+class _Writes(nn.Module):
+    """Writes to its weight, as weight clipping does: no version counter sees it."""
+
+    def __init__(self, write: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.linear, self.write = _linear(), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.linear.weight)
+        return torch.tanh(self.linear(x))
+
+
+def _writes(write: Callable[[nn.Parameter], object]) -> Model:
+    """A model with two layers that write to their weights."""
+    return Model(lambda index: _Writes(write) if index in (1, 5) else _linear())
+
+
+def _changes(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that changes its targets."""
+    return f.mse_loss(outputs, targets.mul_(0.5))
+
+
+def _narrow(step: int, samples: int) -> tuple[Tensor, Tensor]:
+    x, y = _vectors(step, samples)
+    return x.bfloat16(), y
+
+
+def _narrow_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return f.mse_loss(outputs.float(), targets)
+
+
 class _Draws(nn.Module):
     """Draws from the generators of torch, Python and numpy."""
 
@@ -488,5 +532,17 @@ MODELS: dict[str, Model] = {
         partial(_checkpointed, use_reentrant=True), oracle="stage"
     ),
     "counts, tied": Model(lambda index: _Counts(), batch=_doubles, ties=(_ENDS,)),
+    "16 bits": Model(
+        lambda index: nn.Sequential(_linear(), nn.Tanh()).bfloat16(),
+        batch=_narrow,
+        loss_fn=_narrow_loss,
+    ),
+    "cached": Model(lambda index: _Cached() if index in (1, 5) else _linear()),
+    "changed targets": Model(lambda index: _linear(), loss_fn=_changes),
+    "clamped weights": _writes(lambda weight: weight.data.clamp_(-0.2, 0.2)),
+    "replaced weights": _writes(
+        lambda weight: setattr(weight, "data", weight.data.clamp(-0.2, 0.2))
+    ),
+    "shrunk weights": _writes(lambda weight: weight.data.mul_(0.99)),
     "exchange, norms": Model(partial(Exchange, norm=nn.BatchNorm1d)),
 }
