@@ -1,6 +1,7 @@
 """Mistakes of a user's script: each is refused in one line that names the way out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import small
@@ -121,7 +122,16 @@ SETTINGS = [
 MODELS = [
     (lambda: layered_of(layers(), 5), "n_layers is 5, but the model has 4"),
     (lambda: planned(split=[1, 2]), r"split \[1, 2\] must"),
+    (lambda: planned(split=[5, -1]), r"\[5, -1\]"),
     (lambda: planned(split="equal"), "split 'equal' is not known; choose"),
+    (
+        lambda: planned(recompute=(9,)),
+        "layer 9 shall be recomputed; the layers are 0 to 3",
+    ),
+    (
+        lambda: pipeline(schedule=replace(planned().schedule, recompute=((0, 7), 1))),
+        "layer 7 of a chunk of 2 layers",
+    ),
     (lambda: planned(split="balanced"), "give costs of layers"),
     (
         lambda: planned(costs=LayerCosts(n_layers=8)),
@@ -167,6 +177,13 @@ MODELS = [
     ),
 ]
 LOSSES = [
+    (lambda y, t: (mse(y, t), [y]), "the metrics a list; they must be a dict"),
+    (
+        lambda y, t: (mse(y, t), {"a": y}),
+        r"the metrics 'a' as a Tensor of shape \(2, 4\)",
+    ),
+    (lambda y, t: (mse(y, t), {"a": "x"}), "the metrics 'a' as a str; they"),
+    (lambda y, t: (mse(y, t), {}, {}), "must return a scalar tensor"),
     (lambda y, t: (y - t).square(), "must return a scalar tensor"),
     (lambda y, t: 1.0, "must return a scalar tensor"),
     (lambda y, t: mse(y.detach(), t), "the loss has no graph.*without detach"),
@@ -186,6 +203,10 @@ BATCHES = [
     ([*X[:4, None]], Y[:3], "targets has 3 samples for 4 micro-batches"),
     ([*X], [*Y], "a list of 8; give one entry"),
     (1.0, Y, "inputs is a float without tensors"),
+    ({"x": 1}, Y, "without tensors of samples"),
+    ((torch.tensor(1),), Y, "without tensors of samples"),
+    ([{X}] * 4, Y, "input of micro-batch 0 is a set"),
+    ([[X, 1j]] * 4, Y, "input of micro-batch 0 is a complex"),
     ({"a": X, "b": X[:2]}, Y, "inputs is a dict of tensors of"),
 ]
 
@@ -249,6 +270,8 @@ def test_a_closed_pipeline_does_not_step():
 
 
 def test_mistakes_that_may_be_meant_are_warned_of():
+    with pytest.warns(UserWarning, match="this process is alone and n_stages is left"):
+        assert pipeline(n_stages=None).schedule.n_stages == 1
     with pytest.warns(UserWarning, match="float16 without a loss_scale"):
         pipeline(autocast=torch.float16)
     pipeline(autocast=torch.float16, loss_scale=1024.0)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, a_kind
 from zbpp.runtime.layer_random import draws_nothing
 from zbpp.runtime.microbatches import MicroBatches, mean_by_weight
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
@@ -194,8 +194,13 @@ def _numbers(metrics: object) -> Metrics:
             name: x.detach().clone() if isinstance(x, Tensor) else float(x)
             for name, x in pairs
         }
+    what = a_kind(metrics)
+    for name, x in pairs:
+        if not _is_number(x):
+            shape = f" of shape {tuple(x.shape)}" if isinstance(x, Tensor) else ""
+            what = f"{name!r} as {a_kind(x)}{shape}"
     raise RequestError(
-        f"loss_fn returned the metrics {metrics!r}; they must be a dict from names to "
+        f"loss_fn returned the metrics {what}; they must be a dict from names to "
         "scalar tensors or numbers"
     )
 
