@@ -1,6 +1,5 @@
 """Examples run, and compute what their plain forms compute."""
 
-import importlib.util
 import re
 import sys
 from contextlib import redirect_stdout
@@ -8,37 +7,24 @@ from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import minimal_zb
 import pytest
 import torch
 from torch import nn
+from torchtitan_zbpp import module_names
 
-from zbpp.core import LayerCosts, RequestError, read_schedule, write_schedule
+from zbpp.core import LayerCosts, RequestError, write_schedule
 from zbpp.planning import PlanRequest, make_plan, plan
-from zbpp.schedules import to_torch_csv
 
 ROOT = Path(__file__).parents[2]
-
-
-def load(name):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            name, ROOT / f"examples/{name}.py"
-        )
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 # minimal_zb.py: the idea in one file, without zbpp.
 
 
 def equal_on(name, skipped):
-    import torch.distributed as dist
-
-    module = load("minimal_zb")
-    jobs = [module.job_of(cell) for cell in skipped.split()]
-    return bool(module.is_equal(dist.get_rank(), name, jobs))
+    jobs = [minimal_zb.job_of(cell) for cell in skipped.split()]
+    return bool(minimal_zb.is_equal(torch.distributed.get_rank(), name, jobs))
 
 
 @pytest.mark.dist
@@ -52,10 +38,9 @@ def test_minimal_zb_has_the_bits_of_a_plain_loop(pool, name, job):
 
 @pytest.mark.parametrize("name", ["ZB-H1", "ZB-V"])
 def test_the_pictures_of_minimal_zb_have_each_job_once_and_idle_as_promised(name):
-    module = load("minimal_zb")
-    picture, placement = module.SCHEDULES[name]
-    stages = module.parse(picture)
-    microbatches = range(module.N_MICROBATCHES)
+    picture, placement = minimal_zb.SCHEDULES[name]
+    stages = minimal_zb.parse(picture)
+    microbatches = range(minimal_zb.N_MICROBATCHES)
     assert sorted(job for stage in stages for job in stage.values()) == sorted(
         (c, k, i) for c in range(len(placement)) for k in "BFW" for i in microbatches
     )
@@ -63,9 +48,9 @@ def test_the_pictures_of_minimal_zb_have_each_job_once_and_idle_as_promised(name
         assert {placement[chunk] for chunk, _, _ in stage.values()} == {rank}
     idle = [max(stage) - min(stage) + 1 - len(stage) for stage in stages]
     assert idle == ([1, 0] if name == "ZB-H1" else [0, 0])
-    early = module.ZB_H1.replace(".   1F0 1B0", "1F0 .   1B0")
+    early = minimal_zb.ZB_H1.replace(".   1F0 1B0", "1F0 .   1B0")
     with pytest.raises(ValueError, match=r"\(1, 'F', 0\) stands before \(0, 'F', 0\)"):
-        module.parse(early)
+        minimal_zb.parse(early)
 
 
 def test_minimal_zb_needs_torch_alone():
@@ -80,12 +65,14 @@ def test_minimal_zb_needs_torch_alone():
 
 def experts_losses(folder, steps, mode):
     """Run the script as a process would; gives the losses that it prints."""
-    module, before = load("qwen3_moe_experts"), sys.argv
+    import qwen3_moe_experts
+
+    before = sys.argv
     flags = ("--steps", str(steps), "--mode", mode, "--folder", folder)
     sys.argv = ["qwen3_moe_experts.py", str(ROOT / "README.md"), *flags]
     try:
         with redirect_stdout(StringIO()) as printed:
-            module.main()
+            qwen3_moe_experts.main()
     finally:
         sys.argv = before
     return [float(x) for x in re.findall(r"loss ([\d.]+)", printed.getvalue())]
@@ -110,9 +97,8 @@ def test_experts_are_sharded_and_trained_as_in_one_process(pool, tmp_path):
     assert losses == pytest.approx(experts_losses(shards, 6, "1F1B"), abs=5e-6)
 
 
-# torchtitan_zbpp.py: a pipelining function, wrapped, runs our plan with our split.
-
-BLOCKS, WIDTH, N_MICROBATCHES = 6, 8, 4
+# torchtitan_zbpp.py; that its wrapped stages compute what autograd computes is in
+# tests/split/test_torch_stage.py.
 
 
 def layered(mode, n_layers, **more):
@@ -121,110 +107,16 @@ def layered(mode, n_layers, **more):
     return make_plan(request).schedule
 
 
-def language_model():
-    """Modules by the names that torchtitan's language models use."""
-    torch.manual_seed(0)
-    blocks = {
-        f"layers.{i}": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        for i in range(BLOCKS)
-    }
-    ends = {"norm": nn.LayerNorm(WIDTH), "lm_head": nn.Linear(WIDTH, 16)}
-    return {"tok_embeddings": nn.Embedding(16, WIDTH), **blocks, **ends}
-
-
-def tokens():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 16, (2, 3 * N_MICROBATCHES), generator=generator)
-
-
-def torch_pipeline(model, *, names, csv, placement):
-    """Torch's own stages and schedule, put together as torchtitan does it."""
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-    chunks = [c for c, stage in enumerate(placement) if stage == dist.get_rank()]
-    parts = [nn.Sequential(*(model[name] for name in names[c])) for c in chunks]
-    stages = [
-        PipelineStage(part, chunk, len(placement), torch.device("cpu"))
-        for chunk, part in zip(chunks, parts, strict=True)
-    ]
-    runtime = _PipelineScheduleRuntime(
-        stages, N_MICROBATCHES, nn.functional.cross_entropy, scale_grads=False
-    )
-    runtime._load_csv(csv)
-    return runtime, parts, 0 in chunks, len(placement) - 1 in chunks
-
-
-def gradients(model):
-    return {
-        f"{name}.{inner}": p.grad
-        for name, module in model.items()
-        for inner, p in module.named_parameters()
-        if p.grad is not None
-    }
-
-
-def run_titan(file, csv):
-    """Gradients of one rank, and the number of products that its W's computed."""
-    from matmuls import CountMatmuls
-
-    example, model = load("torchtitan_zbpp"), language_model()
-    pipelining = example.with_split_backward(torch_pipeline)
-    placement = read_schedule(file).placement.stage_of
-    names = example.module_names(file)
-    runtime, parts, first, last = pipelining(
-        model, names=names, csv=csv, placement=placement
-    )
-    products = CountMatmuls()
-    for stage in runtime._stages:
-
-        def counted(build=stage.dw_builder):
-            run = build()
-
-            def w():
-                with products:
-                    run()
-
-            return w
-
-        stage.dw_builder = counted
-    inputs, targets = tokens()
-    arguments = [inputs] if first else []
-    runtime.step(*arguments, **({"target": targets, "losses": []} if last else {}))
-    assert not any("module." in name for p in parts for name, _ in p.named_parameters())
-    return gradients(model), products.count
-
-
-@pytest.mark.dist
-def test_a_wrapped_pipeline_of_torchtitan_gives_the_serial_gradients(pool, tmp_path):
-    schedule = layered("ZBV", BLOCKS + 2, n_microbatches=N_MICROBATCHES)
-    file, csv = tmp_path / "plan.json", tmp_path / "torch.csv"
-    write_schedule(schedule, file)
-    csv.write_text(to_torch_csv(schedule))
-    parts = pool.run(run_titan, 2, str(file), str(csv))
-    assert all(n_products > 0 for _, n_products in parts)
-    found = {name: g for part, _ in parts for name, g in part.items()}
-    model = language_model()
-    whole = nn.Sequential(*model.values())
-    for x, target in zip(*(t.chunk(N_MICROBATCHES) for t in tokens()), strict=True):
-        nn.functional.cross_entropy(whole(x), target).backward()
-    serial = gradients(model)
-    assert found.keys() == serial.keys()
-    assert all(torch.equal(found[name], g) for name, g in serial.items())
-
-
 def test_module_names_of_torchtitan_follow_the_split(tmp_path):
     file = tmp_path / "plan.json"
-    names_of = load("torchtitan_zbpp").module_names
     write_schedule(layered("1F1B", 5, n_microbatches=2, split=(3, 2)), file)
-    assert names_of(file) == [
+    assert module_names(file) == [
         ["tok_embeddings", "layers.0", "layers.1"],
         ["layers.2", "norm", "lm_head"],
     ]
     write_schedule(plan("1F1B", n_stages=2, n_microbatches=2), file)
     with pytest.raises(RequestError, match="has no split"):
-        names_of(file)
+        module_names(file)
 
 
 # replica_loader.py and pipeline_trainer.py: loaders of accelerate, a Trainer.
@@ -247,7 +139,6 @@ def test_replicas_share_a_loader_and_stages_do_not():
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("hf")
 @pytest.mark.needs("transformers")
 @pytest.mark.needs("accelerate")
 def test_trainer_arguments_that_a_pipeline_would_ignore_are_refused(tmp_path):

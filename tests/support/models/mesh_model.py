@@ -4,14 +4,11 @@ The first number of a hidden state is the word, which no layer changes: words de
 which experts and which tables a layer uses, so that no rounding can.
 """
 
-import importlib.util
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from qwen3_moe_experts import DealtExperts  # the example
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -19,19 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpp
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_moe_experts.py"
 WORDS, WIDTH, N_EXPERTS = 16, 8, 4
-
-
-@cache
-def example() -> Any:
-    """The example's module, whose layer sends tokens to their experts."""
-    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[EXAMPLE.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Table(nn.Module):
@@ -156,7 +141,7 @@ class Routed(Block):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.router = nn.Linear(WIDTH, N_EXPERTS, bias=False)
-        self.experts = example().DealtExperts(Weights(), experts)
+        self.experts = DealtExperts(Weights(), experts)
 
     def more(self, hidden: Tensor, words: Tensor) -> Tensor:
         rows, words = self.norm(hidden).flatten(0, 1), words.flatten()
