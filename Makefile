@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Three workers for two cores, as a third of the time tests wait; those of a group share
-# one worker. `make test ARGS="-n 0"` runs all in one process.
-SPREAD := -n 3 --dist loadgroup
+# Three workers for two cores, as a third of the time tests wait.
+# `make test ARGS="-n 0"` runs all in one process.
+SPREAD := -n 3
 
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
@@ -31,7 +31,7 @@ test-nightly: $(READY)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
 	HYPOTHESIS_PROFILE=nightly $(OLDER) $(BIN)/pytest -m "not slow and not gpu" \
 	  $(SPREAD) $(ARGS)
-	$(MAKE) test-other-kernels KERNEL_ROOMS="tests/bits tests/models tests/split"
+	$(MAKE) test-other-kernels test-python3.13
 
 # Built by g++ for the installed torch, once.
 test-simgpu: $(READY)
@@ -39,8 +39,7 @@ test-simgpu: $(READY)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
 
 # Results must not depend on the kernels that a processor chooses for a shape.
-KERNEL_ROOMS := tests/bits/test_one_process.py tests/bits/test_batches.py \
-  tests/models tests/split/test_zoo.py tests/split/test_random_graphs.py
+KERNEL_ROOMS := tests/bits tests/models tests/split
 
 test-other-kernels: $(READY)
 	$(OLDER) PYTHONPATH=$(CURDIR)/tests/other_kernels $(BIN)/pytest \
@@ -48,7 +47,7 @@ test-other-kernels: $(READY)
 
 # Planning and its data, without torch, under other Pythons.
 PYTHONS := 3.12 3.13
-TORCHLESS := tests/core tests/plans tests/test_public_names.py tests/repo/test_layers.py
+TORCHLESS := tests/core tests/plans
 WITH_TORCH := model_memory plan_files requests
 
 test-pythons: $(PYTHONS:%=test-python%)
@@ -58,6 +57,7 @@ test-python%:
 	build/python$*/bin/pip install --quiet -e . \
 	  hypothesis jsonschema psutil pytest pytest-timeout pytest-xdist
 	build/python$*/bin/pytest -m "not slow" $(SPREAD) $(TORCHLESS) \
+	  tests/test_public_names.py tests/repo/test_layers.py \
 	  $(WITH_TORCH:%=--ignore=tests/plans/test_%.py) $(ARGS)
 
 # The types and the default tests with the newest release of every dependency, or with

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,7 +35,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of what is an extra, such as torch, where it is not installed."""
+    """Skip tests of what is an extra, such as torch, where it is not installed.
+
+    Slow ones begin first, so that no worker is left with one at the end.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         for mark in item.iter_markers("needs"):
             (package,) = mark.args
@@ -52,6 +57,32 @@ def pytest_collection_finish() -> None:
     """Let no collection of garbage visit what is imported: torch is many objects."""
     gc.freeze()
     gc.enable()
+
+
+TOGETHER = {
+    "split/test_compiled.py": "compiler",
+    "examples/test_frameworks.py": "hf",
+    "models/test_families.py": "hf",
+    "models/test_hugging_face.py": "hf",
+    "models/test_weights.py": "hf",
+    "training/test_hugging_face.py": "hf",
+    "repo/test_site.py": "site",
+    "repo/test_wheel.py": "wheel",
+}
+"""Files whose tests share one worker: they load, build or compile the same for long."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal tests out one by one, but for those files."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0].removeprefix("tests/")
+            return TOGETHER.get(file, nodeid)
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

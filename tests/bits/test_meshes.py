@@ -19,12 +19,13 @@ FACTORS: dict[str, list[Any]] = {
     "stages": [2, 1],
     "uses": ["some", "no layer", "none of one"],
     "weights": ["tied", "frozen", "plain"],
-    "optimizer": ["adamw", "sgd", "nadam"],
+    "optimizer": ["adamw", "sgd", "NAdam"],
     "numbers": ["float64", "autocast", "narrow"],
     "validation": ["always", "small buckets", "barrier"],
     "recompute": ["none", "some", "within"],
     "halfway": ["switch", "resume", "elsewhere"],
 }
+BY_DEFAULT = {"optimizer", "buffers", "tp dp", "cp"}
 BY_NIGHT = {
     *("dp ep", "cp ep", "ep optimizer", "gradients", "none"),
     *("fsdp in part", "fsdp of one"),
@@ -47,7 +48,7 @@ def is_possible(values: list[Any]) -> bool:
         )
         or (row.get("numbers") == "narrow" and kind.wrap in ("", "part"))
         # NAdam divides by small moments, which rounding to 16 bits makes others
-        or (row.get("numbers") == "narrow" and row.get("optimizer") == "nadam")
+        or (row.get("numbers") == "narrow" and row.get("optimizer") == "NAdam")
     )
 
 
@@ -62,7 +63,7 @@ def case_of(row: dict[str, Any]) -> MeshCase:
         halfway="nothing" if is_switched else halfway,
         clip=3.4 if row["weights"] == "tied" else 2.7,
         autocast=row["numbers"] == "autocast",
-        snapshots=row["optimizer"] == "nadam",
+        snapshots=row["optimizer"] == "NAdam",
         post_validation=validation != "barrier",
         buckets=validation == "small buckets",
         recompute=(1, 3, 6) if recompute == "some" else None,
@@ -128,28 +129,16 @@ def rows_of(kind: str) -> list[MeshCase]:
     return [case for case in ROWS if case.kind == kind]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["optimizer", "buffers", "tp dp", "cp"],
-)
+def marks_of(kind: str) -> list[Any]:
+    slow = [pytest.mark.slow] * (kind not in BY_DEFAULT)
+    return slow + [pytest.mark.nightly] * (kind in BY_NIGHT)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=marks_of(x)) for x in KINDS])
 def test_each_mesh_trains_as_one_process(pool: Pool, kind: str) -> None:
-    row = min(
-        (case for case in rows_of(kind) if case.n_ranks == 4),
-        key=lambda case: case.numbers != "float64",
-    )
-    assert_right(pool, [row], n_references=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.nightly] * (kind in BY_NIGHT))
-        for kind in KINDS
-    ],
-)
-def test_no_setting_changes_the_numbers(pool: Pool, kind: str) -> None:
-    assert_right(pool, rows_of(kind), n_references=1)
+    """One row of each kind; of those that are slow also its bits."""
+    row = min(rows_of(kind), key=lambda x: (x.n_ranks != 4, x.numbers != "float64"))
+    assert_right(pool, [row], n_references=int(kind not in BY_DEFAULT))
 
 
 @pytest.mark.nightly
@@ -160,22 +149,16 @@ def test_no_setting_changes_a_bit(pool: Pool, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_buffers_change_no_bit(pool: Pool) -> None:
-    rows = [
-        MeshCase(kind="buffers", clip=2.7, **more)
-        for more in (
-            {"mode": "ZBV"},
-            {
-                "mode": "1F1B",
-                "recompute": (1, 3, 6),
-                "autocast": True,
-                "numbers": "autocast",
-            },
-            {"mode": "VHalf", "within": True},
-            {"mode": "ZBH1", "recompute": (1, 3, 6)},
-        )
-    ]
-    alike = {case: replace(case, kind="parameters") for case in rows}
-    found = shown_by(pool, [*rows, *alike.values()])
-    for case, other in alike.items():
-        assert difference(found[case], found[other]) is None, case
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"recompute": (1, 3, 6), "autocast": True, "numbers": "autocast"},
+        pytest.param({"mode": "VHalf", "within": True}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_buffers_change_no_bit(pool: Pool, more: dict[str, Any]) -> None:
+    case = MeshCase(kind="buffers", clip=2.7, **more)
+    other = replace(case, kind="parameters")
+    found = shown_by(pool, [case, other])
+    assert difference(found[case], found[other]) is None

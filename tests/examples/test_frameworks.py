@@ -72,7 +72,6 @@ def test_the_page_tells_the_lines_that_change(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.xdist_group("hf")
 @pytest.mark.parametrize(
     "name",
     [

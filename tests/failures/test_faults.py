@@ -31,8 +31,6 @@ from zbpp.runtime import PeerError
 from zbpp.runtime.testing import inject
 
 pytestmark = pytest.mark.dist
-near_the_pool = pytest.mark.xdist_group("pool")
-"""Quick tests fork from the server of the pool; another worker would start its own."""
 ERRORS = {
     "raise": "RuntimeError: a fault that the test asks for",
     "memory": "OutOfMemoryError: memory has run out, as the test asks",
@@ -77,7 +75,6 @@ ROWS = [
 QUICK = {"0F0", "O", "undo"}
 
 
-@near_the_pool
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
@@ -112,7 +109,6 @@ def test_all_name_a_fault_and_what_was_saved_stays(
     assert other.words.count(cause) == 1
 
 
-@near_the_pool
 def test_a_script_ends_with_the_cause_on_all_ranks() -> None:
     """Rank 0 has no channel to the rank that fails, and names it all the same."""
     ends = end_of(train, 3, "ZBH1", "raise:2:1:2F0", (), "")
@@ -131,7 +127,6 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_asked(tmp_path: Path) -> Non
     assert_whole(tmp_path, "ZBV", (), 2)
 
 
-@near_the_pool
 def test_a_rank_that_never_starts_ends_the_wait() -> None:
     limits = {"execution": zbpp.Execution(first_timeout_s=1.0)}
     with Ranks(train, 1, "ZBH1", "raise:9:9:O", (), "", limits, world=3) as ranks:
@@ -140,7 +135,6 @@ def test_a_rank_that_never_starts_ends_the_wait() -> None:
     assert end.code == 1 and words in end.words
 
 
-@near_the_pool
 def test_too_many_skipped_steps_end_all_ranks(tmp_path: Path) -> None:
     events = tuple((step, INF) for step in range(1, 6))
     more = {"step": zbpp.StepPolicy(max_consecutive_skips=2)}

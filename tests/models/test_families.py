@@ -9,7 +9,6 @@ import zbpp
 
 pytestmark = [
     pytest.mark.needs("transformers"),
-    pytest.mark.xdist_group("hf"),
     pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),

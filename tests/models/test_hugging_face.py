@@ -19,7 +19,7 @@ import zbpp
 from zbpp import RequestError
 from zbpp.models import layered_of
 
-pytestmark = [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
+pytestmark = pytest.mark.needs("transformers")
 
 M = 4
 """Micro-batches, of two samples each."""
@@ -63,7 +63,8 @@ EACH = [Case(family, *DEAL[i % len(DEAL)]) for i, family in enumerate(FAMILIES)]
 """Each family once, and every pair of two settings with some family."""
 REST = [Case(*row) for row in AllPairs([list(FAMILIES), *HOW])]
 """Every setting with each family, and with one another."""
-QUICK = {"llama", "gpt2"}
+QUICK, SLOW = {"llama", "gpt2"}, {"gemma3", "mixtral", "vit"}
+"""Families of CI: tied ends, two kinds of attention, experts, one cut by export."""
 
 Run = tuple[list[float], dict[str, Any]]
 """Loss of each micro-batch, and gradients by the model's own names."""
@@ -72,8 +73,8 @@ Run = tuple[list[float], dict[str, Any]]
 def cases() -> Iterator[Any]:
     marks = pytest.mark.slow, pytest.mark.nightly
     for case in EACH:
-        quick = case.family in QUICK
-        yield pytest.param(case, marks=[] if quick else marks[:1], id=case.family)
+        n_marks = 0 if case.family in QUICK else 1 if case.family in SLOW else 2
+        yield pytest.param(case, marks=marks[:n_marks], id=case.family)
     for i, case in enumerate(REST):
         yield pytest.param(case, marks=marks, id=f"{i}-{case.family}")
 
@@ -182,21 +183,24 @@ def test_losses_and_all_gradients_equal_the_plain_model(case: Case) -> None:
     assert len(set(weights)) > 1 or case.family == "vit", "padding is spread unevenly"
 
 
-def in_processes(rows: list[tuple[Any, ...]]) -> list[Run]:
-    """Run on each rank: losses of micro-batches and gradients, of each case."""
-    return [piped(Case(*row)) for row in rows]
+def in_process(row: tuple[Any, ...]) -> Run:
+    return piped(Case(*row))
 
 
 @pytest.mark.dist
 @pytest.mark.slow  # the workers load transformers
-def test_two_processes_find_the_same_gradients(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt2", "ZBH1", tied=True),
+        pytest.param(Case("t5"), marks=pytest.mark.nightly),
+    ],
+)
+def test_two_processes_find_the_same_gradients(pool: Pool, case: Case) -> None:
     """Those of tied weights too, on both of their stages."""
-    each = [Case("gpt2", "ZBH1", tied=True), Case("t5")]
-    rows = [tuple(case._replace(n_stages=None)) for case in each]
-    ranks = pool.run(in_processes, 2, rows)
-    for case, first, last in zip(each, *ranks, strict=True):
-        assert not first[1].keys() & last[1].keys(), "each name is on one stage"
-        assert_plain((first[0] or last[0], first[1] | last[1]), case)
+    first, last = pool.run(in_process, 2, tuple(case._replace(n_stages=None)))
+    assert not first[1].keys() & last[1].keys(), "each name is on one stage"
+    assert_plain((first[0] or last[0], first[1] | last[1]), case)
 
 
 def test_a_routers_loss_is_part_of_the_loss_of_an_exported_model() -> None:

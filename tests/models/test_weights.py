@@ -13,12 +13,16 @@ import zbpp
 from zbpp import RequestError
 from zbpp.models import Layered, layered_of
 
-pytestmark = [pytest.mark.needs("transformers"), pytest.mark.xdist_group("hf")]
+pytestmark = pytest.mark.needs("transformers")
 
 SOME = [
     "gpt2",
     "gemma3",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "t5", "vit")),
+    pytest.param("mixtral", marks=pytest.mark.slow),
+    *(
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly])
+        for name in ("t5", "vit")
+    ),
 ]
 """Tied ends, tables in buffers, experts, an encoder, images."""
 
@@ -75,7 +79,12 @@ def test_a_seed_draws_what_a_plain_model_draws_for_any_stages(family: str) -> No
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "gemma3", pytest.param("t5", marks=pytest.mark.slow)]
+    "family",
+    [
+        "gpt2",
+        "gemma3",
+        pytest.param("t5", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
 )
 def test_a_folder_of_safetensors_gives_the_plain_model(
     family: str, tmp_path: Path

@@ -14,7 +14,7 @@ from pages import ROOT
 
 from zbpp.cli import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
+pytestmark = pytest.mark.slow
 
 MODULES = [
     "zbpp",

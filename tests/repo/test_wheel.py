@@ -26,7 +26,7 @@ FILES = (
     "LICENSE",
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 
 def run(*command, cwd):

@@ -51,7 +51,6 @@ def test_tensor_parallel_layers_are_split(pool: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
-@pytest.mark.xdist_group("hf")
 @pytest.mark.parametrize("kind", ["eager", "batched_mm", "grouped_mm"])
 def test_the_experts_of_mixtral_wait(kind: str) -> None:
     from tiny_hf import tiny

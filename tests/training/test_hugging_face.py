@@ -10,7 +10,6 @@ from training_here import run_train
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.needs("transformers"),
-    pytest.mark.xdist_group("hf"),
     pytest.mark.usefixtures("transformers"),
 ]
 
