@@ -7,7 +7,7 @@ pretrained    models of transformers: their own forward around other blocks
 exported      any other module: torch exports it, and splits its graph
 hugging_face  batches, losses and wrappers of transformers and peft
 weights       weights of a model on the meta device, made where they are needed
-configs/      layers and a batch from a configuration file
+configs       layers and a batch from a configuration file
 """
 
 from zbpp.models.entry import cut, layered_of, layers_from

@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 
 from zbpp.core import RequestError, a_kind
+from zbpp.models.blocks import find_blocks
 from zbpp.models.exported import cut_by_export
-from zbpp.models.hugging_face import base_of, is_peft, is_pretrained
-from zbpp.models.layered import Layered, Tie, layer_name
+from zbpp.models.hugging_face import base_of, initialiser_of, is_peft, is_pretrained
+from zbpp.models.layered import Layered, Tie, of_layers
 from zbpp.models.pretrained import cut_pretrained, takes_embeddings
-from zbpp.models.weights import Source, is_on_meta
+from zbpp.models.weights import Source, Weights, is_on_meta
 from zbpp.runtime.partition import Model, check_layers, count_layers
 from zbpp.runtime.support.fsdp import units_in
-from zbpp.runtime.ties.plan import find_ties
 
 __all__ = ["AnyModel", "cut", "layered_of", "layers_from", "model_to_build"]
 
@@ -56,14 +56,13 @@ def layered_of(model: AnyModel, n_layers: int | None = None) -> Layered:
     if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
         layers = list(model)
         check_layers(enumerate(layers))
-        keys = list(model._modules) if isinstance(model, nn.Module) else None
-        names = keys or [f"layers.{index}" for index in range(n)]
-        return Layered(
-            n,
-            lambda indices: [layers[i] for i in indices],
+        names = [f"layers.{index}" for index in range(n)]
+        if isinstance(model, nn.Module):
+            names = list(model._modules)
+        return of_layers(
+            layers,
+            lambda layer, name: f"{names[layer]}.{name}",
             parts=dict(zip(names, layers, strict=True)),
-            own_name=layer_name if keys is None else _named_by(keys),
-            ties=find_ties(layers),
         )
     return Layered(n, model)
 
@@ -131,13 +130,6 @@ def _look_for_compiled(model: nn.Module) -> None:
         )
 
 
-def _named_by(keys: list[str]) -> Callable[[int, str], str]:
-    def own_name(layer: int, name: str) -> str:
-        return f"{keys[layer]}.{name}"
-
-    return own_name
-
-
 def cut(
     model: nn.Module,
     blocks: str | None = None,
@@ -163,8 +155,9 @@ def cut(
             modules, or that of ``num_hidden_layers`` blocks.
         example: a micro-batch: a dict gives keywords, a tuple arguments, all else is
             the argument.
-        weights: of a model on meta: safetensors (a folder or a file), a state dict, or
-            a seed; each process makes those of its own layers only.
+        weights: of a model on meta that is cut by its own forward: safetensors (a
+            folder or a file), a state dict, or a seed; each process makes those of its
+            own layers only.
 
     Raises:
         RequestError: the model cannot be cut so.
@@ -181,20 +174,26 @@ def cut(
         prefix, base = base_of(model)
         blocks = None if blocks is None else blocks.removeprefix(prefix)
         return _below(prefix, cut(base, blocks, example=example, weights=weights))
-    if is_on_meta(model) and weights is None:
-        raise RequestError(
-            f"this {type(model).__name__} is on the meta device; name the source of "
-            "its weights: zbpp.cut(model, weights=FOLDER), a state dict, or a seed"
-        )
     kind = type(model).__name__
-    if example is None and is_pretrained(model) and takes_embeddings(model):
-        layered, way = cut_pretrained(model, blocks, weights), "its own forward"
-    elif example is None:
+    if is_on_meta(model) and (weights is None or example is not None):
+        raise RequestError(
+            f"this {kind} is on the meta device; name the source of its weights: "
+            "zbpp.cut(model, weights=FOLDER), a state dict, or a seed. A model that is "
+            "cut by export needs a real device"
+        )
+    path, listed = find_blocks(model, blocks)
+    if example is not None:
+        layered = cut_by_export(model, example, [*listed.values()])
+    elif is_pretrained(model) and takes_embeddings(model):
+        source = None
+        if weights is not None:
+            source = Weights(model, weights, initialiser_of(model))
+        layered = cut_pretrained(model, path, listed, source)
+    else:
         raise RequestError(
             f"{a_kind(model)} is cut by export, which needs a micro-batch: "
             "zbpp.cut(model, 'path.of.blocks', example=MICRO_BATCH)"
         )
-    else:
-        layered, way = cut_by_export(model, example, blocks, weights), "torch.export"
+    way = "its own forward" if example is None else "torch.export"
     _log.info("%s is cut by %s into %d layers", kind, way, layered.n_layers)
     return layered

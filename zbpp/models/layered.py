@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from zbpp.runtime.chunk import OwnName, layer_name
 from zbpp.runtime.microbatches import CutBatch, Weigh
 from zbpp.runtime.stage import LossFn
-from zbpp.runtime.ties.plan import Tie
+from zbpp.runtime.ties.plan import Tie, find_ties
 
-__all__ = ["Layered", "Tie", "layer_name", "shared_buffers"]
+__all__ = ["Layered", "Tie", "layer_name", "of_layers"]
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,40 @@ class Layered:
     weigh: Weigh | None = None
 
 
-def shared_buffers(layers: Sequence[nn.Module], own_name: OwnName) -> tuple[Tie, ...]:
+def of_layers(
+    layers: Sequence[nn.Module],
+    own_name: OwnName,
+    *,
+    parts: Mapping[str, nn.Module],
+    build: Callable[[range], Sequence[nn.Module]] | None = None,
+    functions: Mapping[str, Any] | None = None,
+) -> Layered:
+    """Describe layers with what they share.
+
+    Args:
+        layers: of a model; on meta, if they have no weights.
+        own_name: see `Layered`.
+        parts: see `Layered`.
+        build: makes layers with weights; None: these have them.
+        functions: of the model's own loss and batch, by their names in `Layered`.
+    """
+    return Layered(
+        len(layers),
+        build or (lambda indices: [layers[i] for i in indices]),
+        parts=parts,
+        own_name=own_name,
+        ties=find_ties(layers),
+        buffers=_shared_buffers(layers, own_name),
+        **(functions or {}),
+    )
+
+
+def _shared_buffers(layers: Sequence[nn.Module], own_name: OwnName) -> tuple[Tie, ...]:
     """Find the buffers of a checkpoint that lie in several layers."""
     places: dict[str, dict[int, str]] = {}
     for index, layer in enumerate(layers):
-        parameters = dict(layer.named_parameters(remove_duplicate=False))
-        for name in layer.state_dict(keep_vars=True).keys() - parameters.keys():
-            places.setdefault(own_name(index, name), {})[index] = name
+        for path, part in layer.named_modules():  # a released one has no state_dict
+            for key in part._buffers.keys() - part._non_persistent_buffers_set:
+                name = f"{path}.{key}".lstrip(".")
+                places.setdefault(own_name(index, name), {})[index] = name
     return tuple(tuple(place.items()) for place in places.values() if len(place) > 1)

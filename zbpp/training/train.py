@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from zbpp import diagnostics
 from zbpp.checkpoint import CheckpointError, locked
 from zbpp.core import RequestError, WorkerError
-from zbpp.models.configs.causal_lm import read_config
+from zbpp.models.configs import read_config
 from zbpp.pipeline import Pipeline
 from zbpp.planning import Plan
 from zbpp.profiling.memory import peak_held

@@ -99,7 +99,7 @@ def load_model(
 
         built = small_llama(size, seq=seq or 128, samples=samples, seed=seed)
     elif name.startswith(HF):
-        from zbpp.models.configs.causal_lm import layers_of_config
+        from zbpp.models.configs import layers_of_config
 
         built = layers_of_config(
             name.removeprefix(HF),

@@ -7,12 +7,10 @@ Weights are made or read layer by layer, where they are needed. They are fp32, w
 the files say: less is a matter of autocast.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zbpp.core import RequestError
 from zbpp.models.entry import cut, layered_of
@@ -48,19 +46,20 @@ def layers_of_config(
     config = read_config(path, seq=seq)
     if seq is None:
         seq = min(128, getattr(config, "max_position_embeddings", None) or 128)
-    if seed is None:
-        layered = layered_of(_model(config))
-    elif path.is_dir():
-        try:
-            layered = cut(_on_meta(config), weights=path)
-        except RequestError as error:
-            raise RequestError(
-                f"{error}; for random weights give {path / 'config.json'}"
-            ) from None
-    else:
-        layered = cut(_on_meta(config), weights=seed)
     tokens = torch.arange(samples * seq).view(samples, seq) % config.vocab_size
-    return layered, {"input_ids": tokens, "labels": tokens}
+    batch = {"input_ids": tokens, "labels": tokens}
+    if seed is None:
+        return layered_of(_model(config)), batch
+    with torch.device("meta"):
+        model = _model(config)
+    if path.is_file():
+        return cut(model, weights=seed), batch
+    try:
+        return cut(model, weights=path), batch
+    except RequestError as error:
+        raise RequestError(
+            f"{error}; for random weights give {path / 'config.json'}"
+        ) from None
 
 
 def read_config(path: str | Path, *, seq: int | None = None) -> Any:
@@ -74,7 +73,16 @@ def read_config(path: str | Path, *, seq: int | None = None) -> Any:
         RequestError: there is no such file, transformers is missing or knows no model
             of this type, or the sequence is too long for it.
     """
-    config = _config(Path(path))
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise RequestError("hf: needs transformers: install zbpp[hf]") from error
+    if not Path(path).exists():
+        raise RequestError(f"{path}: there is no such file")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: {str(error).splitlines()[0]}") from None
     most = getattr(config, "max_position_embeddings", None)
     if seq is not None and most is not None and seq > most:
         raise RequestError(
@@ -84,41 +92,14 @@ def read_config(path: str | Path, *, seq: int | None = None) -> Any:
     return config
 
 
-def _config(path: Path) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise RequestError("hf: needs transformers: install zbpp[hf]") from error
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise RequestError(f"{file} is no JSON: {error}") from None
-    kind = config.pop("model_type", None) if isinstance(config, dict) else None
-    if kind is None:
-        raise RequestError(f"{file} names no model_type, as transformers writes it")
-    try:
-        return AutoConfig.for_model(kind, **config)
-    except ValueError as error:
-        raise RequestError(f"{file}: {str(error).splitlines()[0]}") from None
-
-
-def _on_meta(config: Any) -> nn.Module:
-    with torch.device("meta"):
-        return _model(config)
-
-
-def _model(config: Any) -> nn.Module:
+def _model(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     try:
-        model: nn.Module = auto.from_config(config, dtype=torch.float32)
+        return auto.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise RequestError(
             f"{config.model_type} is no causal language model of transformers: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    return model

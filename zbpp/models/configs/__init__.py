@@ -1,1 +1,0 @@
-"""Models from files alone: layers and a batch of causal ones of transformers."""
