@@ -131,12 +131,12 @@ class EstimateCommand(ModelSize, Replicas):
         """A mode in which the user's function makes tensors without memory."""
         import torch
 
-        from zbpp.memory.fakes import building, check_device, fake_mode
+        from zbpp.memory.fakes import building, check_device
         from zbpp.runtime.support.devices import check_kind
 
         check_kind(self.device, auto=False)
         check_device(torch.device(self.device))
-        return building(fake_mode())
+        return building()
 
     def _model(self) -> UserModel:
         return load_model(
@@ -187,7 +187,7 @@ def _print(estimate: "Estimate", limit: float | None, largest: dict[str, int]) -
     for mode, stages in estimate.modes.items():
         for index, stage in enumerate(stages):
             parts = [getattr(stage, part) for part in _PARTS]
-            remainder = stage.buffers + stage.batch + stage.gathered_peak
+            remainder = stage.buffers + stage.other
             cells = (f"{n / size:.2f}" for n in (*parts, stage.messages, remainder))
             fits = "" if limit is None or stage.peak <= limit else " over"
             name = mode if index == 0 else ""

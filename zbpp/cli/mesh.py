@@ -119,11 +119,11 @@ class Mesh:
 
     def _of_model(self) -> LayerCosts:
         """Estimate the memory of a model's layers, and times by their operations."""
-        from zbpp.memory.fakes import building, fake_mode
+        from zbpp.memory.fakes import building
         from zbpp.memory.layers import trace_layers
 
         assert self.model is not None
-        with building(fake_mode()):
+        with building():
             user = load_model(self.model, is_fake=True)
         layers = trace_layers(
             user.model,

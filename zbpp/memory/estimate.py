@@ -39,11 +39,9 @@ __all__ = [
     "estimate",
     "estimate_modes",
     "largest_microbatch",
-    "most_that_fits",
 ]
 
 _MOST_SAMPLES = 2**20
-_GROWTH = 64  # in one step
 _MESSAGES = 3
 """Two that are announced, and one that leaves."""
 _AT_ONCE = Network(Link(0.0, math.inf))
@@ -60,12 +58,12 @@ class StageEstimate:
         optimizer: its state.
         buffers: and what layers keep from their first forward on.
         rollback: copies that post-validation keeps.
-        batch: inputs and targets of all micro-batches, where the stage reads them.
         messages: three of the largest that the stage sends or receives; on CPUs two,
             and all that a step sends.
+        other: inputs and targets of all micro-batches, where the stage reads them, and
+            the most that is whole for a while of what replicas hold in parts.
         activations_peak: most of what F and B leave, and of what passes need inside.
         peak: most of all together at any time.
-        gathered_peak: most that is whole for a while of what replicas hold in parts.
     """
 
     parameters: int
@@ -73,11 +71,10 @@ class StageEstimate:
     optimizer: int
     buffers: int
     rollback: int
-    batch: int
     messages: int
+    other: int
     activations_peak: int
     peak: int
-    gathered_peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -255,9 +252,8 @@ class _Stages:
         peak_o = [0.0] * len(layers.rows)
         for chunks in schedule.placement.chunks_of:
             here = [i for chunk in chunks for i in ranges[chunk]]
-            step = layers.step(here)
-            need = step.speculative_peak if validates else step.peak
-            peak_o[here[0]] = need / (1 if request.shard == "none" else n)
+            step = layers.step(here, post_validation=validates)
+            peak_o[here[0]] = step.peak / (1 if request.shard == "none" else n)
         tied = tuple((of, fixed, 0.0, size) for of, fixed, _, size in costs.tied)
         costs = replace(costs, peak_o=tuple(peak_o), tied=tied)
         return cls(layers, request, schedule, costs, ranges)
@@ -267,13 +263,17 @@ class _Stages:
         chunks = self.schedule.placement.chunks_of[stage]
         return [i for chunk in chunks for i in self.ranges[chunk]]
 
-    def batch(self, stage: int) -> int:
-        """Bytes of the inputs and targets that a stage reads."""
-        fake, here = self.layers.fake, self.indices(stage)
+    def other(self, stage: int) -> int:
+        """Bytes of the batch that a stage reads, and of what is whole for a while."""
+        fake, here, request = self.layers.fake, self.indices(stage), self.request
         read = [fake.inputs] * (0 in here)
         read += [fake.targets] * (len(self.layers.rows) - 1 in here)
         size = bytes_of(tensors_in(read), self.layers.block)
-        return size * self.schedule.n_microbatches
+        split = [*map(len, self.ranges)]
+        whole = whole_for_a_while(
+            self.costs, split, request.data_parallel, request.shard
+        )
+        return size * self.schedule.n_microbatches + int(whole)
 
     def messages(self, stage: int) -> int:
         """Bytes of the messages that are under way.
@@ -292,23 +292,14 @@ class _Stages:
         sent = self.schedule.n_microbatches * sum(sizes)
         return (_MESSAGES - 1) * max(sizes) + sent
 
-    def whole(self, stage: int) -> int:
-        """Bytes of what is whole for a while."""
-        request = self.request
-        split = [*map(len, self.ranges)]
-        return int(
-            whole_for_a_while(self.costs, split, request.data_parallel, request.shard)
-        )
-
     def beside(self, stage: int) -> int:
         """Bytes that the planner's sums leave out."""
-        return self.batch(stage) + self.messages(stage) + self.whole(stage)
+        return self.messages(stage) + self.other(stage)
 
     def estimates(self) -> list[StageEstimate]:
         """Estimate every stage."""
         placement = self.schedule.placement
-        split = [*map(len, self.ranges)]
-        chunks = self.costs.on(placement, split).on(placement)
+        chunks = self.costs.on(placement, [*map(len, self.ranges)]).on(placement)
         most = peaks(self.schedule.orders, chunks)
         return [
             self._estimate(stage, peak, chunks.fixed[stage])
@@ -317,23 +308,20 @@ class _Stages:
 
     def _estimate(self, stage: int, peak: float, fixed: float) -> StageEstimate:
         layers, here, request = self.layers, self.indices(stage), self.request
-        n = request.data_parallel
-        each = ("none", "optimizer", "gradients", "parameters").index(request.shard)
+        n = 1 if request.shard == "none" else request.data_parallel
         parameters = layers.parameters(here)
-        steps = [layers.steps[i] for i in here]
+        validates = self.schedule.is_post_validated
+        steps = [layers.step([i], post_validation=validates) for i in here]
         return StageEstimate(
-            parameters=layers.bytes_of([*parameters]) // (n if each else 1),
-            gradients=sum(parameters.values()) // (n if each else 1),
-            optimizer=sum(step.state for step in steps) // (n if each else 1),
+            parameters=layers.bytes_of(parameters) // n,
+            gradients=sum(parameters.values()) // n,
+            optimizer=sum(step.state for step in steps) // n,
             buffers=layers.buffers(here),
-            rollback=sum(step.rollback for step in steps)
-            * self.schedule.is_post_validated
-            // (n if each else 1),
-            batch=self.batch(stage),
+            rollback=sum(step.rollback for step in steps) // n,
             messages=self.messages(stage),
+            other=self.other(stage),
             activations_peak=int(peak - fixed),
             peak=int(peak) + self.beside(stage),
-            gathered_peak=self.whole(stage),
         )
 
 
@@ -376,36 +364,23 @@ def largest_microbatch(
             return math.inf
 
     first = layers.fake.samples
-    return {mode: most_that_fits(partial(peak, mode), limit, first) for mode in modes}
+    first = layers.fake.samples
+    return {mode: _most(partial(peak, mode), limit, first) for mode in modes}
 
 
-def most_that_fits(need: Callable[[int], float], limit: float, first: int = 1) -> int:
+def _most(need: Callable[[int], float], limit: float, first: int) -> int:
     """The largest number whose need is within a limit; 0: not even 1.
 
-    The need grows with the number, and nearly as a straight line: the next number is
-    where the line through two known ones meets the limit, or in the middle of what is
-    left where that has not helped.
-
-    Args:
-        need: of a number from 1 on; inf: it cannot be had.
-        limit: of the need.
-        first: the number to begin with.
+    The need is nearly a straight line, through those of `first` and of twice as many;
+    above the line come rounding and temporaries of some sizes.
     """
-    low, at_low = 0, 0.0
-    high = _MOST_SAMPLES + 1
-    n, before = first, math.inf
-    while True:
-        needed = need(n)
-        slope = (needed - at_low) / (n - low)
-        if needed <= limit:
-            low, at_low = n, needed
-        else:
-            high = n
-        if high - low <= 1:
-            return low
-        is_stuck = high <= _MOST_SAMPLES and 2 * (high - low) > before
-        if 0 < slope < math.inf and not is_stuck:
-            n = low + int(min((limit - at_low) / slope, _GROWTH * max(1, low)))
-        else:
-            n = 2 * low if high > _MOST_SAMPLES else (low + high) // 2
-        n, before = min(max(n, low + 1), high - 1), high - low
+    needed = need(first)
+    slope = (need(2 * first) - needed) / first
+    if not 0 < slope < math.inf:
+        return first if needed <= limit else 0
+    n = min(_MOST_SAMPLES, max(0, first + math.floor((limit - needed) / slope)))
+    while n and need(n) > limit:
+        n -= 1
+    while 0 < n < _MOST_SAMPLES and need(n + 1) <= limit:
+        n += 1
+    return n

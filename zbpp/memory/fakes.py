@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from zbpp.core import RequestError
 from zbpp.runtime.partition import Model, count_layers
@@ -22,14 +23,7 @@ from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.devices import is_missing
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
-__all__ = [
-    "FakeModel",
-    "building",
-    "check_device",
-    "fake_mode",
-    "fake_model",
-    "reading_fakes",
-]
+__all__ = ["FakeModel", "building", "check_device", "fake_model", "reading_fakes"]
 
 
 @dataclass(frozen=True)
@@ -73,10 +67,6 @@ class FakeModel:
         sizes = (int(x.shape[0]) for x in tensors_in(self.inputs) if x.dim())
         return next(sizes, 1)
 
-    def tensors(self) -> list[Tensor]:
-        """Parameters and buffers of all layers."""
-        return _tensors_of(self.layers)
-
 
 def check_device(device: torch.device) -> None:
     """Refuse a device on which autograd cannot run fake tensors.
@@ -95,13 +85,8 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def fake_mode() -> FakeTensorMode:
-    """A new mode; real tensors that a model has made are taken as they are."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 @contextmanager
-def building(mode: FakeTensorMode) -> Iterator[None]:
+def building() -> Iterator[None]:
     """Within this a model is made of fake tensors, and may be cast and moved.
 
     torch swaps parameters that are cast, which it refuses for fake ones that are known
@@ -110,35 +95,38 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
     changed: dict[int, tuple[Tensor, Tensor]] = {}
 
     def change(old: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        if id(old) in changed:
-            return changed[id(old)][1]
-        with torch.no_grad():
-            new = function(old)
-        if new is old:
-            return old
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new.detach(), requires_grad=old.requires_grad)
-        changed[id(old)] = old, new
-        return new
+        if id(old) not in changed:
+            with torch.no_grad():
+                new = function(old)
+            if isinstance(old, nn.Parameter) and new is not old:
+                new = nn.Parameter(new.detach(), requires_grad=old.requires_grad)
+            changed[id(old)] = old, new
+        return changed[id(old)][1]
 
     def apply(module: Any, function: Any, recurse: bool = True) -> Any:
         for child in module.children() if recurse else ():
             child._apply(function)
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None:
-                    held[name] = change(tensor, function)
+                    tensors[name] = change(tensor, function)
         return module
 
     before: Any = nn.Module._apply
     nn.Module._apply = apply  # type: ignore[method-assign]
     try:
-        with mode, warnings.catch_warnings():
-            # of a deep copy, which looks at addresses
-            warnings.filterwarnings("ignore", ".*data pointer of FakeTensor")
+        with FakeTensorMode(allow_non_fake_inputs=True), _looking_at_addresses():
             yield
     finally:
         nn.Module._apply = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def _looking_at_addresses() -> Iterator[None]:
+    """Within this, deep copies may look at the addresses of fake tensors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*data pointer of FakeTensor")
+        yield
 
 
 @contextmanager
@@ -170,48 +158,58 @@ def fake_model(
 ) -> FakeModel:
     """Copy a model and a micro-batch without their data; they stay as they are.
 
-    A builder is called for all layers at once, and makes none of its weights. A model
-    whose parameters are fake already is taken itself.
+    A builder is called for all layers at once, and makes none of its weights.
 
     Raises:
         RequestError: there are no layers to take.
     """
     check_device(device)
     n_layers = count_layers(model, n_layers)
-    built: Sequence[nn.Module] | None = None
-    if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
-        built = list(model)
-    parts = [*tensors_in((inputs, targets)), *_tensors_of(built or [])]
-    fakes = [tensor for tensor in parts if isinstance(tensor, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else fake_mode()
-    if built is None:
-        with building(mode), FakeCopyMode(mode), torch.device(device):
-            built = list(model(range(n_layers)))  # type: ignore[operator]
-    with torch.no_grad():
-        if any(not isinstance(t, FakeTensor) for t in _tensors_of(built)):
-            real = nn.ModuleList(built)
-            with FakeCopyMode(mode):
-                built = list(copy.deepcopy(real, groups_kept(real)))
-        layers = [_moved(layer, device, mode) for layer in built]
-
-    def fake(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, FakeTensor):
-            tensor = mode.from_tensor(tensor)
-        with mode:
-            return tensor.to(device)
-
-    inputs, targets = map_tensors(inputs, fake), map_tensors(targets, fake)
-    return FakeModel(mode, layers, inputs, targets, device)
+    if not isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
+        with building(), torch.device(device):
+            model = model(range(n_layers))
+    layers = nn.ModuleList(model)
+    copies = _Copies(device)
+    with copies, _looking_at_addresses():
+        layers = copy.deepcopy(layers, groups_kept(layers))
+    inputs, targets = (map_tensors(x, copies.fake) for x in (inputs, targets))
+    return FakeModel(copies.mode, list(layers), inputs, targets, device)
 
 
-def _tensors_of(layers: Sequence[nn.Module]) -> list[Tensor]:
-    return [
-        tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())
-    ]
+class _Copies(TorchFunctionMode):
+    """Within this, deep copies of tensors are fake tensors of one mode and device."""
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
 
-def _moved(layer: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
-    if any(t.device.type != device.type for t in _tensors_of([layer])):
-        with building(mode):
-            layer.to(device)
-    return layer
+    def fake(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same sizes."""
+        is_plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+        if not is_plain or tensor.layout is not torch.strided:
+            return self.mode.from_tensor(tensor)
+        with self.mode:
+            return torch.empty_strided(
+                tensor.shape,
+                tensor.stride(),
+                dtype=tensor.dtype,
+                device=self._device,
+                requires_grad=tensor.requires_grad,
+            )
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch._C.TensorBase.clone:  # a copy of a parameter asks for it
+            return self.fake(args[0])
+        if function is not Tensor.__deepcopy__:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            new = self.fake(tensor)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = new
+        return memo[id(tensor)]

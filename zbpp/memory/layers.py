@@ -6,8 +6,9 @@ that are alike run once. What a stage holds under a schedule follows by the plan
 own sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.held.peaks`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -17,7 +18,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from zbpp.core import LayerCosts, RequestError, a_kind
 from zbpp.memory.fakes import FakeModel, fake_model, reading_fakes
@@ -115,11 +117,10 @@ class StepBytes(NamedTuple):
     """Bytes of the optimizer of some layers."""
 
     state: int = 0
-    peak: int = 0
-    """Most that a step behind a barrier needs besides."""
     rollback: int = 0
     """Copies that post-validation keeps."""
-    speculative_peak: int = 0
+    peak: int = 0
+    """Most that a step needs besides."""
 
 
 @dataclass
@@ -144,11 +145,10 @@ class Layers:
     loss_fn: LossFn | None
     autocast: torch.dtype | None
     exact_sums: bool
-    rows: list[_Layer] = field(init=False)
-    steps: list[StepBytes] = field(init=False)
-    _looks: list[Any] = field(init=False)
+    rows: list[_Layer] = field(init=False, default_factory=list)
+    _looks: list[Any] = field(init=False, default_factory=list)
     """Equal for layers that are alike."""
-    _stages: dict[Any, StepBytes] = field(init=False, default_factory=dict)
+    _steps: dict[Any, StepBytes] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._trace()
@@ -162,14 +162,7 @@ class Layers:
         """The same layers with another number of samples in the micro-batch."""
         if samples in (None, self.fake.samples):
             return self
-        return Layers(
-            self.fake.of_size(samples),
-            self.optimizer,
-            self.own_name,
-            self.loss_fn,
-            self.autocast,
-            self.exact_sums,
-        )
+        return replace(self, fake=self.fake.of_size(samples))
 
     def parameters(self, layers: Sequence[int]) -> dict[nn.Parameter, int]:
         """The parameters of some layers, each once, and bytes of their gradients."""
@@ -181,7 +174,7 @@ class Layers:
             )
         }
 
-    def bytes_of(self, tensors: Sequence[Tensor]) -> int:
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of parameters or buffers."""
         return bytes_of(dict.fromkeys(tensors), self.block)
 
@@ -196,124 +189,105 @@ class Layers:
         A parameter of several layers is in the columns of the first one, and a row of
         ``tied``.
         """
-        fixed: list[float] = []
-        peak_o: list[float] = []
-        sizes: list[float] = []
+        n = len(self.rows)
         holders: dict[nn.Parameter, list[int]] = {}
-        rows: dict[nn.Parameter, tuple[float, float, float]] = {}
-        for i, step in enumerate(self.steps):
-            here = self.parameters([i])
-            new = {p: size for p, size in here.items() if p not in holders}
-            kept = step.state + step.rollback * post_validation
-            needs = step.speculative_peak if post_validation else step.peak
-            for p, gradient in here.items():
+        amounts: dict[nn.Parameter, tuple[float, float, float]] = {}
+        for i in range(n):
+            gradients = self.parameters([i])
+            step = self.step([i], post_validation=post_validation)
+            for p, gradient in gradients.items():
                 holders.setdefault(p, []).append(i)
-                share = gradient / max(1, sum(here.values()))
+                share = gradient / max(1, sum(gradients.values()))
                 size = self.bytes_of([p])
-                rows[p] = size + gradient + kept * share, needs * share, size
-            is_first = bool(new) or not here
-            fixed.append(
-                self.bytes_of([*new])
-                + sum(new.values())
-                + kept * is_first
-                + self.buffers([i])
-            )
-            peak_o.append(needs * is_first)
-            sizes.append(self.bytes_of([*new]))
+                fixed = size + gradient + share * (step.state + step.rollback)
+                amounts.setdefault(p, (fixed, share * step.peak, float(size)))
+        sums = [[0.0, 0.0, 0.0] for _ in range(n)]
+        for p, of in holders.items():
+            sums[of[0]] = [*map(add, sums[of[0]], amounts[p])]
         messages = [x.message for x in self.rows[:-1]]
         columns: dict[str, Sequence[float]] = {
             **columns_of_bytes([x.passes for x in self.rows]),
-            "m_fixed": fixed,
-            "peak_o": peak_o,
+            "m_fixed": [
+                fixed + self.buffers([i]) for i, (fixed, *_) in enumerate(sums)
+            ],
+            "peak_o": [peak for _, peak, _ in sums],
             "m_r": [0, *messages],
             "message": messages,
-            "parameters": sizes,
+            "parameters": [size for *_, size in sums],
         }
         floats: dict[str, Any] = {
             name: tuple(map(float, column)) or 0.0 for name, column in columns.items()
         }
-        tied = tuple((tuple(of), *rows[p]) for p, of in holders.items() if len(of) > 1)
-        return LayerCosts(n_layers=len(self.rows), tied=tied, **floats)
+        tied = tuple((tuple(of), *amounts[p]) for p, of in holders.items() if of[1:])
+        return LayerCosts(n_layers=n, tied=tied, **floats)
 
     def operations(self) -> list[float]:
         """Floating-point operations of each layer's forward of one micro-batch.
 
         A multiplication and an addition count as two. B takes as many as F, and so does
-        W. The counter is torch's.
+        W. The counter is torch's, which knows no attention of CPUs but as products.
         """
         value: Any = self.fake.inputs
         counts: list[float] = []
-        with self.fake.mode, torch.no_grad(), Tracker(), reading_fakes():
+        with (
+            self.fake.mode, torch.no_grad(), Tracker(), reading_fakes(),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # fmt: skip
             for layer in self.fake.layers:
-                counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
-                with counter:
+                with FlopCounterMode(display=False) as counter:
                     value = layer(value)
                 counts.append(float(counter.get_total_flops()))
         return counts
 
-    def step(self, layers: Sequence[int]) -> StepBytes:
+    def step(self, layers: Sequence[int], *, post_validation: bool) -> StepBytes:
         """Bytes of the optimizer of some layers: it steps on fake parameters."""
-        key = tuple(self._looks[i] for i in layers)
-        if key not in self._stages:
-            self._stages[key] = self._step_of(layers)
-        return self._stages[key]
+        key = (post_validation, *(self._looks[i] for i in layers))
+        if key not in self._steps:
+            with self.fake.mode:
+                self._steps[key] = self._step(layers, post_validation)
+        return self._steps[key]
 
-    def _step_of(self, layers: Sequence[int]) -> StepBytes:
+    def _step(self, layers: Sequence[int], post_validation: bool) -> StepBytes:
+        learning = [p for p, size in self.parameters(layers).items() if size]
+        if self.optimizer is None or not learning:
+            return StepBytes()
         names: dict[nn.Parameter, str] = {}
         for i in layers:
             for name, p in self.fake.layers[i].named_parameters():
                 names.setdefault(p, self.own_name(i, name))
-        learning = [p for p, size in self.parameters(layers).items() if size]
-        if self.optimizer is None or not learning:
-            return StepBytes()
+        for p in learning:
+            p.grad = torch.empty_like(p, requires_grad=False)
         tracker = Tracker(self.block)
-        tracker.ignore(learning)
-        with self.fake.mode:
-            for p in learning:
-                p.grad = torch.empty_like(p, requires_grad=False)
-            tracker.ignore([p.grad for p in learning if p.grad is not None])
-            try:
-                with tracker:
-                    named = [(names[p], p) for p in learning]
-                    optimizers = made_optimizers(self.optimizer, named)
-                    return self._step(optimizers, learning, tracker)
-            finally:
-                for p in learning:
-                    p.grad = None
-
-    def _step(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        learning: Sequence[nn.Parameter],
-        tracker: Tracker,
-    ) -> StepBytes:
-        for optimizer in optimizers:
-            optimizer.step()
-        state = tracker.restart()
-        for optimizer in optimizers:
-            optimizer.step()
-        peak = tracker.most - state
-        copies = self.bytes_of(learning)
-        if not all(map(can_defer, optimizers)):
-            return StepBytes(state, peak, copies + state, peak)
-        speculative = 0
-        for optimizer in optimizers:
-            step = DeferredStep(optimizer)
-            step.take()  # makes the copies, which stay
-            step.undo()
-            base = tracker.restart()
-            step.take()
-            speculative = max(speculative, tracker.most - base)
-        return StepBytes(state, peak, copies, speculative)
+        tracker.ignore(t for p in learning for t in (p, p.grad) if t is not None)
+        with tracker:
+            named = [(names[p], p) for p in learning]
+            optimizers = made_optimizers(self.optimizer, named)
+            for optimizer in optimizers:
+                optimizer.step()
+            state, rollback, peak = tracker.now, 0, 0
+            defers = post_validation and all(map(can_defer, optimizers))
+            if post_validation:
+                rollback = self.bytes_of(learning) + (0 if defers else state)
+            for optimizer in optimizers:
+                deferred = DeferredStep(optimizer) if defers else None
+                if deferred is not None:
+                    deferred.take()  # makes the copies, which stay
+                    deferred.undo()
+                base = tracker.restart()
+                optimizer.step() if deferred is None else deferred.take()
+                peak = max(peak, tracker.most - base)
+        for p in learning:
+            p.grad = None
+        return StepBytes(state, rollback, peak)
 
     # ---- Tracing.
 
     def _trace(self) -> None:
         fake, tracker = self.fake, Tracker(self.block)
-        tracker.ignore([*fake.tensors(), *tensors_in((fake.inputs, fake.targets))])
+        for layer in fake.layers:
+            tracker.ignore([*layer.parameters(), *layer.buffers()])
+        tracker.ignore(tensors_in((fake.inputs, fake.targets)))
         known: dict[Any, tuple[_Layer, Tensors]] = {}
-        self._looks = []
-        self.rows = []
         value: Tensors | None = None
         with (
             LayerRandom(torch.device("cpu")).restored(),
@@ -331,7 +305,6 @@ class Layers:
                 row, value = known[key]
                 self.rows.append(row)
                 self._looks.append(key)
-        self.steps = [self.step([i]) for i in range(len(self.rows))]
 
     def _run(
         self, i: int, layer: nn.Module, value: Tensors | None, tracker: Tracker
@@ -361,7 +334,7 @@ class Layers:
             )
             passes.append(measured)
         gradients = tuple(
-            0 if p.grad is None else bytes_of([p.grad], self.block)
+            0 if p.grad is None else self.bytes_of([p if p.grad.is_sparse else p.grad])
             for p in layer.parameters()
         )
         for p in layer.parameters():
@@ -434,17 +407,3 @@ def _undecided(i: int, layer: nn.Module, error: Exception) -> RequestError:
         "fixed shape (for experts of transformers config._experts_implementation = "
         "'grouped_mm'), or measure the layer with `zbpp profile`"
     )
-
-
-def _attention(q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
-    return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
-
-
-_FORMULAS: dict[Any, Any] = {
-    getattr(torch.ops.aten, name): formula
-    for name, formula in {
-        "_scaled_dot_product_flash_attention_for_cpu": _attention
-    }.items()
-    if hasattr(torch.ops.aten, name)
-}
-"""Operators that torch's counter has no formula for."""

@@ -97,7 +97,7 @@ def _rounded(n_bytes: int, block: int) -> int:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages behind tensors, by their numbers; of a sharded one, those here."""
+    """The storages behind dense tensors, by number; of a sharded one, those here."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         inner = inner_tensors(tensor)
@@ -106,28 +106,13 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         elif tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             found[storage._cdata] = storage
-        else:
-            found |= storages_of(_parts_of(tensor))
     return found
-
-
-def _parts_of(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors of a sparse one."""
-    names: tuple[str, ...] = ("_indices", "_values")
-    if tensor.layout is not torch.sparse_coo:
-        names = ("crow_indices", "col_indices", "values")
-        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            names = ("ccol_indices", "row_indices", "values")
-    return [getattr(tensor, name)() for name in names]
 
 
 def bytes_of(tensors: Iterable[Tensor], block: int = 1) -> int:
     """Bytes that tensors take; what shares memory counts once."""
     storages = storages_of(tensors).values()
     return sum(_rounded(storage.nbytes(), block) for storage in storages)
-
-
-_ALIGNED = 16  # bytes; rows of a grouped product begin at multiples of it
 
 
 def _grouped_mm(
@@ -141,24 +126,11 @@ def _grouped_mm(
 
     torch's rule for fake tensors asks for bfloat16, its CPU kernel takes all.
     """
-    if a.dim() == 2 and b.dim() == 2:
-        assert offs is not None
-        shape = [offs.shape[0], a.shape[0], b.shape[1]]
-    elif a.dim() == 2:
-        shape = [a.shape[0], b.shape[-1]]
-    elif b.dim() == 2:
-        shape = [a.shape[1], b.shape[1]]
-    else:
-        shape = [a.shape[0], a.shape[1], b.shape[-1]]
-    dtype = out_dtype or a.dtype
-    step = max(1, _ALIGNED // dtype.itemsize)
-    stride = [-(-shape[-1] // step) * step, 1]
-    if len(shape) == 3:
-        stride.insert(0, stride[0] * shape[1])
-    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape.insert(0, len(a if offs is None or a.dim() == 3 else offs))
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
-_SHAPES: dict[Any, Any] = {}
+_SHAPES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 """Rules of operators whose rule for fake tensors refuses what the kernel takes."""
-if hasattr(torch.ops.aten, "_grouped_mm"):
-    _SHAPES[torch.ops.aten._grouped_mm.default] = _grouped_mm
