@@ -153,11 +153,9 @@ def test_layers_have_their_times_and_the_parts_between_their_marks() -> None:
     assert [[lane for lane, _ in each.w] for each in parts] == [[C]] * 4
 
 
-def test_a_joint_pass_is_dealt_to_b_and_w_as_its_layers_take_them_alone() -> None:
-    profile = profiled(layers(), "1F1B")
-    assert profile.layers.of("b") == pytest.approx((10, 15, 15, 15))
-    assert profile.layers.of("w") == pytest.approx((0, 0, 0, 0))
-    assert all(chunk["times"].keys() == {"F", "BW"} for chunk in profile.chunks())
+def test_a_profile_needs_a_mode_that_splits_the_backward() -> None:
+    with pytest.raises(RequestError, match=r"runs B and W as one pass.*ZBH1"):
+        profiled(layers(), "1F1B")
 
 
 def test_a_profile_is_a_table_and_json() -> None:
@@ -167,7 +165,6 @@ def test_a_profile_is_a_table_and_json() -> None:
     data = json.loads(json.dumps(profile.as_dict()))
     assert data["unit"] == {"time": "ms", "memory": "bytes"}
     assert data["chunks"][1]["times"]["F"]["median"] == pytest.approx(11)
-    assert data["chunks"][1]["alone"]["F"] == pytest.approx(1)
     assert len(profile.table.splitlines()) >= 4 + 3
 
 

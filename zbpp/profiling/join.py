@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from zbpp.core import LayerCosts, PassKind
+from zbpp.core import LayerCosts
 from zbpp.profiling.alone import LayerTimes
 from zbpp.profiling.links import link_list
 from zbpp.profiling.points import layer_parts
@@ -28,11 +28,15 @@ def join(
         alone: times of every layer.
         split: layers of each chunk.
         device: kind of the devices.
+
+    Raises:
+        RequestError: B and W have run as one pass.
     """
     placement = times.last.placement
     rows = [alone[i] for i in range(sum(split))]
     inside = [range(*ends) for ends in pairwise(accumulate(split, initial=0))]
-    measured = _of_chunks(times, [[rows[i] for i in layers] for layers in inside])
+    chunks = times.costs(joint=False).on(placement)
+    measured = {"f": chunks.f, "b": chunks.b, "w": chunks.w}
     # at most half of the shortest pass: the rest is that of its layers
     overhead = {
         kind: min(fmean(times.gaps), min(of_chunks) / 2)
@@ -55,7 +59,7 @@ def join(
     links = {
         pair: replace(
             link,
-            delay=max(0.0, times.waits[pair] - message / link.bandwidth),
+            alpha=max(0.0, times.waits[pair] - message / link.bandwidth),
         )
         if pair in times.waits
         else link
@@ -74,26 +78,12 @@ def join(
         optimizer=_optimizer(times, inside, rows),
         message=tuple(float(x.message) for x in rows[:-1]) or 0.0,
         bandwidth=link_list(links, placement.n_stages, "bandwidth") or None,
-        delay=link_list(links, placement.n_stages, "delay"),
+        delay=link_list(links, placement.n_stages, "alpha"),
         reduction=times.wires.reduction,
         validation=max(times.validation),
         parts=layer_parts([x.parts for x in rows], columns, loss),
     )
     return Profile(costs, times, rows, tuple(split), device)
-
-
-def _of_chunks(
-    times: StepTimes, layers: Sequence[Sequence[LayerTimes]]
-) -> dict[str, list[float]]:
-    """Times of F, B and W of each chunk with the gap before; a BW is dealt to both."""
-    costs = times.costs(joint=True)
-    columns = costs.on(times.last.placement)
-    f, b, w = list(columns.f), list(columns.b), list(columns.w)
-    if any(kind is PassKind.BW for kind, _ in times.passes):
-        for chunk, rows in enumerate(layers):
-            alone = sum(x.b for x in rows), sum(x.w for x in rows)
-            b[chunk], w[chunk] = _dealt(b[chunk] + w[chunk], alone)
-    return {"f": f, "b": b, "w": w}
 
 
 def _dealt(whole: float, each: Sequence[float]) -> list[float]:

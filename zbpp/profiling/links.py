@@ -24,12 +24,12 @@ from statistics import median
 
 import torch
 
-from zbpp.core import Placement, TiedGradient
+from zbpp.core import Link, Placement, RequestError, TiedGradient, fit_link
 from zbpp.profiling.stopwatch import robust_mean
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = ["FASTEST", "Link", "Wires", "fit", "link_list", "measure_wires"]
+__all__ = ["FASTEST", "Wires", "link_list", "measure_wires"]
 
 _SMALL, _LARGE = 64, 2**20
 _ROUNDS = {_SMALL: 30}
@@ -46,23 +46,12 @@ _MESSAGE = TiedGradient(0, 0)
 
 
 @dataclass(frozen=True)
-class Link:
-    """Delay in ms, and bytes in a ms."""
-
-    delay: float
-    bandwidth: float
-
-    def time(self, n_bytes: float) -> float:
-        """Time of a message, in ms."""
-        return self.delay + n_bytes / self.bandwidth
-
-
-@dataclass(frozen=True)
 class Wires:
     """Links between the stages; times in ms, sizes in bytes.
 
     Args:
-        links: by pair of stages; none where all stages are in one process.
+        links: by pair of stages, alpha in ms and bytes in a ms; none where all stages
+            are in one process.
         reduction: the sum over the stages.
         message: bytes that each chunk puts out.
         one_clock: all stages read the same clock.
@@ -79,18 +68,6 @@ class Wires:
         if n_bytes is None:
             n_bytes = max(self.message.values(), default=0)
         return 0.0 if link is None else link.time(n_bytes)
-
-
-def fit(small: tuple[int, float], large: tuple[int, float]) -> Link:
-    """Delay and bandwidth from the times of two sizes, in ms.
-
-    >>> link = fit((64, 1.0), (1000064, 3.0))
-    >>> round(link.delay, 3), round(link.bandwidth)
-    (1.0, 500000)
-    """
-    per_byte = max(0.0, (large[1] - small[1]) / (large[0] - small[0]))
-    bandwidth = 1 / per_byte if per_byte > 1 / FASTEST else FASTEST
-    return Link(max(0.0, small[1] - small[0] / bandwidth), bandwidth)
 
 
 def measure_wires(executors: Mapping[int, Executor], placement: Placement) -> Wires:
@@ -134,11 +111,26 @@ def _measure_links(
             for size in (_SMALL, max(_LARGE, n_bytes))
         )
         if stage == pair[0]:
-            measured[pair] = fit(small, large)
+            measured[pair] = _fit(small, large)
     links: dict[tuple[int, int], Link] = {}
     for part in executor.transport.gather(measured):
         links |= part
     return links
+
+
+def _fit(small: tuple[float, float], large: tuple[float, float]) -> Link:
+    """Find delay and bandwidth from the times of two sizes, in ms.
+
+    >>> link = _fit((64, 1.0), (1000064, 3.0))
+    >>> round(link.alpha, 3), round(link.bandwidth)
+    (1.0, 500000)
+    >>> _fit((64, 1.0), (1000064, 0.9)).alpha
+    1.0
+    """
+    try:
+        return fit_link([small, large])
+    except RequestError:  # the large one takes no longer
+        return Link(small[1], FASTEST)
 
 
 def _ping(executor: Executor, peer: int, n_bytes: int, *, leads: bool) -> float:

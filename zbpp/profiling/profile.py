@@ -15,8 +15,6 @@ from zbpp.profiling.stopwatch import robust_mean
 
 __all__ = ["Profile", "Spread", "spread"]
 
-_KINDS = ("F", "B", "W", "BW")
-
 
 class Spread(NamedTuple):
     """Quartiles of some times, and the mean that costs are made of, in ms."""
@@ -104,26 +102,15 @@ class Profile:
         return replace(self, layers=layers)
 
     def chunks(self) -> list[dict[str, Any]]:
-        """Passes of each chunk: their times in steps, and the layers' alone over them.
-
-        A pass that runs B and W together is compared with both of its layers.
-        """
+        """First and last layer of each chunk, and the times of its passes in steps."""
         ends = accumulate(self.split, initial=0)
-        chunks = []
-        for chunk, (first, end) in enumerate(pairwise(ends)):
-            times = {
-                str(kind): spread(passes)
-                for kind in PassKind
-                if (passes := self.steps.passes.get((kind, chunk)))
+        return [
+            {
+                "layers": [first, end - 1],
+                "times": {k: spread(self.steps.passes[PassKind(k), c]) for k in "FBW"},
             }
-            ratios = {
-                kind: sum(getattr(x, k) for x in self.alone[first:end] for k in names)
-                / max(times[kind].mean, 1e-9)
-                for kind, names in (("F", "f"), ("B", "b"), ("W", "w"), ("BW", "bw"))
-                if kind in times
-            }
-            chunks.append({"layers": [first, end - 1], "times": times, "alone": ratios})
-        return chunks
+            for c, (first, end) in enumerate(pairwise(ends))
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -139,7 +126,7 @@ class Profile:
             "optimizer": list(self.steps.optimizer),
             "validation": list(self.steps.validation),
             "links": [
-                {"stages": list(pair), **asdict(link)}
+                {"stages": list(pair), "delay": link.alpha, "bandwidth": link.bandwidth}
                 for pair, link in sorted(self.steps.wires.links.items())
             ],
             "layers": asdict(self.layers),
@@ -148,19 +135,14 @@ class Profile:
     @property
     def table(self) -> str:
         """All figures, for people."""
-        chunks = self.chunks()
-        kinds = [k for k in _KINDS if any(k in chunk["times"] for chunk in chunks)]
-        rows = [["chunk", "stage", "layers", *kinds, "layers / chunk"]]
-        for number, chunk in enumerate(chunks):
-            rows.append(
-                [
-                    str(number),
-                    str(self.placement.stage_of[number]),
-                    "-".join(map(str, chunk["layers"])),
-                    *(_text(chunk["times"].get(kind)) for kind in kinds),
-                    " ".join(f"{ratio:.2f}" for ratio in chunk["alone"].values()),
-                ]
-            )
+        rows = [["chunk", "stage", "layers", "F", "B", "W"]]
+        for number, chunk in enumerate(self.chunks()):
+            stage, (first, last) = self.placement.stage_of[number], chunk["layers"]
+            times = [
+                f"{t.median:.3f} ({t.low:.3f}-{t.high:.3f})"
+                for t in chunk["times"].values()
+            ]
+            rows.append([str(number), str(stage), f"{first}-{last}", *times])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))
@@ -177,13 +159,12 @@ class Profile:
             speed = f"{link.bandwidth * 1e3 / 2**30:.2f} GiB/s"
             if link.bandwidth >= FASTEST:
                 speed = "no slower for 1 MiB"
-            lines.append(f"link {a}-{b}: delay {link.delay:.3f} ms, {speed}")
+            lines.append(f"link {a}-{b}: delay {link.alpha:.3f} ms, {speed}")
         lines += self._communication()
         lines.append(
             f"ms on {self.device}, medians in steps; in brackets the quartiles; of "
             f"each pass F {layers.pass_f:.3f} B {layers.pass_b:.3f} W "
-            f"{layers.pass_w:.3f} are between it and the one before; layers / chunk: "
-            "the layers alone, added up, over the chunk's passes"
+            f"{layers.pass_w:.3f} are between it and the one before"
         )
         return "\n".join(lines)
 
@@ -204,12 +185,6 @@ class Profile:
                     f"layer {layer} communicates in {', in '.join(network_times)}"
                 )
         return lines
-
-
-def _text(times: Spread | None) -> str:
-    if times is None:
-        return "-"
-    return f"{times.median:.3f} ({times.low:.3f}-{times.high:.3f})"
 
 
 def _list(values: Sequence[float]) -> str:
