@@ -111,11 +111,13 @@ gpu:
 
 # The virtual environment; on a CPU machine the constraint keeps the CUDA build away.
 # All cores compile what is installed: pip takes one, and three times as long; left to
-# the tests, each of their processes does it. What is for newer Pythons stays as it is.
+# the tests, each of their processes does it. What is for newer Pythons stays as it is,
+# and large packages of which tests import little.
+SELDOM := /(transformers|pandas|peft|pip|debugpy|IPython|prompt_toolkit|fontTools)/
 $(READY): pyproject.toml setup.py constraints/cpu.txt $(wildcard schedules/planner/compiled/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile -c constraints/cpu.txt -e ".[dev]"
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
 	touch $(READY)
 
 clean:

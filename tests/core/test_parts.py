@@ -226,6 +226,7 @@ def test_validations_are_laid_out_and_taken_out_again():
 SIZES = {"n_stages": 4, "n_microbatches": 8, "effort": "fast"}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_planned_figures_of_the_docs():
     """Spans as planned, of those of passes in a row."""

@@ -23,8 +23,6 @@ PACKAGES = {
     "peft_lora": ("transformers", "peft"),
 }
 """What each example needs beside torch."""
-NIGHTLY = {*PACKAGES} - {"hf_trainer"}
-"""The Trainer of transformers does what the others do, and resumes."""
 
 
 def numbers(printed: str) -> list[list[tuple[str, str]]]:
@@ -70,15 +68,10 @@ def test_the_page_tells_the_lines_that_change(name: str) -> None:
     assert told == (str(changed(name)), str(lines))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ())
-        for name in PACKAGES
-    ],
-)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_losses_are_those_of_the_plain_form(name: str, tmp_path: Path) -> None:
     for package in PACKAGES[name]:
         pytest.importorskip(package)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import small
@@ -72,7 +72,13 @@ ROWS = [
     *(([*ERRORS][i % len(ERRORS)], fault) for i, fault in enumerate(FAULTS)),
     *((("term", "kill")[i % 2], fault) for i, fault in enumerate(FAULTS[::2])),
 ]
-QUICK = {"0F0", "O", "undo"}
+QUICK, BY_NIGHT = {"0F0", "O", "undo"}, {"1F3", "1B1", "1BW2", "0W3"}
+"""Places by default, and those that are passes as others are."""
+
+
+def marks_of(fault: Fault) -> list[Any]:
+    slow = [pytest.mark.slow] * (fault.place not in QUICK)
+    return slow + [pytest.mark.nightly] * (fault.place in BY_NIGHT)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +87,7 @@ QUICK = {"0F0", "O", "undo"}
         pytest.param(
             kind,
             fault,
-            marks=() if fault.place in QUICK else pytest.mark.slow,
+            marks=marks_of(fault),
             id=f"{kind} at {fault.place} of {fault.mode}",
         )
         for kind, fault in ROWS

@@ -52,13 +52,20 @@ DEAR_SESSIONS = {
 PLANS_LONG = {"docs/how_to/planning.md", "docs/how_to/data_parallel.md"}
 AT_NIGHT = {
     "docs/how_to/benchmarking.md",  # repeats tests/bench
+    "docs/how_to/data_parallel.md",  # repeats tests/memory
+    "docs/how_to/memory.md",  # repeats tests/cli
     "docs/how_to/planning.md",  # repeats the page on profiles
     "docs/how_to/simulating.md",  # likewise
-    "docs/how_to/troubleshooting.md",  # repeats the page on memory
+    "docs/how_to/troubleshooting.md",  # likewise
     "docs/reference/formats.md",
 }
 
 by_name = {"ids": lambda page: page.name}
+
+
+def marks_of(page):
+    slow = [pytest.mark.slow] * (page.name in DEAR_SESSIONS)
+    return slow + [pytest.mark.nightly] * (page.name == "docs/how_to/models.md")
 
 
 # Every page.
@@ -89,11 +96,7 @@ def test_every_block_is_of_a_kind_that_is_tested(page):
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=pytest.mark.slow if page.name in DEAR_SESSIONS else ())
-        for page in GUIDES
-        if page.session()
-    ],
+    [pytest.param(page, marks=marks_of(page)) for page in GUIDES if page.session()],
     **by_name,
 )
 def test_the_sessions_run(page, tmp_path):

@@ -56,17 +56,14 @@ def checkout(tmp_path_factory):
     return copy
 
 
-def build(kind, checkout, out):
-    """Call the build backend as pip does, with what is installed here."""
-    code = f"import sys, setuptools.build_meta as b; b.build_{kind}(sys.argv[1])"
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory):
+    """Of the build backend, called as pip does, with what is installed here."""
+    out = tmp_path_factory.mktemp("sdist")
+    code = "import sys, setuptools.build_meta as b; b.build_sdist(sys.argv[1])"
     run(sys.executable, "-c", code, out, cwd=checkout)
     (path,) = out.iterdir()
     return path
-
-
-@pytest.fixture(scope="module")
-def sdist(checkout, tmp_path_factory):
-    return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
 
 
 def wheel_of(sdist, out):
@@ -193,7 +190,7 @@ def test_the_installed_wheel_has_every_module_the_backend_and_the_command(
     assert "27.27%" in text and "<script>" in text and "<style>" in text
 
 
-# At night: other builds.
+# At night: another build.
 
 
 @pytest.mark.nightly
@@ -207,20 +204,3 @@ def test_a_wheel_is_built_without_a_compiler(wheel, sdist, tmp_path, monkeypatch
     assert missing.endswith(".shared")
     pure = environment(tmp_path / "pure", other)
     run(pure, "-m", "zbpp", "show", "1F1B", "-p", "2", "-m", "2", cwd=tmp_path)
-
-
-@pytest.mark.nightly
-def test_a_script_beside_an_editable_checkout_finds_the_package(checkout, tmp_path):
-    """Its folder has one named zbpp, which Python could take as a namespace."""
-    script = checkout.parent / "train.py"
-    script.write_text(
-        "import zbpp, zbpp.simulator\n"
-        "from importlib.util import find_spec\n"
-        "from zbpp.schedules import plan_vpp\n"
-        "assert find_spec('schedules') is None\n"
-        "print(zbpp.__file__, zbpp.plan('ZBV', n_stages=2, n_microbatches=2).name)\n"
-    )
-    editable = build("editable", checkout, tmp_path / "wheel")
-    python = environment(tmp_path / "environment", editable)
-    file, mode = run(python, script, cwd=checkout.parent).split()
-    assert (Path(file), mode) == (checkout / "src/zbpp/__init__.py", "ZBV")

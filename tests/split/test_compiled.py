@@ -37,6 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method"),  # of torch
 ]
 slow = partial(pytest.param, marks=pytest.mark.slow)
+nightly = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.nightly])
 compiled: Any = partial(torch.compile, backend="zbpp")
 
 
@@ -100,10 +101,10 @@ MORE = {
     [
         "mlp",
         *map(slow, ("a broken graph", "rows of many sizes")),
-        *map(slow, ("bf16 with sums in fp32", "tied weights", "lora", "two outputs")),
-        *map(slow, ("conv2d, frozen weight", "a weight in three parts")),
-        *map(slow, ("experts selected", "checkpoint in a checkpoint")),
-        slow("autocast attention"),
+        *map(slow, ("tied weights", "experts selected", "autocast attention")),
+        *map(nightly, ("bf16 with sums in fp32", "lora", "two outputs")),
+        *map(nightly, ("conv2d, frozen weight", "a weight in three parts")),
+        nightly("checkpoint in a checkpoint"),
     ],
 )
 def test_a_compiled_module_is_split_as_in_eager_mode(
@@ -126,8 +127,9 @@ def test_a_product_that_two_weights_share_is_made_once(
     assert not differences(ours.found(), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(
+    "name", [slow("two parts"), nightly("used outside"), nightly("in a checkpoint")]
+)
 def test_modules_with_compiled_parts(name: str, plain_kernels: list[Any]) -> None:
     check(PARTS[name], wrap=lambda module: module, orders=(IN_ORDER,))
 
@@ -141,8 +143,8 @@ def test_real_kernels_have_the_bits_of_a_stock_compilation(compiler: None) -> No
     ("change", "place"),
     [
         ("a hook", "before W"),
-        *(slow(x, "before W") for x in CHANGES if x != "a hook"),
-        slow("a hook", "before B"),
+        *(nightly(x, "before W") for x in CHANGES if x != "a hook"),
+        nightly("a hook", "before B"),
     ],
 )
 def test_a_change_between_passes(

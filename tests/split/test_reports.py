@@ -70,7 +70,9 @@ assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize(
+    "is_broken", [pytest.param(False, marks=pytest.mark.nightly), True]
+)
 def test_a_torch_that_is_split_wrong_is_found_at_first_use(is_broken: bool) -> None:
     """Whatever the defaults are, and without a change to them."""
     broken = "WeightQueue.run = lambda *_, **__: None"

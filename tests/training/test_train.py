@@ -236,6 +236,7 @@ def test_without_data_the_library_of_python_is_the_text(
     assert int(found[2].replace(",", "")) > 5_000_000
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_auto_trains_as_every_mode_does_and_names_what_it_chose(
     train: Train, capsys: pytest.CaptureFixture[str]
