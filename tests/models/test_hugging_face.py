@@ -203,6 +203,7 @@ def test_two_processes_find_the_same_gradients(pool: Pool, case: Case) -> None:
     assert_plain((first[0] or last[0], first[1] | last[1]), case)
 
 
+@pytest.mark.slow
 def test_a_routers_loss_is_part_of_the_loss_of_an_exported_model() -> None:
     """Each micro-batch's own, as in a plain loop; without it the loss is another."""
     batch = batch_of("mixtral", 2 * M)
