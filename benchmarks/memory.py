@@ -67,7 +67,7 @@ def build(contender: str) -> Any:
         setting = Setting(OPTIONS, plan, torch.device("cpu"), batch)
         return TorchSchedule(setting, contender).step
     pipeline = zbpp.Pipeline(
-        zbpp.layers_from(loaded.model, n_layers=loaded.n_layers),
+        loaded.layered,
         mode,
         n_microbatches=MICROBATCHES,
         loss_fn=loaded.loss_fn,
@@ -105,8 +105,8 @@ def estimated(contender: str) -> list[int] | None:
         return None
     loaded = seeded_model(OPTIONS)
     found = estimate(
-        loaded.model, (loaded.inputs, loaded.targets), loaded.loss_fn,
-        n_layers=loaded.n_layers, n_stages=STAGES, n_microbatches=MICROBATCHES,
+        loaded.layered, (loaded.inputs, loaded.targets), loaded.loss_fn,
+        n_stages=STAGES, n_microbatches=MICROBATCHES,
         modes=[mode], optimizer=adamw, post_validation=False,
     ).as_json()  # fmt: skip
     return [stage["peak"] for stage in found["modes"][mode]]

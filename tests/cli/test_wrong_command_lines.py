@@ -110,7 +110,7 @@ WRONG = {
     "show ZBV -p 2 -m 3 -o .": "It is a folder",
     "plan ZBV -p 2 -m 3 -o x.json --csv no/x.csv": "There is no folder no",
     "train --metrics no/x.jsonl": 'Invalid value "no/x.jsonl" for --metrics',
-    "bench -p 2 -o list.json": "It is a file; name a folder",
+    "bench -p 2 -o list.json": "Only directory is allowed",
     # models
     **{
         f"estimate -p 1 -m 3 --model their_model{name}": words

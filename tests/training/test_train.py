@@ -166,17 +166,6 @@ def test_the_log_names_the_text_the_model_and_the_results(
         assert [name for name in ran if name in passes] == passes
 
 
-def test_a_terminal_gets_a_progress_bar_and_whole_lines(
-    book: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert run_train(*words_of(data=book, steps=2)) == 0
-    out = capsys.readouterr().out
-    assert "  0%" in out and "100%" in out
-    assert "(simulated)  rolled back: 0" in out  # not wrapped at 40
-
-
 def test_a_run_goes_on_in_other_stages_and_appends_its_lines(
     train: Train, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

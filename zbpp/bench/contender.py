@@ -18,7 +18,6 @@ __all__ = [
     "StepBatch",
     "gather",
     "make_optimizer",
-    "output_is_loss",
     "seeded_model",
     "step_batch",
 ]
@@ -105,11 +104,6 @@ def seeded_model(options: BenchOptions) -> UserModel:
     """The model of a bench: a user's function draws the same in every call."""
     torch.manual_seed(options.seed)
     return model_of(options)
-
-
-def output_is_loss(outputs: Tensor, targets: object) -> Tensor:
-    """The loss of a model whose last layer puts it out."""
-    return outputs
 
 
 def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

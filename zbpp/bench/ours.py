@@ -6,15 +6,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpp.bench.contender import Setting, make_optimizer, output_is_loss
+from zbpp.bench.contender import Setting, make_optimizer
 from zbpp.bench.names import split_name
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation import emulated_batch, emulated_pipeline
-from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.runtime.policies import Numerics, StepPolicy
 from zbpp.simulator import bubble_rate, simulate, steady_step_time
+from zbpp.training.setup import output_is_loss
 
 __all__ = ["Jobs", "Ours", "resolved"]
 
@@ -51,7 +51,7 @@ class Ours:
         else:
             loaded = setting.model()
             self.pipeline = Pipeline(
-                layered_of(loaded.model, loaded.n_layers),
+                loaded.layered,
                 schedule,
                 # True: from the first step on
                 step=StepPolicy(post_validation=True if speculates else None),
@@ -98,7 +98,7 @@ def resolved(setting: Setting, contender: str) -> Schedule:
         return schedule
     loaded = setting.model()
     return plan_model(
-        layered_of(loaded.model, loaded.n_layers),
+        loaded.layered,
         split_name(contender)[1],
         example=(setting.batch.inputs, setting.batch.targets),
         **_settings(setting, loaded.loss_fn),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.types import Directory
 
 from zbpp.bench.names import OURS, TORCH, contenders_of, split_name
 from zbpp.core import Costs, RequestError, Schedule, read_costs
@@ -18,7 +19,6 @@ from zbpp.training.options import (
     Microbatches,
     ModelOptions,
     Names,
-    OutputFolder,
     Stages,
 )
 
@@ -34,7 +34,7 @@ class BenchOptions(ModelOptions):
     modes: Annotated[Names, MODES] = field(
         default=("1F1B", "ZBH1", "ZBH2", "ZBV", "auto"), kw_only=False
     )
-    out: OutputFolder
+    out: Annotated[Directory, Parameter(alias="-o")]
     """Folder for results.json, index.html and trace.json."""
     peers: Annotated[Names, Parameter(metavar="torch|torch:NAME,..|none")] = ("none",)
     """Torch's usual schedules, or those named."""

@@ -33,7 +33,7 @@ from zbpp.core import RequestError, Schedule
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.support.devices import asked_device, runs_ahead
 from zbpp.runtime.support.errors import PeerError
-from zbpp.training.setup import start_worker
+from zbpp.training.launch import start
 
 __all__ = ["difference", "run_bench", "start_bench"]
 
@@ -49,15 +49,15 @@ def start_bench(options: BenchOptions, words: Sequence[str]) -> None:
         RequestError: the request is wrong, or a contender cannot run.
         WorkerError: a process was killed.
     """
-    start_worker(
-        run_bench, options, words, plan=partial(planned, words), check=_check_torch
-    )
+    start(run_bench, options, words, plan=partial(_checked_plan, words))
 
 
-def _check_torch(_: BenchOptions, plan: BenchPlan) -> None:
+def _checked_plan(words: Sequence[str], options: BenchOptions) -> BenchPlan:
+    plan = planned(words, options)
     for name in plan.schedules:
         if split_name(name)[0] == TORCH:
             check_torch(name)
+    return plan
 
 
 def run_bench(options: BenchOptions, plan: BenchPlan) -> int:

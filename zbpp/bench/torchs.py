@@ -12,13 +12,13 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from zbpp.bench.contender import Setting, gather, make_optimizer, output_is_loss
+from zbpp.bench.contender import Setting, gather, make_optimizer
 from zbpp.bench.names import split_name, torch_placement
 from zbpp.core import RequestError
 from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.devices import runs_ahead
-from zbpp.training.user_model import UserModel
+from zbpp.training.setup import output_is_loss
 
 __all__ = ["TorchSchedule", "check_torch"]
 
@@ -61,7 +61,7 @@ class TorchSchedule:
         loaded = setting.model()
         ranges = partition_layers(loaded.n_layers, placement.n_chunks)
         chunks = {
-            index: _Chunk(_layers(loaded, ranges[index]), setting)
+            index: _Chunk(loaded.layered.build(ranges[index]), setting)
             for index in placement.chunks_of[dist.get_rank()]
         }
         stages = [
@@ -142,14 +142,6 @@ def check_torch(contender: str) -> None:
             f"{contender} cannot run: torch {torch.__version__} has no such schedule; "
             "leave it out of --peers"
         ) from None
-
-
-def _layers(loaded: UserModel, which: range) -> Sequence[nn.Module]:
-    model: Any = loaded.model
-    if callable(model) and not hasattr(model, "__len__"):
-        layers: Sequence[nn.Module] = model(which)
-        return layers
-    return [model[i] for i in which]
 
 
 def _autocast(setting: Setting) -> Any:

@@ -24,8 +24,8 @@ from zbpp.simulator import (
     simulate,
     write_page,
 )
-from zbpp.training import options
-from zbpp.training.options import Microbatches, Names, Paths, Stages, Switch
+from zbpp.training.options import LIST, Microbatches, Names, Stages, Switch
+from zbpp.training.options import MODES as MODES_FLAG
 
 __all__ = ["Compare", "Comparison", "Planned"]
 
@@ -163,8 +163,8 @@ class Compare(PlanFlags):
     """Pipeline stages."""
     microbatches: Microbatches = field()
     """Micro-batches of a step."""
-    modes: Annotated[Names, options.MODES] = field(default=(*MODES,), kw_only=False)
-    costs: Paths = ()  # type: ignore[assignment]
+    modes: Annotated[Names, MODES_FLAG] = field(default=(*MODES,), kw_only=False)
+    costs: Annotated[tuple[Path, ...], LIST] = ()  # type: ignore[assignment]
     """Costs files, a table each; without one F, B and W take 1 each."""
     out: Picture | None = None
     """Also write a page (.html), or the charts alone (.png, .svg, .pdf)."""

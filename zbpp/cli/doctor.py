@@ -167,7 +167,7 @@ def _module_and_inputs(name: str) -> tuple[Any, tuple[Any, ...]]:
             inputs = batch if len(built) == 2 else batch[0]
             return model, inputs if isinstance(inputs, tuple) else (inputs,)
     user = load_model(name)
-    return nn.Sequential(*user.layers()), (user.inputs,)
+    return nn.Sequential(*user.layered.build(range(user.n_layers))), (user.inputs,)
 
 
 def _examine(

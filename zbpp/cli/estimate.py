@@ -5,12 +5,12 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
+from zbpp.cli.flags import Numbers, Replicas
 from zbpp.cli.outputs import Terminal
 from zbpp.core import (
     Costs,
@@ -30,9 +30,7 @@ from zbpp.training.options import (
     ModelName,
     ModelSize,
     Names,
-    Numbers,
     Output,
-    Replicas,
     Stages,
     Switch,
 )
@@ -86,7 +84,7 @@ class EstimateCommand(ModelSize, Replicas):
         """Estimate, write the files, and print."""
         from zbpp.memory.estimate import Request, estimate_modes, largest_microbatch
         from zbpp.memory.layers import trace_layers
-        from zbpp.training.setup import AUTOCAST, split_layers
+        from zbpp.training.setup import AUTOCAST
 
         gc.set_threshold(_OBJECTS)
         check_replicas(self.data_parallel, self.shard)
@@ -94,23 +92,19 @@ class EstimateCommand(ModelSize, Replicas):
         with self._fakes():
             user = self._model()
         layers = trace_layers(
-            user.model,
+            user.layered,
             (user.inputs, user.targets),
             user.loss_fn,
             optimizer=self._optimizer(),
-            n_layers=user.n_layers,
             microbatch_size=self.microbatch_size,
             device=self.device,
             autocast=AUTOCAST[self.dtype],
         )
-        split: Any = self.split or None
-        if self.model is None:
-            split = split or partial(split_layers, user.n_layers)
         costs = Costs() if self.costs is None else read_costs(self.costs)
         request = Request(
             n_stages=self.stages,
             n_microbatches=self.microbatches,
-            split=split,
+            split=self.split or None,
             post_validation=self.enable_optimizer_post_validation,
             costs=costs,
             data_parallel=self.data_parallel,

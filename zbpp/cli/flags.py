@@ -5,61 +5,71 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zbpp.core import Costs, LayerCosts, RequestError, Schedule, Timeline, read_costs
+from zbpp.core import Costs, LayerCosts, RequestError, Schedule, Timeline
+from zbpp.core.sharding import Shard
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import gathers_in_passes, replicated, with_replicas
+from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
-from zbpp.training.options import Count, Names, Planning, Replicas, Splitting
+from zbpp.training.options import LIST, Count, Names, Planning
 
-__all__ = ["EFFORT", "PlanFlags", "ScheduleFlags"]
+__all__ = ["EFFORT", "Numbers", "PlanFlags", "Replicas", "ScheduleFlags"]
+
+Numbers = Annotated[tuple[int, ...], LIST]
 
 EFFORT = Parameter(help="Of the search: fast, default, best or best:SECONDS.")
 _CHUNKS = f"Of {one_of(CHUNKED_MODES, 'and')}; else 2."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(Replicas, Splitting, Planning):
+class Replicas:
+    """Replicas of the stages."""
+
+    data_parallel: Count = 1
+    """Replicas of every stage."""
+    shard: Shard = "none"
+    """State that replicas hold in parts; each word includes those before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags(Replicas, Planning):
     """Flags of a plan."""
 
+    split: Names = ()
+    """Of the layers: balanced, even, or those of each chunk: 3,4."""
+    recompute: Names = ()
+    """B computes again: auto, all, none, or layers by number (else chunks): 0,3."""
     effort: Annotated[str, EFFORT] = "default"
     chunks_per_stage: Annotated[Count | None, Parameter(help=_CHUNKS)] = None
-
-    def layer_costs(self) -> LayerCosts | None:
-        """Read the layers file, if there is one, with what replicas hold in parts."""
-        layers = self.costs_of_layers()
-        if layers is None:
-            if self.split:
-                raise RequestError("--split needs --layers, the costs of each layer")
-            return None
-        return with_replicas(layers, self.data_parallel, self.shard)
 
     def request(self, mode: str) -> PlanRequest:
         """Ask for a mode, or a file, in the words of the flags."""
         for name in ("stages", "microbatches"):
             if getattr(self, name) is None and not is_file(mode):
                 raise RequestError(f"--{name} is missing; {canonical(mode)} needs it")
-        request = PlanRequest(
+        costs = self.read_costs()
+        gathers = gathers_in_passes(self.data_parallel, self.shard)
+        if isinstance(costs, LayerCosts):
+            costs = with_replicas(costs, self.data_parallel, self.shard)
+        elif self.split:
+            raise RequestError("--split needs --layers, the costs of each layer")
+        elif gathers and (costs or not is_plan_file(mode)):
+            costs = replace(costs or Costs(), gathers=gathers)
+        split, recompute = ",".join(self.split), ",".join(self.recompute)
+        return PlanRequest(
             schedule=mode,
             n_stages=self.stages,
             n_microbatches=self.microbatches,
             chunks_per_stage=self.chunks_per_stage,
-            costs=self.layer_costs(),
-            split=self.asked_split,
-            recompute=self.asked_recompute,
+            costs=costs,
+            memory_limit=self.memory_limit,
+            split=parse_split(split) if split else None,
+            recompute=parse_recompute(recompute) if recompute else None,
             effort=self.effort,
         )
-        if request.costs is not None:
-            return request
-        gathers = gathers_in_passes(self.data_parallel, self.shard)
-        if self.costs is None and (not gathers or is_plan_file(mode)):
-            return replace(request, memory_limit=self.memory_limit)
-        costs = Costs() if self.costs is None else read_costs(self.costs)
-        costs = costs.with_limit(self.memory_limit)
-        costs = replace(costs, gathers=gathers) if gathers else costs
-        return replace(request, costs=costs)
 
     def plan(self, mode: str) -> Plan:
         """Plan a mode, or read a file; add the collectives of replicas."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from zbpp.cli.flags import EFFORT
+from zbpp.cli.flags import EFFORT, Numbers
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
 from zbpp.core import LayerCosts, Link, RequestError, read_layers
@@ -20,7 +20,6 @@ from zbpp.training.options import (
     Microbatches,
     Mode,
     ModelName,
-    Numbers,
     Switch,
 )
 from zbpp.training.user_model import load_model
@@ -125,12 +124,7 @@ class Mesh:
         assert self.model is not None
         with building():
             user = load_model(self.model, is_fake=True)
-        layers = trace_layers(
-            user.model,
-            (user.inputs, user.targets),
-            user.loss_fn,
-            n_layers=user.n_layers,
-        )
+        layers = trace_layers(user.layered, (user.inputs, user.targets), user.loss_fn)
         times = tuple(n / self.device_flops for n in layers.operations())
         limit = self.memory_limit
         return replace(layers.costs(), f=times, b=times, w=times, memory_limit=limit)

@@ -18,8 +18,8 @@ class Train(TrainOptions):
 
     def run(self, words: Sequence[str]) -> None:
         """Train, and return when it is done."""
-        from zbpp.training.setup import start_worker
-        from zbpp.training.train import check, train
+        from zbpp.training.launch import start
+        from zbpp.training.train import checked_plan, train
 
         grace_s = 10 if self.save_dir is None else 60
-        start_worker(train, self, words, check=check, grace_s=grace_s)
+        start(train, self, words, plan=checked_plan, grace_s=grace_s)

@@ -1,7 +1,7 @@
-"""Start one local process per stage as torchrun does, and end as one of torchrun's.
+"""Run a command on every rank: in torchrun's processes, in new ones, or in this one.
 
-    launch(["train", "-p", "4"], 4)
-      rank 0 .. 3: run zbpp train -p 4
+    start(train, options, ["train", "-p", "4"], plan=plan_of)
+      rank 0 .. 3: run zbpp train -p 4 under torch's elastic launcher
       one fails:   it prints why, and leaves at once
                    torch's agent ends the others, with SIGKILL after `grace_s`
 
@@ -18,7 +18,8 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -26,30 +27,54 @@ from zbpp.core import RequestError, WorkerError
 from zbpp.runtime.comm.process_group import use_loopback
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = [
-    "is_launched",
-    "launch",
-    "leave_with_parent",
-    "run_launched",
-]
+__all__ = ["start"]
 
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _VICTIM_STAYS_S = 1.0  # for the report of the cause, on a busy machine
 
 
-def launch(words: Sequence[str], n_processes: int, *, grace_s: int = 10) -> None:
-    """Run ``zbpp`` with these words in processes of torch's elastic launcher.
+def start(
+    worker: Callable[[Any, Any], int | None],
+    options: Any,
+    words: Sequence[str],
+    *,
+    plan: Callable[[Any], Any],
+    grace_s: int = 10,
+) -> None:
+    """Run a worker on every rank, and return when all have ended.
 
     Args:
-        words: command and flags.
-        n_processes: number of ranks.
+        worker: called with the options and the plan; gives the exit code, if not 0.
+        options: of the run.
+        words: the command line that asks for it, for new processes.
+        plan: makes the plan of the options, before any process is started; refuses
+            what cannot run.
         grace_s: seconds that processes have to end after a signal.
 
     Raises:
+        RequestError: the options cannot be met.
         SystemExit: a process failed and has printed why; or a signal stopped the run.
         KeyboardInterrupt: Ctrl-C stopped it.
         WorkerError: a process was killed.
     """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        n = int(os.environ["WORLD_SIZE"])
+        if options.stages not in (None, n):
+            raise RequestError(
+                f"--stages is {options.stages}, but torchrun has started {n} "
+                "processes; leave --stages out"
+            )
+        options = replace(options, stages=n)
+        _run_launched(lambda: worker(options, plan(options)))
+    planned = plan(options)
+    if planned.n_stages > 1:
+        _launch(words, planned.n_stages, grace_s=grace_s)
+    elif code := worker(options, planned):
+        raise SystemExit(code)
+
+
+def _launch(words: Sequence[str], n_processes: int, *, grace_s: int) -> None:
+    """Run ``zbpp`` with these words in processes of torch's elastic launcher."""
     # imports seconds of torch that no other command needs
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -87,43 +112,32 @@ def launch(words: Sequence[str], n_processes: int, *, grace_s: int = 10) -> None
         raise SystemExit(128 + error.sigval) from None
 
 
-def is_launched() -> bool:
-    """True in a process that torchrun, or its like, has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def run_launched(worker: Callable[[], int | None]) -> NoReturn:
+def _run_launched(worker: Callable[[], int | None]) -> NoReturn:
     """Be one of torchrun's processes: run the worker and end by its exit code."""
-    leave_with_parent()
+    if sys.platform == "linux":  # ends when its parent does, however that went
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         code = worker() or 0
         if dist.is_initialized():
             dist.barrier()
-    except SystemExit as error:  # of rich, whose reader has left: `zbpp train | head`
-        os._exit(int(error.code or 0))
+    except (BrokenPipeError, SystemExit):  # the reader has left: `zbpp train | head`
+        os._exit(1)
     except BaseException as error:
         _fail(error)
     print(end="", flush=True)
     os._exit(code)  # an orderly end has been seen to abort in torch's own threads
 
 
-def leave_with_parent() -> None:
-    """End when the process that has started this one ends, however it went."""
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
 def _fail(error: BaseException) -> NoReturn:
     """Print why this process ends, and leave: a send to a hung peer blocks an exit."""
-    is_clear = isinstance(error, RequestError | PeerError | WorkerError)
-    notes = [f"({note})" for note in getattr(error, "__notes__", [])]
-    message = " ".join([f"{type(error).__name__}: {error}", *notes])
-    if is_clear:
-        message = str(error)
     if isinstance(error, PeerError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent has seen the cause
         time.sleep(_VICTIM_STAYS_S)
-    if not is_clear:
+    message = str(error)
+    if not isinstance(error, RequestError | PeerError | WorkerError):
+        notes = [f"({note})" for note in getattr(error, "__notes__", [])]
+        message = " ".join([f"{type(error).__name__}: {error}", *notes])
         traceback.print_exception(error)
     print(f"zbpp: rank {os.environ['RANK']}: {message}", file=sys.stderr)
     print(end="", flush=True)  # stdout may be closed, and then be None

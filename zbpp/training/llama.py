@@ -11,6 +11,7 @@ products with weights are `nn.Linear` without bias.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["VOCABULARY", "LlamaConfig", "build_layer", "cross_entropy", "small_llama"]
+__all__ = ["VOCABULARY", "LlamaConfig", "build_layers", "cross_entropy", "small_llama"]
 
 VOCABULARY = 256  # bytes
 _SIZES: dict[str, dict[str, int]] = {
@@ -30,8 +31,10 @@ _SIZES: dict[str, dict[str, int]] = {
     "medium": {"dim": 512, "n_blocks": 8, "n_heads": 8, "hidden": 1408},
 }
 _ROTARY_BASE = 10_000.0
-_NORM_EPS = 1e-5
 _LOGIT_STD = 0.02  # of the head's weights: the first loss is close to log(256)
+
+_norm = partial(nn.RMSNorm, eps=1e-5)
+_linear = partial(nn.Linear, bias=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +81,39 @@ def small_llama(size: str, *, seq: int, samples: int, seed: int) -> tuple[Any, .
 
 def build_layers(config: LlamaConfig, indices: Iterable[int]) -> list[nn.Module]:
     """Build the layers of these indices, alike whatever else is built."""
-    return [build_layer(config, index) for index in indices]
+    return [_build_layer(config, index) for index in indices]
 
 
-def build_layer(config: LlamaConfig, index: int) -> nn.Module:
-    """Layer 0 is the embedding, the last one the head, between them are blocks."""
+def _build_layer(config: LlamaConfig, index: int) -> nn.Module:
+    """Build layer 0, the embedding, the last one, the head, or a block.
+
+    Weights are normal and keep the variance of what passes through. What a block adds
+    to the residual stream is scaled down by the number of such additions (Radford et
+    al., GPT-2, 2019), so depth does not change the variance.
+    """
+    is_head = index == config.n_layers - 1
     with torch.random.fork_rng(devices=[]):  # torch's own values are not kept
         layer: nn.Module
         if index == 0:
             layer = nn.Embedding(VOCABULARY, config.dim)
-        elif index == config.n_layers - 1:
-            layer = Head(config)
+        elif is_head:
+            parts = {
+                "norm": _norm(config.dim),
+                "linear": _linear(config.dim, VOCABULARY),
+            }
+            layer = nn.Sequential(OrderedDict(parts))
         else:
             layer = Block(config)
-    stream = np.random.SeedSequence([config.seed, index])
-    generator = torch.Generator()
-    generator.manual_seed(int(stream.generate_state(1, np.uint64)[0]))
-    _initialise(layer, config, generator)
+    (seed,) = np.random.SeedSequence([config.seed, index]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(seed))
+    additions = 2 * config.n_blocks
+    for name, weight in layer.named_parameters():
+        if weight.dim() < 2:
+            continue  # norms start at 1
+        std = _LOGIT_STD if is_head else 1.0 if index == 0 else weight.shape[1] ** -0.5
+        if name in ("attention.out.weight", "down.weight"):
+            std /= math.sqrt(additions)
+        nn.init.normal_(weight, std=std, generator=generator)
     return layer
 
 
@@ -104,19 +123,22 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))`` by SwiGLU."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=_NORM_EPS)
+        self.attention_norm = _norm(config.dim)
         self.attention = Attention(config)
-        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=_NORM_EPS)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = _norm(config.dim)
+        self.gate = _linear(config.dim, config.hidden)
+        self.up = _linear(config.dim, config.hidden)
+        self.down = _linear(config.hidden, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, dim) to the same."""
         x = x + self.attention(self.attention_norm(x))
-        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        inner = self.feed_forward_norm(x)
+        out: Tensor = x + self.down(functional.silu(self.gate(inner)) * self.up(inner))
         return out
 
 
@@ -129,11 +151,11 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.dim // config.n_heads
-        self.query = nn.Linear(config.dim, config.dim, bias=False)
-        self.key = nn.Linear(config.dim, config.dim, bias=False)
-        self.value = nn.Linear(config.dim, config.dim, bias=False)
-        self.out = nn.Linear(config.dim, config.dim, bias=False)
-        half = config.dim // config.n_heads // 2
+        self.query = _linear(config.dim, config.dim)
+        self.key = _linear(config.dim, config.dim)
+        self.value = _linear(config.dim, config.dim)
+        self.out = _linear(config.dim, config.dim)
+        half = self.head_dim // 2
         rates = _ROTARY_BASE ** -(torch.arange(half) / half)
         angles = torch.outer(torch.arange(config.seq), rates)
         self.register_buffer("cosine", angles.cos(), persistent=False)
@@ -157,52 +179,3 @@ class Attention(nn.Module):
         first, second = x.float().chunk(2, dim=-1)
         turned = (first * cosine - second * sine, second * cosine + first * sine)
         return torch.cat(turned, dim=-1).type_as(x)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) to the same."""
-        out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
-        return out
-
-
-class Head(nn.Module):
-    """``linear(norm(x))``: the logits of the next byte."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(config.dim, eps=_NORM_EPS)
-        self.linear = nn.Linear(config.dim, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) to (..., 256)."""
-        out: Tensor = self.linear(self.norm(x))
-        return out
-
-
-def _initialise(
-    layer: nn.Module, config: LlamaConfig, generator: torch.Generator
-) -> None:
-    """Normal weights that keep the variance of what passes through.
-
-    What a block adds to the residual stream is scaled down by the number of such
-    additions (Radford et al., GPT-2, 2019), so depth does not change the variance.
-    """
-    additions = 2 * config.n_blocks
-    for name, weight in layer.named_parameters():
-        if weight.dim() < 2:
-            continue  # norms start at 1
-        std = 1.0 if isinstance(layer, nn.Embedding) else weight.shape[1] ** -0.5
-        if isinstance(layer, Head):
-            std = _LOGIT_STD
-        elif name in ("attention.out.weight", "feed_forward.down.weight"):
-            std /= math.sqrt(additions)
-        nn.init.normal_(weight, std=std, generator=generator)

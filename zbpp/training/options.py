@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, Token, convert
+from cyclopts.types import Directory
 from cyclopts.validators import Number
 
-from zbpp.core import LayerCosts, RequestError, parse_memory, read_layers
-from zbpp.core.sharding import Shard
-from zbpp.planning import MODE_WORDS
-from zbpp.planning.request import parse_recompute, parse_split
-from zbpp.schedules import Recomputing, Split
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    RequestError,
+    parse_memory,
+    read_costs,
+    read_layers,
+)
+from zbpp.planning import MODE_WORDS, is_auto
 
 __all__ = [
     "HF",
+    "LIST",
     "MODES",
     "Count",
     "Dtype",
@@ -31,16 +37,9 @@ __all__ = [
     "ModelOptions",
     "ModelSize",
     "Names",
-    "Numbers",
     "Output",
-    "OutputFolder",
-    "Paths",
     "Planning",
-    "Positive",
-    "ProfileOptions",
-    "Replicas",
     "RunOptions",
-    "Splitting",
     "Stages",
     "Switch",
     "TrainOptions",
@@ -72,12 +71,8 @@ def check_output(_: Any, path: Path | None) -> None:
         raise ValueError("It cannot be written: permission denied")
 
 
-def _check_folder(_: Any, path: Path | None) -> None:
-    if path is not None and path.exists() and not path.is_dir():
-        raise ValueError("It is a file; name a folder")
-
-
-_LIST = Parameter(converter=_list, consume_multiple=True, show_default=False)
+LIST = Parameter(converter=_list, consume_multiple=True, show_default=False)
+"""Several values, with commas or spaces between them."""
 _ONE_OR_MORE = Number(gte=1)
 
 Count = Annotated[int, Parameter(validator=_ONE_OR_MORE)]
@@ -86,14 +81,9 @@ Microbatches = Annotated[int, Parameter(alias="-m", validator=_ONE_OR_MORE)]
 Memory = Annotated[float, Parameter(converter=_memory, metavar="MEMORY")]
 """A number, or one with a unit, such as ``40GiB``."""
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
-Names = Annotated[tuple[str, ...], _LIST]
-"""Several values, with commas or spaces between them; so are the next two."""
-Numbers = Annotated[tuple[int, ...], _LIST]
-Paths = Annotated[tuple[Path, ...], _LIST]
-Positive = Annotated[float, Parameter(validator=Number(gt=0))]
+Names = Annotated[tuple[str, ...], LIST]
 Output = Annotated[Path, Parameter(validator=check_output)]
 """A file to write."""
-OutputFolder = Annotated[Path, Parameter(alias="-o", validator=_check_folder)]
 Mode = Annotated[str, Parameter(alias="--mode", metavar="MODE", help=MODE_WORDS)]
 MODES = Parameter(metavar="MODE,..", help="Modes or schedule files; else the usual.")
 ModelName = Annotated[str, Parameter(metavar="MODULE:FUNCTION")]
@@ -117,51 +107,16 @@ class Planning:
     enable_optimizer_post_validation: bool | None = None
     """Step before the norm is known; else where B and W are apart."""
 
-    @property
-    def has_costs(self) -> bool:
-        """True if a file has the costs."""
-        return self.costs is not None or self.layers is not None
-
-    def costs_of_layers(self) -> LayerCosts | None:
-        """Read the layers file, if there is one, under ``--memory_limit``."""
-        if self.layers is None:
-            return None
-        if self.costs is not None:
+    def read_costs(self) -> Costs | LayerCosts | None:
+        """Read the file of costs, of chunks or of layers, if there is one."""
+        if None not in (self.costs, self.layers):
             raise RequestError(
                 "--costs and --layers are both given; the costs of chunks follow from "
                 "those of layers: leave --costs out"
             )
-        return read_layers(self.layers).with_limit(self.memory_limit)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Splitting:
-    """Layers of the chunks."""
-
-    split: Names = ()
-    """Of the layers: balanced, even, or those of each chunk: 3,4."""
-    recompute: Names = ()
-    """B computes again: auto, all, none, or layers by number (else chunks): 0,3."""
-
-    @property
-    def asked_split(self) -> Split:
-        """Return the split that ``--split`` asks for."""
-        return parse_split(",".join(self.split)) if self.split else None
-
-    @property
-    def asked_recompute(self) -> Recomputing | None:
-        """Return the layers that ``--recompute`` asks for."""
-        return parse_recompute(",".join(self.recompute)) if self.recompute else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replicas:
-    """Replicas of the stages."""
-
-    data_parallel: Count = 1
-    """Replicas of every stage."""
-    shard: Shard = "none"
-    """State that replicas hold in parts; each word includes those before."""
+        if self.layers is not None:
+            return read_layers(self.layers)
+        return None if self.costs is None else read_costs(self.costs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,19 +151,11 @@ class RunOptions(ModelOptions, Planning):
 
     pipeline_schedule_mode: Mode = field(default="ZBH1", kw_only=False)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions(RunOptions):
-    """Options of `zbpp profile`."""
-
-    out: Annotated[Output, Parameter(alias="-o")]
-    """Costs file to write: ms and bytes, one entry per chunk."""
-    layers_out: Output | None = None
-    """Also write the costs of each layer, to plan the split with."""
-    rounds: Count = 8
-    """Steps, and runs of each layer alone, that count after a warm-up."""
-    json: Switch = False
-    """Print one JSON object instead of the table."""
+    @property
+    def measures_first(self) -> bool:
+        """True if costs of layers are measured before the first step: for auto."""
+        has_costs = self.costs is not None or self.layers is not None
+        return is_auto(self.pipeline_schedule_mode) and not has_costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +168,13 @@ class TrainOptions(RunOptions):
     """Optimizer steps."""
     lr: Annotated[float, Parameter(validator=Number(gte=0))] = 3e-3
     """Learning rate of AdamW after the warm-up."""
-    clip_grad_norm: Positive = 1.0
+    clip_grad_norm: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
     """Largest norm of the model's gradient."""
     data: Path | None = None
     """Text file or folder; else Python's own source."""
     metrics: Output | None = None
     """JSON line a step, and one with the results."""
-    save_dir: Annotated[Path | None, Parameter(validator=_check_folder)] = None
+    save_dir: Directory | None = None
     """Checkpoints; a run resumes from the newest."""
     trace: Output | None = None
     """Timeline of the last step, for Perfetto."""

@@ -52,9 +52,8 @@ class Corpus:
 
     def training_batch(self, *, seed: int, step: int, windows: int, seq: int) -> Batch:
         """Windows at random places of the training text, drawn from (seed, step)."""
-        places = np.random.default_rng([seed, step]).integers(
-            len(self.training) - seq, size=windows
-        )
+        generator = np.random.default_rng([seed, step])
+        places = generator.integers(len(self.training) - seq, size=windows)
         return _windows(self.training, places, seq)
 
     def validation_batch(self, *, windows: int, seq: int) -> Batch:
@@ -63,11 +62,11 @@ class Corpus:
         return _windows(self.validation, places.astype(np.int64), seq)
 
 
-def load_corpus(path: str | Path | None = None, *, seq: int) -> Corpus:
+def load_corpus(path: Path | None = None, *, seq: int) -> Corpus:
     """Read a text file, all files of a folder, or (None) the standard library.
 
-    About one file in twenty is held out for validation, chosen by its name; of a
-    single file, and where the names choose none or all, the last twentieth.
+    About one file in twenty is held out for validation, chosen by its name; where the
+    names choose none or all, as with a single file, the last twentieth of the text.
 
     Args:
         path: the text; hidden files and folders are passed over.
@@ -76,7 +75,7 @@ def load_corpus(path: str | Path | None = None, *, seq: int) -> Corpus:
     Raises:
         RequestError: nothing is there, or the text is too short.
     """
-    root = Path(path or sysconfig.get_path("stdlib"))
+    root = path or Path(sysconfig.get_path("stdlib"))
     name = "Python standard library" if path is None else str(path)
     contents = {x: (root / x).read_bytes() for x in _files(root, path is None)}
     texts = {file: content for file, content in contents.items() if content}
@@ -85,10 +84,9 @@ def load_corpus(path: str | Path | None = None, *, seq: int) -> Corpus:
         raise RequestError(f"{root} {state}; give --data a text file, or a folder")
     whole = _END_OF_FILE.join(texts.values())
     held_out = {file for file in texts if _is_held_out(file)}
-    if len(texts) > 1 and 0 < len(held_out) < len(texts):
-        training = _END_OF_FILE.join(texts[x] for x in texts if x not in held_out)
-        validation = _END_OF_FILE.join(texts[x] for x in texts if x in held_out)
-    else:
+    training = _END_OF_FILE.join(texts[x] for x in texts if x not in held_out)
+    validation = _END_OF_FILE.join(texts[x] for x in texts if x in held_out)
+    if not training or not validation:
         n_training = len(whole) - int(len(whole) * _HELD_OUT)
         training, validation = whole[:n_training], whole[n_training:]
     for part, text in (("training", training), ("validation", validation)):

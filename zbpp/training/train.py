@@ -7,19 +7,19 @@ on the seed and the step alone. Rank 0 prints and writes.
 import json
 import logging
 import math
+import signal
 import sys
 import time
-from collections import ChainMap
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from types import FrameType
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.progress import Progress
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp import diagnostics
@@ -34,98 +34,26 @@ from zbpp.runtime.support.devices import asked_device
 from zbpp.simulator import bubble_rate, simulate, write_trace
 from zbpp.training.llama import VOCABULARY
 from zbpp.training.options import HF, TrainOptions
-from zbpp.training.setup import build_pipeline, measures_first, model_of
-from zbpp.training.stop_request import stop_requests
+from zbpp.training.setup import build_pipeline, plan_of
 from zbpp.training.text import Batch, load_corpus
 
-__all__ = ["check", "train"]
+__all__ = ["checked_plan", "train"]
 
 _WARM_UP_STEPS = 10
 _LOG_EVERY = 10
 _SAVE_EVERY, _KEEP = 100, 3
 _VALIDATION_MICROBATCHES = 32
+_STOP = "zbpp_stop"
 _LOG = logging.getLogger("zbpp")
 
 
-def train(options: TrainOptions, plan: Plan) -> int:
-    """Run this process's share of a training.
-
-    Returns:
-        The exit code: 0, or another if a signal has stopped the run.
-
-    Raises:
-        RequestError: the text cannot be read, or the folder is of another training.
-        CheckpointError: the state of the end could not be saved.
-    """
-    torch.set_num_threads(1)  # more threads would add numbers in another order
-    _check_model(options.model)
-    pipeline = build_pipeline(
-        options,
-        plan,
-        model_of(options),
-        lr=options.lr,
-        clip_grad_norm=options.clip_grad_norm,
-    )
-    corpus = load_corpus(options.data, seq=options.seq)
-    rates = [LambdaLR(optimizer, _warm_up) for optimizer in pipeline.optimizers]
-    pipeline.attach(*rates)
-    n_samples = pipeline.n_microbatches * options.microbatch_size
-    same = {"seed": options.seed, "data": corpus.sha256}
-    folder = options.save_dir
-    with (
-        nullcontext() if folder is None or pipeline.rank else locked(folder),
-        stop_requests(pipeline.n_ranks, enabled=folder is not None) as request,
-    ):
-        first = _resume(pipeline, folder, same) if folder else 0
-        with _Log(pipeline, options, first, n_samples * options.seq) as log:
-            log.print(corpus.describe())
-            log.print(_describe(pipeline, options))
-            if pipeline.plan.line:
-                log.print(pipeline.plan.line)
-            if first:
-                log.print(f"resumed after step {first} from {folder}")
-            for step in range(first, options.steps):
-                if request is not None and request.stops_before(step):
-                    break
-                batch = corpus.training_batch(
-                    seed=options.seed, step=step, windows=n_samples, seq=options.seq
-                )
-                log.add(pipeline.step(*_arguments(pipeline, batch)))
-                if step == first:
-                    log.print(f"backward: {diagnostics.split_summary(pipeline)}")
-                for rate in rates:
-                    rate.step()
-                if folder and (step + 1) % _SAVE_EVERY == 0:
-                    log.flush()  # a run that resumes here will not do it
-                    pipeline.save(folder, keep=_KEEP, extra=same)
-            log.flush()
-            if folder and pipeline.n_steps > first and pipeline.n_steps % _SAVE_EVERY:
-                pipeline.save(folder, keep=_KEEP, extra=same)
-            try:
-                pipeline.finish_saving()
-            except CheckpointError as error:
-                raise WorkerError(
-                    f"the training ended after step {pipeline.n_steps}, but {error}"
-                ) from error
-            if request is not None and pipeline.n_steps < options.steps:
-                log.print(
-                    f"stopped after step {pipeline.n_steps} by a signal, and saved in "
-                    f"{folder}; the same command resumes there"
-                )
-                return request.exit_code
-            validation = corpus.validation_batch(
-                windows=_VALIDATION_MICROBATCHES * options.microbatch_size,
-                seq=options.seq,
-            )
-            _conclude(pipeline, options, log, _arguments(pipeline, validation))
-    return 0
-
-
-def check(options: TrainOptions, _: Plan) -> None:
-    """Find before any process is started what would stop a training."""
+def checked_plan(options: TrainOptions) -> Plan:
+    """Plan a training, and find before any process is started what would stop it."""
+    plan = plan_of(options)
     _check_model(options.model)
     asked_device(options.device)
     load_corpus(options.data, seq=options.seq)
+    return plan
 
 
 def _check_model(name: str | None) -> None:
@@ -145,6 +73,77 @@ def _check_model(name: str | None) -> None:
         )
 
 
+def train(options: TrainOptions, plan: Plan) -> int:
+    """Run this process's share of a training.
+
+    Returns:
+        The exit code: 0, or another if a signal has stopped the run.
+
+    Raises:
+        RequestError: the text cannot be read, or the folder is of another training.
+        CheckpointError: the state of the end could not be saved.
+    """
+    pipeline, _ = build_pipeline(
+        options, plan, lr=options.lr, clip_grad_norm=options.clip_grad_norm
+    )
+    corpus = load_corpus(options.data, seq=options.seq)
+    rates = [LambdaLR(optimizer, _warm_up) for optimizer in pipeline.optimizers]
+    pipeline.attach(*rates)
+    n_samples = pipeline.n_microbatches * options.microbatch_size
+    same = {"seed": options.seed, "data": corpus.sha256}
+    folder, stop = options.save_dir, 0
+    signal_before: Callable[[int], int] = lambda step: 0  # noqa: E731
+    with ExitStack() as stack:
+        if folder is not None:
+            if pipeline.rank == 0:
+                stack.enter_context(locked(folder))
+            signal_before = stack.enter_context(_stop_requests(pipeline.n_ranks))
+            _resume(pipeline, folder, same)
+        first = pipeline.n_steps
+        log = _Log(pipeline, options, tokens=n_samples * options.seq)
+        stack.enter_context(log.messages())
+        log.print(corpus.describe())
+        log.print(_describe(pipeline, options))
+        if pipeline.plan.line:
+            log.print(pipeline.plan.line)
+        if first:
+            log.print(f"resumed after step {first} from {folder}")
+        for step in range(first, options.steps):
+            if stop := signal_before(step):
+                break
+            batch = corpus.training_batch(
+                seed=options.seed, step=step, windows=n_samples, seq=options.seq
+            )
+            log.add(pipeline.step(*_arguments(pipeline, batch)))
+            if step == first:
+                log.print(f"backward: {diagnostics.split_summary(pipeline)}")
+            for rate in rates:
+                rate.step()
+            if folder and (step + 1) % _SAVE_EVERY == 0:
+                log.flush()  # a run that resumes here will not do it
+                pipeline.save(folder, keep=_KEEP, extra=same)
+        log.flush()
+        if folder and pipeline.n_steps > first and pipeline.n_steps % _SAVE_EVERY:
+            pipeline.save(folder, keep=_KEEP, extra=same)
+        try:
+            pipeline.finish_saving()
+        except CheckpointError as error:
+            raise WorkerError(
+                f"the training ended after step {pipeline.n_steps}, but {error}"
+            ) from error
+        if stop:
+            log.print(
+                f"stopped after step {pipeline.n_steps} by a signal, and saved in "
+                f"{folder}; the same command resumes there"
+            )
+            return 128 + stop
+        validation = corpus.validation_batch(
+            windows=_VALIDATION_MICROBATCHES * options.microbatch_size, seq=options.seq
+        )
+        _conclude(pipeline, options, log, _arguments(pipeline, validation))
+    return 0
+
+
 def _warm_up(step: int) -> float:
     """Learning rate of a step (from 0 on) as a share of the full one."""
     return min(1.0, (step + 1) / _WARM_UP_STEPS)
@@ -158,6 +157,63 @@ def _arguments(pipeline: Pipeline, batch: Batch) -> tuple[Any, ...]:
     return ({"input_ids": tokens, "labels": tokens},)
 
 
+@contextmanager
+def _stop_requests(n_ranks: int) -> Iterator[Callable[[int], int]]:
+    """Give a function of a step that is about to begin: the signal to stop for, or 0.
+
+        rank 1, before step s    got one; writes "s + 2" into the store of the group
+        every rank               reads the store before each step; stops before s + 2
+
+    A rank that is about to begin step t has seen the decision on step t - 2, for which
+    every other rank has ended that step. So all find before s + 2 what was there before
+    s. A single process stops at once, and a second signal ends it.
+    """
+    numbers: list[int] = []
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    if n_ranks > 1:
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+    def note(number: int, frame: FrameType | None) -> None:
+        numbers.append(number)
+        if n_ranks == 1:
+            signal.signal(number, signal.SIG_DFL)
+
+    def signal_before(step: int) -> int:
+        if numbers:
+            last = step + 2 * (n_ranks > 1)
+            store.compare_set(_STOP, "", f"{last} {numbers[0]}")
+        if not store.check([_STOP]):
+            return 0
+        last, number = map(int, store.get(_STOP).split())
+        return number if step >= last else 0
+
+    before = {x: signal.signal(x, note) for x in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield signal_before
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _resume(pipeline: Pipeline, folder: Path, same: Mapping[str, Any]) -> None:
+    """Load the newest whole checkpoint, if there is one."""
+    try:
+        extra = pipeline.load(folder, missing_ok=True)
+    except CheckpointError:
+        raise
+    except RequestError as error:
+        raise RequestError(
+            f"the newest checkpoint in {folder} is of another model: {error}; give "
+            "the same options, or another --save_dir"
+        ) from error
+    others = [name for name in same if extra and extra.get(name) != same[name]]
+    if others:
+        raise RequestError(
+            f"the checkpoint in {folder} is of another training, with another "
+            f"{' and '.join(others)}; give the same, or another --save_dir"
+        )
+
+
 def _conclude(
     pipeline: Pipeline, options: TrainOptions, log: "_Log", validation: tuple[Any, ...]
 ) -> None:
@@ -169,7 +225,7 @@ def _conclude(
             timeline = diagnostics.timeline(pipeline)
             if pipeline.rank == 0:
                 write_trace([timeline], options.trace, microseconds_per_unit=1e6)
-        is_planned = measures_first(options) and not pipeline.n_switches
+        is_planned = options.measures_first and not pipeline.n_switches
         costs = pipeline.plan.costs if is_planned else None
         prediction = diagnostics.prediction(pipeline, costs)
         log.print(prediction.line)
@@ -177,13 +233,16 @@ def _conclude(
     params_sha256 = _hash_parameters(pipeline)
     log.print(f"validation loss: {val_loss:.4f}  training time: {log.seconds:.1f} s")
     log.print(f"parameters sha256: {params_sha256}")
-    log.write_final(
+    log.write(
+        final=True,
         val_loss=val_loss,
         params_sha256=params_sha256,
         mode=pipeline.schedule.name,
         n_stages=pipeline.schedule.n_stages,
         n_microbatches=pipeline.n_microbatches,
         prediction=prediction and prediction.as_dict(),
+        tokens_per_s=log.speed(),
+        **log.counts,
     )
 
 
@@ -204,7 +263,7 @@ def _describe(pipeline: Pipeline, options: TrainOptions) -> str:
     own_name, ties = pipeline.layered.own_name, pipeline.layered.ties
     copies = {own_name(*place) for tie in ties for place in tie[1:]}
     here = {name: p.numel() for name, p in pipeline.named_parameters()}
-    sizes = dict(ChainMap(*pipeline.gather(here)))
+    sizes = ChainMap(*pipeline.gather(here))
     n_parameters = sum(n for name, n in sizes.items() if name not in copies)
     schedule = pipeline.schedule
     return (
@@ -217,69 +276,35 @@ def _describe(pipeline: Pipeline, options: TrainOptions) -> str:
     )
 
 
-def _resume(pipeline: Pipeline, folder: Path, same: Mapping[str, Any]) -> int:
-    """Load the newest whole checkpoint, if there is one; return the steps done."""
-    try:
-        extra = pipeline.load(folder, missing_ok=True)
-    except CheckpointError:
-        raise
-    except RequestError as error:
-        raise RequestError(
-            f"the newest checkpoint in {folder} is of another model: {error}; give "
-            "the same options, or another --save_dir"
-        ) from error
-    others = [name for name in same if extra and extra.get(name) != same[name]]
-    if others:
-        raise RequestError(
-            f"the checkpoint in {folder} is of another training, with another "
-            f"{' and '.join(others)}; give the same, or another --save_dir"
-        )
-    return pipeline.n_steps
-
-
 class _Log:
-    """Lines, a progress bar and a metrics file, all of rank 0; use it as a context.
+    """Lines and a metrics file, both of rank 0.
 
     A result is read when the next step has been issued, as reading waits for it.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, options: TrainOptions, first: int, tokens: int
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, options: TrainOptions, tokens: int) -> None:
         self._device, self._is_first = pipeline.device, pipeline.rank == 0
         self._bubble = bubble_rate(simulate(pipeline.schedule, pipeline.plan.costs))
-        self._steps, self._first, self._tokens = options.steps, first, tokens
-        is_shown = self._is_first and sys.stdout is not None and sys.stdout.isatty()
-        self._console = Console()
-        self._progress = Progress(
-            console=self._console, transient=True, disable=not is_shown
-        )
-        self._bar = self._progress.add_task("", total=options.steps, completed=first)
-        self._handler = RichHandler(
-            console=self._console, show_time=False, show_level=False, show_path=False
-        )
-        self._file: TextIO | None = None
-        if self._is_first and options.metrics is not None:
-            way: Literal["a", "w"] = "a" if first else "w"  # a run that resumes appends
-            self._file = options.metrics.open(way, encoding="utf-8", buffering=1)
+        self._first, self._last, self._tokens = pipeline.n_steps, options.steps, tokens
+        self._file = options.metrics if self._is_first else None
+        if self._file is not None and not self._first:  # a run that resumes appends
+            self._file.write_text("", encoding="utf-8")
         self._pending: StepResult | None = None
         self._times = [time.perf_counter()]  # of the start, then of each step's end
-        self._logged = first  # last step with a line
-        self._rollbacks = self._skipped = 0
+        self.counts = Counter(rollbacks=0, skipped=0)
 
-    def __enter__(self) -> "_Log":
+    @contextmanager
+    def messages(self) -> Iterator[None]:
+        """Print the messages of the logger meanwhile."""
+        handler = logging.StreamHandler(sys.stdout)
         if self._is_first:
-            _LOG.addHandler(self._handler)
+            _LOG.addHandler(handler)
             _LOG.setLevel(logging.INFO)
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-        _LOG.removeHandler(self._handler)
-        _LOG.setLevel(logging.NOTSET)
-        if self._file is not None:
-            self._file.close()
+        try:
+            yield
+        finally:
+            _LOG.removeHandler(handler)
+            _LOG.setLevel(logging.NOTSET)
 
     @property
     def seconds(self) -> float:
@@ -287,72 +312,57 @@ class _Log:
         return self._times[-1] - self._times[0]
 
     def print(self, line: str) -> None:
-        """Print a line, above the progress bar if there is one."""
+        """Print a line."""
         if self._is_first:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            print(line, flush=True)
 
     def add(self, result: StepResult) -> None:
         """Report the step before the one that has been issued."""
+        self.flush()
         self._times.append(time.perf_counter())
-        self._report(len(self._times) - 2)
         self._pending = result
 
     def flush(self) -> None:
         """Report the last step so far."""
-        self._report(len(self._times) - 1)
-
-    def _report(self, number: int) -> None:
-        """Report the pending step, the ``number``-th of this process."""
         result, self._pending = self._pending, None
         if result is None or not self._is_first:
             return
+        number = len(self._times) - 1
         step = self._first + number
-        self._rollbacks += result.rollbacks
-        self._skipped += result.skipped
-        self._write(
+        counts = {"rollbacks": result.rollbacks, "skipped": result.skipped}
+        self.counts.update(counts)
+        self.write(
             step=step,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            tokens_per_s=self._speed(number - 1, number),
-            rollbacks=result.rollbacks,
-            skipped=result.skipped,
+            tokens_per_s=self.speed(1),
+            **counts,
         )
-        if step in (self._first + 1, self._steps) or step % _LOG_EVERY == 0:
-            self.print(self._line(step, result))
-            self._logged = step
-        self._progress.update(self._bar, completed=step)
-
-    def _line(self, step: int, result: StepResult) -> str:
-        """A step as torchtitan's log has it, with the pipeline's own numbers."""
-        speed = self._speed(self._logged - self._first, step - self._first)
-        parts = [
+        if number != 1 and step != self._last and step % _LOG_EVERY:
+            return
+        parts = [  # as torchtitan's log has them, then the pipeline's own numbers
             f"step: {step:2}",
             f"loss: {result.loss:7.4f}",
             f"grad_norm: {result.grad_norm:7.4f}",
             f"memory: {(peak_held(self._device) or 0) / 2**30:5.2f}GiB",
-            f"tps: {speed:,.0f}",
+            f"tps: {self.speed(_LOG_EVERY):,.0f}",
             f"bubble: {self._bubble:.1%} (simulated)",
-            f"rolled back: {self._rollbacks}",
+            f"rolled back: {self.counts['rollbacks']}",
         ]
-        return "  ".join([*parts, *["skipped: not finite"] * result.skipped])
+        self.print("  ".join([*parts, *["skipped: not finite"] * result.skipped]))
 
-    def _speed(self, first: int, last: int) -> float:
-        """Tokens in a second, between two steps of this process."""
-        seconds = self._times[last] - self._times[first]
-        return (last - first) * self._tokens / (seconds or math.inf)
+    def speed(self, most: float = math.inf) -> float:
+        """Tokens in a second, in so many of the last steps."""
+        n = min(most, len(self._times) - 1)
+        seconds = self._times[-1] - self._times[-1 - int(n)]
+        return n * self._tokens / (seconds or math.inf)
 
-    def write_final(self, **results: object) -> None:
-        """Write the last line of the metrics file, with sums over the run."""
-        speed = self._speed(0, len(self._times) - 1)
-        counts = {"rollbacks": self._rollbacks, "skipped": self._skipped}
-        self._write(final=True, **results, tokens_per_s=speed, **counts)
-
-    def _write(self, **values: object) -> None:
+    def write(self, **values: object) -> None:
         """Write a line of JSON, which has no infinity: null."""
-        if self._file is not None:
-            finite = {
-                key: value if not isinstance(value, float) or math.isfinite(value)
-                else None
-                for key, value in values.items()
-            }  # fmt: skip
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        if self._file is None:
+            return
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[name] = None
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values, allow_nan=False) + "\n")

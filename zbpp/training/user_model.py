@@ -17,7 +17,7 @@ and number of layers: ``return (build_range, 80), (tokens, targets), loss_fn``.
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import RequestError
@@ -25,7 +25,6 @@ from zbpp.training.options import HF
 
 if TYPE_CHECKING:
     from zbpp.models import Layered
-    from zbpp.runtime.partition import Model
     from zbpp.runtime.stage import LossFn
 
 __all__ = ["UserModel", "call_builder", "load_model"]
@@ -43,28 +42,20 @@ class UserModel:
 
     Args:
         layered: the model as layers.
-        model: what stages are built of, a list of layers or a builder.
         inputs: of a micro-batch.
         targets: of it; None if the last layer puts out the loss.
         loss_fn: called with outputs and targets; None likewise.
-        is_text: the first layer is an embedding, the last one a head.
     """
 
     layered: "Layered"
-    model: "Model"
     inputs: Any
     targets: Any
     loss_fn: "LossFn | None"
-    is_text: bool = False
 
     @property
     def n_layers(self) -> int:
         """Number of layers."""
         return self.layered.n_layers
-
-    def layers(self) -> list[Any]:
-        """All layers of the model, built if they are not yet."""
-        return list(self.layered.build(range(self.n_layers)))
 
     def batch(self, n_microbatches: int) -> tuple[list[Any], list[Any]]:
         """Inputs and targets of a step, all micro-batches alike."""
@@ -91,7 +82,7 @@ def load_model(
         seq: tokens of a sample, but for a function; None: 128 at most.
         samples: of the micro-batch, likewise.
         seed: of random weights, likewise.
-        is_fake: its weights are fake tensors, made in the mode that is entered.
+        is_fake: of hf:PATH: all weights are made at once, in a mode of fake tensors.
     """
     built: Any
     if name is None:
@@ -111,18 +102,16 @@ def load_model(
         built = call_builder(name)
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise RequestError(f"--model {name}: {_WANTED}")
-    user = _of_layers(name, *built)
-    return replace(user, model=user.layers()) if is_fake and name is None else user
+    return _of_layers(name, *built)
 
 
 def _of_layers(
     name: str | None, model: Any, batch: Any, loss_fn: Any = None
 ) -> UserModel:
-    from zbpp.models.entry import layered_of, model_to_build
+    from zbpp.models.entry import layered_of
 
-    n_layers = None
-    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], int):
-        model, n_layers = model
+    is_builder = isinstance(model, tuple) and isinstance(model[-1], int)
+    model, n_layers = model if is_builder else (model, None)
     try:
         layered = layered_of(model, n_layers)
     except RequestError as error:
@@ -136,16 +125,12 @@ def _of_layers(
         )
     inputs, targets = batch
     loss_fn = loss_fn or layered.loss_fn
-    if loss_fn is None:
-        targets = None
-    elif targets is None or not callable(loss_fn):
+    if loss_fn is not None and (targets is None or not callable(loss_fn)):
         raise RequestError(
             f"--model {name}: loss_fn is called with outputs and targets; give both, "
             "or neither if the last layer puts out the loss"
         )
-    built = model_to_build(model, layered)
-    is_text = name is None or name.startswith(HF)
-    return UserModel(layered, built, inputs, targets, loss_fn, is_text)
+    return UserModel(layered, inputs, None if loss_fn is None else targets, loss_fn)
 
 
 def call_builder(name: str) -> Any:

@@ -5,7 +5,7 @@ from unittest import mock
 
 from zbpp.cli import main
 from zbpp.planning import Plan
-from zbpp.training import setup
+from zbpp.training import launch
 from zbpp.training.options import TrainOptions
 
 __all__ = ["run_train"]
@@ -19,12 +19,10 @@ def run_train(*words: str) -> int:
         options: TrainOptions,
         _: Sequence[str],
         *,
-        check: Callable[[TrainOptions, Plan], None],
+        plan: Callable[[TrainOptions], Plan],
         grace_s: int,
     ) -> None:
-        plan = setup.plan_of(options)
-        check(options, plan)
-        assert worker(options, plan) == 0
+        assert worker(options, plan(options)) == 0
 
-    with mock.patch.object(setup, "start_worker", start_here):
+    with mock.patch.object(launch, "start", start_here):
         return main(["train", *words])
