@@ -20,8 +20,8 @@ from parts import end_worker, show, torchrun
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zbpp
-from zbpp.bench.contender import Setting, seeded_model, step_batch
 from zbpp.bench.request import BenchOptions, BenchPlan
+from zbpp.bench.setting import Setting, seeded_model, step_batch
 from zbpp.bench.torchs import TorchSchedule
 from zbpp.memory import estimate
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy

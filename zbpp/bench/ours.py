@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpp.bench.contender import Setting, make_optimizer
-from zbpp.bench.names import split_name
+from zbpp.bench.request import OURS
+from zbpp.bench.setting import Setting, make_optimizer
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation import emulated_batch, emulated_pipeline
@@ -99,7 +99,7 @@ def resolved(setting: Setting, contender: str) -> Schedule:
     loaded = setting.model()
     return plan_model(
         loaded.layered,
-        split_name(contender)[1],
+        contender.removeprefix(OURS),
         example=(setting.batch.inputs, setting.batch.targets),
         **_settings(setting, loaded.loss_fn),
     ).schedule

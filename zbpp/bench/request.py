@@ -1,6 +1,5 @@
 """The options of `zbpp bench`, and what follows from them; loads no torch."""
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.types import Directory
 
-from zbpp.bench.names import OURS, TORCH, contenders_of, split_name
 from zbpp.core import Costs, RequestError, Schedule, read_costs
-from zbpp.planning import is_auto, plan
+from zbpp.planning import canonical, is_auto, is_file, plan
 from zbpp.training.options import (
     MODES,
     Count,
@@ -22,8 +20,19 @@ from zbpp.training.options import (
     Stages,
 )
 
-__all__ = ["BenchOptions", "BenchPlan", "planned"]
+__all__ = ["OURS", "TORCH", "BenchOptions", "BenchPlan", "planned"]
 
+OURS, TORCH = "zbpp:", "torch:"
+"""Begin of the name of a contender; a mode or torch's name of a schedule follows."""
+
+_USUAL = (
+    "1F1B",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+_ALL = (*_USUAL, "GPipe", "LoopedBFS")
 _ROUNDS, _STAGES = 4, 2
 
 
@@ -94,36 +103,49 @@ def planned(words: Sequence[str], options: BenchOptions) -> BenchPlan:
     if n_stages < 2:
         raise RequestError("a bench of 1 stage compares nothing; it needs 2 or more")
     costs = None if options.emulate is None else read_costs(options.emulate)
-    modes, peers = (
-        [name for name in names if name.lower() != "none"]
-        for names in (options.modes, options.peers)
-    )
     schedules: dict[str, Schedule | None] = {}
-    for contender in contenders_of(modes, peers):
-        whose, name = split_name(contender)
-        if whose == TORCH and costs is not None:
-            raise RequestError(
-                f"{contender} cannot run with --emulate: only stages of zbpp can sleep "
-                "in place of computing; leave --peers out"
-            )
+    for contender in _contenders(options.modes, options.peers):
         schedules[contender] = None
-        if whose != OURS or (is_auto(name) and costs is None):
-            continue
-        try:
-            schedules[contender] = plan(
-                name,
-                n_stages=n_stages,
-                n_microbatches=options.microbatches,
-                costs=costs or Costs(),
+        mode = contender.removeprefix(OURS)
+        if contender.startswith(TORCH):
+            if costs is not None:
+                raise RequestError(
+                    f"{contender} cannot run with --emulate: only stages of zbpp can "
+                    "sleep in place of computing; leave --peers out"
+                )
+        elif costs is not None or not is_auto(mode):
+            try:
+                schedules[contender] = plan(
+                    mode,
+                    n_stages=n_stages,
+                    n_microbatches=options.microbatches,
+                    costs=costs,
+                )
+            except RequestError as error:
+                raise RequestError(f"{contender} cannot run: {error}") from error
+    return BenchPlan(n_stages, shlex.join(["zbpp", *words]), costs, schedules)
+
+
+def _contenders(modes: Sequence[str], peers: Sequence[str]) -> list[str]:
+    """Name all contenders once, ours first.
+
+    >>> _contenders(["1f1b"], ["torch:gpipe", "none"])
+    ['zbpp:1F1B', 'torch:GPipe']
+    """
+    spellings = {f"{TORCH}{name}".lower(): [f"{TORCH}{name}"] for name in _ALL}
+    spellings |= {"torch": [f"{TORCH}{name}" for name in _USUAL], "none": []}
+    names = [
+        f"{OURS}{mode if is_file(mode) else canonical(mode)}"
+        for mode in modes
+        if mode.lower() != "none"
+    ]
+    for peer in peers:
+        if peer.lower() not in spellings:
+            raise RequestError(
+                f"--peers {peer}: write torch, for {', '.join(_USUAL)}, or torch:NAME "
+                f"with one of {', '.join(_ALL)}"
             )
-        except RequestError as error:
-            raise RequestError(f"{contender} cannot run: {error}") from error
-    return BenchPlan(n_stages, _command(words), costs, schedules)
-
-
-def _command(words: Sequence[str]) -> str:
-    command = shlex.join(["zbpp", *words])
-    if "RANK" not in os.environ:
-        return command
-    started = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    return f"torchrun --nproc-per-node {started} -m {command}"
+        names += spellings[peer.lower()]
+    if not names:
+        raise RequestError("nothing is to be compared; name modes, or peers")
+    return list(dict.fromkeys(names))

@@ -5,7 +5,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,21 +14,34 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from zbpp.bench.contender import Setting
-from zbpp.bench.names import OURS
 from zbpp.bench.ours import Jobs
-from zbpp.bench.turns import Turn
+from zbpp.bench.setting import Setting
 from zbpp.core import RequestError, format_bytes
 from zbpp.profiling.profile import spread
 from zbpp.runtime.support.devices import device_name, runs_ahead
 from zbpp.simulator import Table, write_page, write_trace
 
-__all__ = ["Outcome", "write_results"]
+__all__ = ["Outcome", "Turn", "write_results"]
 
 _WIDTH = 150
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Figures of one contender's turn, the same in all processes.
+
+    Args:
+        steps_s: seconds of each step.
+        peak_bytes: of each process by torch's allocator; None on CPUs.
+        host_s: CPU seconds of each process's main thread for a job.
+    """
+
+    steps_s: tuple[float, ...]
+    peak_bytes: tuple[int | None, ...]
+    host_s: tuple[float, ...]
+
+
+@dataclass
 class Outcome:
     """The findings about one contender.
 
@@ -40,8 +53,8 @@ class Outcome:
     """
 
     name: str
-    reason: str
-    turns: tuple[Turn, ...]
+    reason: str = ""
+    turns: list[Turn] = field(default_factory=list)
     jobs: Jobs | None = None
 
 
@@ -69,12 +82,7 @@ def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
         ) from None
     files = [file, options.out / "index.html"]
     table = _table(setting, rows)
-    fastest = min((row["step_s"] for row in rows if "step_s" in row), default=0)
     jobs = [x.jobs for x in outcomes if x.jobs is not None]
-    first = {rows[0]["name"], *(x["name"] for x in rows if x.get("step_s") == fastest)}
-    jobs.sort(
-        key=lambda x: f"{OURS}:{x.name}" not in first
-    )  # the page opens the first ones
     write_page(
         [
             replace(timeline, name=f"{x.name}, {kind}")
@@ -98,11 +106,8 @@ def write_results(setting: Setting, outcomes: Sequence[Outcome]) -> None:
 
 def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
     """The figures of one contender, for JSON."""
-    sleeps, batch, turns = (
-        setting.plan.costs is not None,
-        setting.batch,
-        outcome.turns,
-    )
+    sleeps, batch = setting.plan.costs is not None, setting.batch
+    turns = outcome.turns
     row: dict[str, Any] = {
         "name": outcome.name,
         "same_loss": None if sleeps else not outcome.reason,

@@ -4,38 +4,42 @@ Contenders take turns: built, warmed up, timed, closed. So a slow spell of the m
 hits all of them, and the memory of one does not lie beside another's. In the first turn
 the loss and the gradient norm of a contender's first step must be those of the first
 contender; else it is not timed. In the last turn the jobs of ours are read too.
+
+    warm-up          counted
+    |---|---|---|---o----o----o----o      o  end of a step on this process
+
+A step lasts from one end to the next, and the mean over the processes is shown: in the
+long run it is the same on all of them. On GPUs ends are events in the stream, read when
+all steps are done.
 """
 
 import gc
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zbpp.bench.contender import (
-    Contender,
-    Setting,
-    StepBatch,
-    seeded_model,
-    step_batch,
-)
-from zbpp.bench.names import OURS, TORCH, split_name
-from zbpp.bench.ours import Jobs, Ours, resolved
-from zbpp.bench.request import BenchOptions, BenchPlan, planned
-from zbpp.bench.results import Outcome, write_results
-from zbpp.bench.torchs import TorchSchedule, check_torch
-from zbpp.bench.turns import Turn, take_turn
-from zbpp.core import RequestError, Schedule
+from zbpp.bench.ours import Ours, resolved
+from zbpp.bench.request import OURS, BenchOptions, BenchPlan, planned
+from zbpp.bench.results import Outcome, Turn, write_results
+from zbpp.bench.setting import Setting, StepBatch, gather, seeded_model, step_batch
+from zbpp.bench.torchs import TorchSchedule
+from zbpp.core import RequestError
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.support.devices import asked_device, runs_ahead
 from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.support.streams import recorded_event
 from zbpp.training.launch import start
 
-__all__ = ["difference", "run_bench", "start_bench"]
+__all__ = ["difference", "start_bench"]
 
 _TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 """Largest relative difference of losses and of gradient norms, by dtype."""
@@ -49,23 +53,11 @@ def start_bench(options: BenchOptions, words: Sequence[str]) -> None:
         RequestError: the request is wrong, or a contender cannot run.
         WorkerError: a process was killed.
     """
-    start(run_bench, options, words, plan=partial(_checked_plan, words))
+    start(_run, options, words, plan=partial(planned, words))
 
 
-def _checked_plan(words: Sequence[str], options: BenchOptions) -> BenchPlan:
-    plan = planned(words, options)
-    for name in plan.schedules:
-        if split_name(name)[0] == TORCH:
-            check_torch(name)
-    return plan
-
-
-def run_bench(options: BenchOptions, plan: BenchPlan) -> int:
-    """Run one process's share.
-
-    Returns:
-        The exit code: 1 if a contender computes something else than the first.
-    """
+def _run(options: BenchOptions, plan: BenchPlan) -> int:
+    """Run one process's share; 1 if a contender computes something else."""
     sleeps = plan.costs is not None
     device = asked_device("cpu" if sleeps else options.device)
     if device.type == "cpu":
@@ -76,39 +68,35 @@ def run_bench(options: BenchOptions, plan: BenchPlan) -> int:
     if not sleeps:
         batch = step_batch(seeded_model(options), options.microbatches)
     setting = Setting(options, plan, device, batch)
-    schedules = {
-        name: resolved(setting, name)
-        for name in plan.schedules
-        if split_name(name)[0] == OURS
-    }
-    reasons = dict.fromkeys(plan.schedules, "")
-    turns: dict[str, list[Turn]] = {name: [] for name in plan.schedules}
-    jobs: dict[str, Jobs] = {}
+    schedules = {x: resolved(setting, x) for x in plan.schedules if x.startswith(OURS)}
+    outcomes = [Outcome(name) for name in plan.schedules]
     first: tuple[float, float] | None = None
     for turn in range(options.rounds):
-        racing = [name for name, reason in reasons.items() if not reason]
-        for name in racing if turn % 2 == 0 else reversed(racing):
-            with _built(setting, name, schedules) as contender:
+        racing = [outcome for outcome in outcomes if not outcome.reason]
+        for outcome in racing if turn % 2 == 0 else reversed(racing):
+            with _refusals(outcome.name):
+                contender: Ours | TorchSchedule
+                if outcome.name in schedules:
+                    contender = Ours(setting, schedules[outcome.name])
+                else:
+                    contender = TorchSchedule(setting, outcome.name)
                 if turn == 0 and not sleeps:
-                    with _refusals(name):
-                        step = contender.compared_step()
+                    step = contender.compared_step()
                     first = first or step
-                    reasons[name] = difference(first, step, _TOLERANCE[options.dtype])
-                if not reasons[name]:
-                    turns[name].append(take_turn(contender, setting))
-                    if turn == options.rounds - 1 and isinstance(contender, Ours):
-                        mode = split_name(name)[1]
-                        jobs[name] = contender.jobs(mode, options.steps_a_turn)
+                    tolerance = _TOLERANCE[options.dtype]
+                    outcome.reason = difference(first, step, tolerance)
+            if not outcome.reason:
+                outcome.turns.append(_take_turn(contender, setting))
+                if turn == options.rounds - 1 and isinstance(contender, Ours):
+                    mode = outcome.name.removeprefix(OURS)
+                    outcome.jobs = contender.jobs(mode, options.steps_a_turn)
+            contender.close()
             del contender
             gc.collect()
             if runs_ahead(device):
                 torch.accelerator.empty_cache()
-    wrong = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    wrong = [f"{x.name} ({x.reason})" for x in outcomes if x.reason]
     if dist.get_rank() == 0:
-        outcomes = [
-            Outcome(name, reason, tuple(turns[name]), jobs.get(name))
-            for name, reason in reasons.items()
-        ]
         write_results(setting, outcomes)
         if wrong:
             print(f"zbpp: not timed: {', '.join(wrong)}", file=sys.stderr)
@@ -144,7 +132,7 @@ def _refusals(name: str) -> Iterator[None]:
             raise
         raise RequestError(f"{name} cannot run: {error}") from error
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-        if split_name(name)[0] == OURS:
+        if name.startswith(OURS):
             raise
         text = (str(error) or repr(error)).splitlines()[0]
         raise RequestError(
@@ -153,16 +141,38 @@ def _refusals(name: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _built(
-    setting: Setting, name: str, schedules: dict[str, Schedule]
-) -> Iterator[Contender]:
-    """Build a contender, and close it."""
-    with _refusals(name):
-        contender: Contender
-        if split_name(name)[0] == OURS:
-            contender = Ours(setting, schedules[name])
-        else:
-            contender = TorchSchedule(setting, name)
-    yield contender
-    contender.close()
+def _take_turn(contender: Ours | TorchSchedule, setting: Setting) -> Turn:
+    """Run the steps of a turn (every rank must call)."""
+    device, n = setting.device, setting.options.steps_a_turn
+    has_peak = runs_ahead(device)
+    if has_peak:
+        torch.accelerator.reset_peak_memory_stats(device)
+    gather(None)
+    for _ in range(setting.options.warmup):
+        contender.step()
+    ends = [_now(device)]
+    cpu = time.thread_time()
+    for _ in range(n):
+        contender.step()
+        ends.append(_now(device))
+    host = (time.thread_time() - cpu) / (n * max(1, contender.n_jobs))
+    steps = _seconds_between(ends, device)
+    peak = torch.accelerator.max_memory_allocated(device) if has_peak else None
+    of_processes, peaks, hosts = zip(*gather((steps, peak, host)), strict=True)
+    steps_s = tuple(map(fmean, zip(*of_processes, strict=True)))
+    return Turn(steps_s, tuple(peaks), tuple(hosts))
+
+
+def _now(device: torch.device) -> Any:
+    """The present by the host's clock; on a GPU when its stream has come to it."""
+    if not runs_ahead(device):
+        return time.perf_counter()
+    return recorded_event(device)
+
+
+def _seconds_between(ends: list[Any], device: torch.device) -> list[float]:
+    """On a GPU this waits for the last one."""
+    if not runs_ahead(device):
+        return [after - before for before, after in pairwise(ends)]
+    ends[-1].synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(ends)]

@@ -12,15 +12,15 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from zbpp.bench.contender import Setting, gather, make_optimizer
-from zbpp.bench.names import split_name, torch_placement
-from zbpp.core import RequestError
+from zbpp.bench.request import TORCH
+from zbpp.bench.setting import Setting, gather, make_optimizer
+from zbpp.core import Placement, RequestError
 from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.training.setup import output_is_loss
 
-__all__ = ["TorchSchedule", "check_torch"]
+__all__ = ["TorchSchedule"]
 
 _JOBS = ("F", "I", "W", "B")  # torch's B is the full backward, its I our B
 
@@ -52,7 +52,8 @@ class TorchSchedule:
         device, batch = setting.device, setting.batch
         n_stages, n_microbatches = setting.plan.n_stages, setting.options.microbatches
         self._device = device
-        placement = torch_placement(split_name(contender)[1], n_stages)
+        name = contender.removeprefix(TORCH)
+        placement = _placement_of(name, n_stages)
         if runs_ahead(device) and dist.get_backend() == "gloo":
             raise RequestError(
                 f"{contender} cannot run: torch's schedules need a GPU for each "
@@ -75,7 +76,7 @@ class TorchSchedule:
                 value: Tensor = loss_fn(outputs, target)
             return value
 
-        kind: Any = get_schedule_class(split_name(contender)[1])
+        kind: Any = get_schedule_class(name)
         single = issubclass(kind, PipelineScheduleSingle)
         try:
             self._schedule = kind(
@@ -133,15 +134,13 @@ class TorchSchedule:
         self._optimizer.zero_grad()
 
 
-def check_torch(contender: str) -> None:
-    """Refuse a contender whose schedule this torch does not have."""
-    try:
-        get_schedule_class(split_name(contender)[1])
-    except ValueError:
-        raise RequestError(
-            f"{contender} cannot run: torch {torch.__version__} has no such schedule; "
-            "leave it out of --peers"
-        ) from None
+def _placement_of(name: str, n_stages: int) -> Placement:
+    """Place the chunks of one of torch's schedules: two a stage, or one."""
+    if name in ("1F1B", "GPipe"):
+        return Placement.single(n_stages)
+    if name in ("ZBVZeroBubble", "DualPipeV"):
+        return Placement.wave(n_stages)
+    return Placement.interleaved(n_stages, 2)
 
 
 def _autocast(setting: Setting) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -27,7 +27,7 @@ from zbpp.simulator import (
 from zbpp.training.options import LIST, Microbatches, Names, Stages, Switch
 from zbpp.training.options import MODES as MODES_FLAG
 
-__all__ = ["Compare", "Comparison", "Planned"]
+__all__ = ["Compare", "Comparison", "Planned", "planned_rows"]
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -44,12 +44,31 @@ class Planned:
     """A mode with its plan and figures."""
 
     plan: Plan
-    summary: Summary
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Figures of one step."""
+        return summarize(self.plan.schedule, self.plan.costs)
 
     @cached_property
     def steady(self) -> Steady:
         """Times of one step among many."""
         return steady(self.plan.schedule, self.plan.costs)
+
+
+Rows = Mapping[str, Planned | str]
+"""Each mode's plan, or why there is none."""
+
+
+def planned_rows(modes: Iterable[str], plan: Callable[[str], Plan]) -> Rows:
+    """Plan modes; the first line of an error is the reason of one that has no plan."""
+    rows: dict[str, Planned | str] = {}
+    for mode in modes:
+        try:
+            rows[mode] = Planned(plan(mode))
+        except RequestError as error:
+            rows[mode] = str(error).partition("\n")[0]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -64,7 +83,7 @@ class Comparison:
     """
 
     name: str
-    rows: Mapping[str, Planned | str]
+    rows: Rows
     post_validation: bool | None = None
 
     @property
@@ -193,14 +212,8 @@ class Compare(PlanFlags):
                 print(self.out)
 
     def _compare(self, path: Path | None) -> Comparison:
-        flags = self._for(path)
-        rows: dict[str, Planned | str] = {}
-        for name in self.modes:
-            mode = name if is_file(name) else canonical(name)
-            try:
-                rows[mode] = flags._plan(mode)
-            except RequestError as error:
-                rows[mode] = str(error).partition("\n")[0]
+        modes = [name if is_file(name) else canonical(name) for name in self.modes]
+        rows = planned_rows(modes, self._for(path)._plan)
         validates = self.enable_optimizer_post_validation
         comparison = Comparison("" if path is None else str(path), rows, validates)
         if not comparison.planned:
@@ -211,12 +224,11 @@ class Compare(PlanFlags):
         """The flags with one costs file."""
         return replace(self, costs=path)  # type: ignore[arg-type]
 
-    def _plan(self, mode: str) -> Planned:
+    def _plan(self, mode: str) -> Plan:
         """Plan a mode, or read a file; with a layers file, split the layers for it."""
         has_chunks = is_file(mode) or MODES[mode].chunks is not None
         chunks = None if has_chunks else self.chunks_per_stage
-        plan = replace(self, chunks_per_stage=chunks).plan(mode)
-        return Planned(plan, summarize(plan.schedule, plan.costs))
+        return replace(self, chunks_per_stage=chunks).plan(mode)
 
     def _title(self, comparison: Comparison | None = None) -> str:
         title = f"{self.stages} stages, {self.microbatches} micro-batches"
@@ -282,7 +294,7 @@ class Compare(PlanFlags):
             for m in near - {self.microbatches}:
                 quick = replace(self._for(path), microbatches=m, effort="fast")
                 try:
-                    plan = quick._plan(mode).plan
+                    plan = quick._plan(mode)
                 except RequestError:  # GPipe's memory grows with m
                     continue
                 points[m] = bubble_rate(simulate(plan.schedule, plan.costs))

@@ -2,16 +2,15 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from urllib.parse import parse_qsl, urlsplit
 
-from zbpp.cli.compare import Comparison, Planned
-from zbpp.cli.summary import summarize
+from zbpp.cli.compare import Comparison, planned_rows
 from zbpp.core import Costs, RequestError
-from zbpp.planning import MODES, PlanRequest, make_plan
+from zbpp.planning import BASELINE, MODES, PlanRequest, make_plan
 from zbpp.simulator.page import timelines_html
 from zbpp.training.options import Switch
 
@@ -91,17 +90,10 @@ def _report(settings: dict[str, str]) -> str:
     f, b, w, comm = (float(settings[name]) for name in ("f", "b", "w", "comm"))
     limit = float(settings["memory_limit"]) or None
     costs = Costs(f=f, b=b, w=w, comm=comm, memory_limit=limit)
-    rows: dict[str, Planned | str] = {}
-    for mode in MODES:
-        request = PlanRequest(
-            schedule=mode, n_stages=n_stages, n_microbatches=n_microbatches, costs=costs
-        )
-        try:
-            plan = make_plan(request)
-        except RequestError as error:
-            rows[mode] = str(error)
-        else:
-            rows[mode] = Planned(plan, summarize(plan.schedule, plan.costs))
+    request = PlanRequest(
+        schedule=BASELINE, n_stages=n_stages, n_microbatches=n_microbatches, costs=costs
+    )
+    rows = planned_rows(MODES, lambda mode: make_plan(replace(request, schedule=mode)))
     comparison = Comparison("", rows)
     timelines, of_each = zip(*comparison.drawn(), strict=True)
     return "".join([*comparison.elements("Modes"), timelines_html(timelines, of_each)])

@@ -68,10 +68,7 @@ class Show(ScheduleFlags):
         if out.suffix.lower() != ".html":
             plot(timelines, out, costs=plans[0].costs)
             return
-        rows = {
-            plan.schedule.name: Planned(plan, summarize(plan.schedule, plan.costs))
-            for plan in plans
-        }
+        rows = {plan.schedule.name: Planned(plan) for plan in plans}
         schedules = [plan.schedule for plan in plans]
         facts = [
             f"{x.n_stages} stages, {x.n_microbatches} micro-batches" for x in schedules

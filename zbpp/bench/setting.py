@@ -1,7 +1,7 @@
-"""Parts that all contenders share: the model, the batch of a step, the optimizer."""
+"""What all contenders share: the model, the batch of a step, the optimizer."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from zbpp.training.setup import AUTOCAST, model_of
 from zbpp.training.user_model import UserModel
 
 __all__ = [
-    "Contender",
     "Setting",
     "StepBatch",
     "gather",
@@ -21,22 +20,6 @@ __all__ = [
     "seeded_model",
     "step_batch",
 ]
-
-
-class Contender(Protocol):
-    """A model cut into stages, trained by a schedule; this process's share."""
-
-    n_jobs: int
-    """F, B, W and BW of this process in a step."""
-
-    def step(self) -> None:
-        """Train on the batch once, optimizer included."""
-
-    def compared_step(self) -> tuple[float, float]:
-        """Train once; the mean loss, and the norm of all gradients of all stages."""
-
-    def close(self) -> None:
-        """Settle the last step, and end."""
 
 
 @dataclass(frozen=True)
