@@ -173,6 +173,7 @@ def test_a_tied_weight_counts_on_each_stage_that_holds_it() -> None:
     both, other = stages_of("ZBV", 2, tied=True)  # both ends are on the first stage
     apart, same = stages_of("ZBV", 2, tied=False)
     assert apart.parameters - both.parameters == size
+    assert apart.gradients == both.gradients, "each end has its own"
     assert other == same
 
 

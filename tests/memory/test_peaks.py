@@ -172,8 +172,9 @@ def estimated(case: Case, n_stages: int) -> list[int]:
 
 def assert_close(case: Case, found: list[int], peaks: list[int]) -> None:
     """Never more than 5 % too low; above only where that is on the safe side."""
-    above = 0.15 if case.model in ("pairs", "tied words") else TOLERANCE
-    above = 0.25 if case.mode == "FThenB" else above
+    above = 0.15 if case.model == "tied words" else TOLERANCE
+    # small layers send large messages, which gloo may let go of before the step ends
+    above = 0.25 if case.mode == "FThenB" or case.model == "pairs" else above
     for stage, (ours, peak) in enumerate(zip(found, peaks, strict=True)):
         assert -TOLERANCE < ours / peak - 1 < above, (case, stage, ours, peak)
 
@@ -205,8 +206,6 @@ ROWS = [
 ]
 """Every pair of two settings; the first rows are slow, the others nightly."""
 
-MISSES = pytest.mark.xfail(reason="casts in a recomputed forward are not counted")
-
 
 @pytest.mark.slow
 @pytest.mark.dist
@@ -215,10 +214,7 @@ MISSES = pytest.mark.xfail(reason="casts in a recomputed forward are not counted
     [
         pytest.param(
             case,
-            marks=[
-                *([pytest.mark.nightly] if i >= 6 else []),
-                *([MISSES] if case[1] == "ZBV" and case[2] and case[3] else []),
-            ],
+            marks=[pytest.mark.nightly] if i >= 6 else [],
             id=f"{case.model}-{case.mode}",
         )
         for i, case in enumerate(ROWS)

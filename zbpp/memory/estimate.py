@@ -54,7 +54,7 @@ class StageEstimate:
     Args:
         parameters: one that layers of the stage share counts once; stages that share
             one hold it each. Replicas that hold them in parts keep one.
-        gradients: of one step.
+        gradients: of one step; each layer has its own for a parameter that it shares.
         optimizer: its state.
         buffers: and what layers keep from their first forward on.
         rollback: copies that post-validation keeps.
@@ -309,12 +309,11 @@ class _Stages:
     def _estimate(self, stage: int, peak: float, fixed: float) -> StageEstimate:
         layers, here, request = self.layers, self.indices(stage), self.request
         n = 1 if request.shard == "none" else request.data_parallel
-        parameters = layers.parameters(here)
         validates = self.schedule.is_post_validated
         steps = [layers.step([i], post_validation=validates) for i in here]
         return StageEstimate(
-            parameters=layers.bytes_of(parameters) // n,
-            gradients=sum(parameters.values()) // n,
+            parameters=layers.bytes_of(layers.parameters(here)) // n,
+            gradients=sum(sum(layers.rows[i].gradients) for i in here) // n,
             optimizer=sum(step.state for step in steps) // n,
             buffers=layers.buffers(here),
             rollback=sum(step.rollback for step in steps) // n,
@@ -363,7 +362,6 @@ def largest_microbatch(
         except (RuntimeError, RequestError):  # a layer does not take this size
             return math.inf
 
-    first = layers.fake.samples
     first = layers.fake.samples
     return {mode: _most(partial(peak, mode), limit, first) for mode in modes}
 

@@ -187,7 +187,7 @@ class Layers:
         """Return the columns for planners.
 
         A parameter of several layers is in the columns of the first one, and a row of
-        ``tied``.
+        ``tied``; each of the layers has a gradient for it.
         """
         n = len(self.rows)
         holders: dict[nn.Parameter, list[int]] = {}
@@ -199,7 +199,7 @@ class Layers:
                 holders.setdefault(p, []).append(i)
                 share = gradient / max(1, sum(gradients.values()))
                 size = self.bytes_of([p])
-                fixed = size + gradient + share * (step.state + step.rollback)
+                fixed = size + share * (step.state + step.rollback)
                 amounts.setdefault(p, (fixed, share * step.peak, float(size)))
         sums = [[0.0, 0.0, 0.0] for _ in range(n)]
         for p, of in holders.items():
@@ -208,7 +208,8 @@ class Layers:
         columns: dict[str, Sequence[float]] = {
             **columns_of_bytes([x.passes for x in self.rows]),
             "m_fixed": [
-                fixed + self.buffers([i]) for i, (fixed, *_) in enumerate(sums)
+                fixed + self.buffers([i]) + sum(self.rows[i].gradients)
+                for i, (fixed, *_) in enumerate(sums)
             ],
             "peak_o": [peak for _, peak, _ in sums],
             "m_r": [0, *messages],

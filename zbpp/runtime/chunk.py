@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from zbpp.runtime.error_notes import note_layer
@@ -97,4 +98,6 @@ class Chunk:
             except Exception as error:
                 note_layer(error, self.title(index), value)
                 raise
+            # else casts of weights that no graph needs stay until the chunk ends
+            torch.clear_autocast_cache()
         return value
