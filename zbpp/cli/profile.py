@@ -1,6 +1,5 @@
 """The ``profile`` command: measure a costs file on the real devices."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +9,7 @@ from cyclopts import Parameter
 
 from zbpp.core import PassKind, write_costs
 from zbpp.planning import Plan
-from zbpp.training.options import Count, Output, RunOptions, Switch
+from zbpp.training.options import Count, Output, RunOptions
 
 __all__ = ["Profile"]
 
@@ -30,8 +29,6 @@ class Profile(RunOptions):
     """Also write the costs of each layer, to plan the split with."""
     rounds: Count = 8
     """Steps, and runs of each layer alone, that count after a warm-up."""
-    json: Switch = False
-    """Print one JSON object instead of the table."""
 
     def run(self, words: Sequence[str]) -> None:
         """Profile, and return when it is done."""
@@ -63,15 +60,13 @@ def _profile(options: Profile, plan: Plan) -> None:
             optimizer=partial(make_optimizer, 0.0),
             autocast=AUTOCAST[options.dtype],
         )
-        costs = measured.with_memory(memory)
+        layers = measured.layers.with_memory_of(memory)
+        costs = replace(measured, layers=layers)
         write_costs(costs.costs(), options.out)
         names = [str(options.out)]
         if options.layers_out is not None:
-            write_costs(costs.layers, options.layers_out)
+            write_costs(layers, options.layers_out)
             names.append(f"{options.layers_out} (per layer)")
-        if options.json:
-            print(json.dumps(costs.as_dict()), flush=True)
-        else:
-            print(costs.table)
-            print("costs in ms and bytes:", ", ".join(names), flush=True)
+        print(costs.table)
+        print("costs in ms and bytes:", ", ".join(names), flush=True)
     pipeline.close()

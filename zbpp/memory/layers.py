@@ -8,6 +8,7 @@ own sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.held.peaks`.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import add
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -25,7 +26,7 @@ from zbpp.core import LayerCosts, RequestError, a_kind
 from zbpp.memory.fakes import FakeModel, fake_model, reading_fakes
 from zbpp.memory.tracking import Tracker, bytes_of
 from zbpp.models.entry import AnyModel, layered_of, model_to_build
-from zbpp.profiling.memory import PassBytes, columns_of_bytes, measure_bytes
+from zbpp.profiling.alone import copied
 from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.microbatches import MicroBatches
@@ -102,15 +103,29 @@ def layer_memory(
 
 
 class _Layer(NamedTuple):
-    """Bytes of one layer."""
+    """Bytes of one layer.
 
-    passes: PassBytes
-    for_good: int
-    """Bytes that stay of the first F."""
+    Args:
+        left: by F until B, without its input and output.
+        left_input: the part of the input that stays until B.
+        left_output: the same of the output.
+        change_b: what B leaves, less what it frees.
+        peak_f, peak_b, peak_w: most inside a pass above what was there before.
+        message: the output.
+        for_good: what stays of the first F.
+        gradients: of each parameter, in order.
+    """
+
+    left: int
+    left_input: int
+    left_output: int
+    change_b: int
+    peak_f: int
+    peak_b: int
+    peak_w: int
     message: int
-    """The output."""
-    gradients: tuple[int, ...]
-    """Of each parameter, in order."""
+    for_good: int = 0
+    gradients: tuple[int, ...] = ()
 
 
 class StepBytes(NamedTuple):
@@ -189,7 +204,7 @@ class Layers:
         A parameter of several layers is in the columns of the first one, and a row of
         ``tied``; each of the layers has a gradient for it.
         """
-        n = len(self.rows)
+        n, rows = len(self.rows), self.rows
         holders: dict[nn.Parameter, list[int]] = {}
         amounts: dict[nn.Parameter, tuple[float, float, float]] = {}
         for i in range(n):
@@ -204,11 +219,19 @@ class Layers:
         sums = [[0.0, 0.0, 0.0] for _ in range(n)]
         for p, of in holders.items():
             sums[of[0]] = [*map(add, sums[of[0]], amounts[p])]
-        messages = [x.message for x in self.rows[:-1]]
+        messages = [x.message for x in rows[:-1]]
+        # a cut shares the memory of its message
+        inputs = [rows[0].left_input]
+        inputs += [max(x.left_output, y.left_input) for x, y in pairwise(rows)]
+        m_b = [max(0, x.left + left) for x, left in zip(rows, inputs, strict=True)]
         columns: dict[str, Sequence[float]] = {
-            **columns_of_bytes([x.passes for x in self.rows]),
+            "m_b": m_b,
+            "m_w": [max(0, m + x.change_b) for m, x in zip(m_b, rows, strict=True)],
+            "peak_f": [x.peak_f for x in rows],
+            "peak_b": [x.peak_b for x in rows],
+            "peak_w": [x.peak_w for x in rows],
             "m_fixed": [
-                fixed + self.buffers([i]) + sum(self.rows[i].gradients)
+                fixed + self.buffers([i]) + sum(rows[i].gradients)
                 for i, (fixed, *_) in enumerate(sums)
             ],
             "peak_o": [peak for _, peak, _ in sums],
@@ -328,21 +351,58 @@ class Layers:
                 targets=None if targets is None else [targets] * n,
             )
         )
-        passes = []
+        left = []
         for m in range(n):
-            measured, sent = measure_bytes(
-                stage, index, m, value, tracker, is_last=is_last
-            )
-            passes.append(measured)
+            row, output = self._measure(stage, index, m, value, tracker)
+            left.append(row.left)
         gradients = tuple(
             0 if p.grad is None else self.bytes_of([p if p.grad.is_sparse else p.grad])
             for p in layer.parameters()
         )
         for p in layer.parameters():
             p.grad = None
-        for_good = max(0, passes[0].left - passes[-1].left)
-        message = sum(bytes_of([t], self.block) for t in sent)
-        return _Layer(passes[-1], for_good, message, gradients), sent
+        for_good = max(0, left[0] - left[-1])
+        return row._replace(for_good=for_good, gradients=gradients), output
+
+    def _measure(
+        self,
+        stage: Stage,
+        index: int,
+        microbatch: int,
+        value: Tensors | None,
+        tracker: Tracker,
+    ) -> tuple[_Layer, Tensors]:
+        """Run F, B and W of a layer once; return what they take, and the output."""
+        base = tracker.restart()
+        with tracker:
+            x = value and copied(value)
+            size_x = tracker.now - base
+            y = stage.forward(index, microbatch, x)
+        peak_f = tracker.most - base
+        output = copied(y)
+        message = sum(bytes_of([t], self.block) for t in output)
+        with_both, x = tracker.now, None
+        with_output, y = tracker.now, ()
+        left_input = size_x - (with_both - with_output)
+        left_output = max(0, message - (with_output - tracker.now))
+        left = tracker.now - base - left_input - left_output
+        base = tracker.restart()
+        dy: Tensors | None = None
+        # no thread of autograd frees tensors of a backward after it has returned
+        with tracker, torch.autograd.set_multithreading_enabled(False):
+            if not stage.has_loss:
+                dy = tuple(torch.zeros_like(t) for t in output if t.requires_grad)
+            dx = stage.backward_input(index, microbatch, dy)
+            peak_b = tracker.most - base
+            del dx, dy
+            # the output is the next layer's input, which has its own B
+            change_b = tracker.now - base + left_output
+            base = tracker.restart()
+            stage.backward_weight(index, microbatch)
+        peak_w = tracker.most - base
+        return _Layer(
+            left, left_input, left_output, change_b, peak_f, peak_b, peak_w, message
+        ), output
 
 
 def trace_layers(
@@ -406,5 +466,5 @@ def _undecided(i: int, layer: nn.Module, error: Exception) -> RequestError:
         f"layer {i} ({a_kind(layer)}) cannot be traced without data: what {error} "
         "gives depends on numbers that are not known before a run; use an operator of "
         "fixed shape (for experts of transformers config._experts_implementation = "
-        "'grouped_mm'), or measure the layer with `zbpp profile`"
+        "'grouped_mm')"
     )

@@ -45,7 +45,6 @@ from zbpp.pipeline.arguments import (
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.pipelines import choose_validation, plan_pipeline
-from zbpp.profiling.memory import is_out_of_memory
 from zbpp.runtime.backward.self_check import check_split
 from zbpp.runtime.driver.agreement import agreement
 from zbpp.runtime.driver.batches import Batches, StepPart, parts_of_step
@@ -66,6 +65,7 @@ from zbpp.runtime.policies import (
     check_count,
 )
 from zbpp.runtime.stage import LossFn
+from zbpp.runtime.support.devices import is_out_of_memory
 from zbpp.runtime.ties.plan import TiePlan, check_ties
 from zbpp.schedules import add_collectives, lower, lower_forward
 from zbpp.tuning.watch import make_watcher

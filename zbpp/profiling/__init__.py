@@ -4,10 +4,8 @@
     steps        passes, gaps of the host and waits for messages in steps; their costs
     links        delay and bandwidth between neighbours, and the sum over the stages
     alone        every layer as a chunk of its own, on what it reads in a step
-    memory       what its passes leave and need, by the allocator of an accelerator
-    points       parts of passes whose layers communicate
     join         what the ranks have found: layers scaled to their chunks
-    profile      the result: costs per layer, a table, JSON
+    profile      the result: costs per layer, and a table
     prediction   the simulated step beside the measured one, at the end of a run
 
 `zbpp.diagnostics` calls them: `measured_costs`, `profile`, `prediction`.

@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 
-from zbpp.profiling.memory import Allocator, PassBytes, copied, measure_bytes
 from zbpp.profiling.stopwatch import Stopwatch
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.driver.build import Settings
@@ -23,9 +22,9 @@ from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.values import Tensors, as_tensors
+from zbpp.runtime.values import Tensors, as_tensors, mapped
 
-__all__ = ["WARM_UP", "LayerTimes", "noted_inputs", "time_layers"]
+__all__ = ["WARM_UP", "LayerTimes", "copied", "noted_inputs", "time_layers"]
 
 WARM_UP = 2
 """Steps, and rounds of the layers, that do not count."""
@@ -42,7 +41,6 @@ class LayerTimes:
         parts: by F and B, what they compute, communicate, compute, ...
         message: the output.
         n_learning: elements of the parameters that are trained.
-        memory: of the passes, by the allocator of an accelerator; None: it has none.
     """
 
     f: float
@@ -52,7 +50,6 @@ class LayerTimes:
     parts: Mapping[str, list[float]]
     message: int
     n_learning: int
-    memory: PassBytes | None
 
 
 @contextmanager
@@ -110,7 +107,6 @@ def time_layers(
         exact_sums=settings.numerics.exact_sums,
     )
     messages: dict[int, int] = {}
-    memory: dict[int, PassBytes] = {}
     with stage.random.restored():
         for i in range(WARM_UP + rounds):
             if i == WARM_UP:
@@ -120,15 +116,6 @@ def time_layers(
                 _time_chunk(single, chunk, inputs[chunk.index], watch, messages)
             if runs_ahead(settings.device):  # a round's time is its own
                 torch.accelerator.synchronize(settings.device)
-        if runs_ahead(settings.device):
-            counter = Allocator(settings.device)
-            _begin(single, stage.batch, inputs.get(0))
-            for chunk in stage.chunks.values():
-                value: Tensors | None = inputs[chunk.index] if chunk.first else None
-                for index in chunk.indices:
-                    memory[index], value = measure_bytes(
-                        single, index, 0, value, counter, is_last=index == last
-                    )
     for _, layer in stage.numbered():
         layer.zero_grad(set_to_none=True)
     return {
@@ -140,7 +127,6 @@ def time_layers(
             parts={kind: watch.parts((kind, index)) for kind in "FB"},
             message=messages[index],
             n_learning=sum(p.numel() for p in layer.parameters() if p.requires_grad),
-            memory=memory.get(index),
         )
         for index, layer in stage.numbered()
     }
@@ -180,3 +166,8 @@ def _time_chunk(
         )
     for index in reversed(chunk.indices):
         watch.time(("W", index), single.backward_weight, index, 0)
+
+
+def copied(tensors: Tensors) -> Tensors:
+    """Copy tensors: a layer may change in place what it reads."""
+    return mapped(tensors, lambda x: x.detach().clone().requires_grad_(x.requires_grad))

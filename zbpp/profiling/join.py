@@ -1,14 +1,21 @@
-"""Make one profile of steps and of layers alone: the layers, scaled to their chunks."""
+"""Make one profile of steps and of layers alone: the layers, scaled to their chunks.
+
+    F of a layer, alone   2.0 | 1.0 | 2.0 | 1.0 | 0.2    computes, communicates, ...
+    F in a step, 6.6      2.2 | 1.0 | 2.2 | 1.0 | 0.2    its parts
+
+In a step a pass takes longer than alone for what the host does beside it, or for layers
+that are recomputed, and shorter by the cut of the graph. All that computes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise
 from statistics import fmean
 
-from zbpp.core import LayerCosts
+from zbpp.core import Lane, LayerCosts, Parts
+from zbpp.core.costs.parts import PartTimes, merged
 from zbpp.profiling.alone import LayerTimes
 from zbpp.profiling.links import link_list
-from zbpp.profiling.points import layer_parts
 from zbpp.profiling.profile import Profile
 from zbpp.profiling.steps import StepTimes
 
@@ -81,13 +88,13 @@ def join(
         delay=link_list(links, placement.n_stages, "alpha"),
         reduction=times.wires.reduction,
         validation=max(times.validation),
-        parts=layer_parts([x.parts for x in rows], columns, loss),
+        parts=_parts(rows, columns, loss),
     )
-    return Profile(costs, times, rows, tuple(split), device)
+    return Profile(costs, times, tuple(split), device)
 
 
 def _dealt(whole: float, each: Sequence[float]) -> list[float]:
-    """Deal the time of a chunk to its layers as they have taken it alone."""
+    """Deal a time as some others are; alike if there is nothing to go by."""
     total = sum(each)
     return [whole * x / total if total > 0 else whole / len(each) for x in each]
 
@@ -104,3 +111,38 @@ def _optimizer(
         for i, share in zip(layers, shares, strict=True):
             costs[i] = share
     return tuple(costs)
+
+
+def _parts(
+    rows: Sequence[LayerTimes], times: Mapping[str, Sequence[float]], loss: float
+) -> tuple[Parts, ...] | None:
+    """Parts of all layers; None if none of them communicates.
+
+    Args:
+        rows: times alone, with the loss at the end of the last F.
+        times: of ``f``, ``b`` and ``w`` of each layer in a step.
+        loss: time of the loss, on top of the last F.
+    """
+    if all(len(lengths) == 1 for x in rows for lengths in x.parts.values()):
+        return None
+    losses = [0.0] * (len(rows) - 1) + [loss]
+    each = zip(rows, times["f"], times["b"], times["w"], losses, strict=True)
+    return tuple(
+        Parts(
+            _fitted(x.parts["F"], f, at_end),
+            _fitted(x.parts["B"], b),
+            ((Lane.COMPUTE, w),),
+        )
+        for x, f, b, w, at_end in each
+    )
+
+
+def _fitted(lengths: Sequence[float], time: float, loss: float = 0.0) -> PartTimes:
+    """Scale what computes so that a pass takes a time, with its loss taken off."""
+    fitted = list(lengths)
+    if len(fitted) % 2:
+        fitted[-1] = max(0.0, fitted[-1] - loss)
+    on_network = min(sum(fitted[1::2]), time)
+    fitted[1::2] = _dealt(on_network, fitted[1::2])
+    fitted[::2] = _dealt(time - on_network, fitted[::2])
+    return merged(zip(cycle((Lane.COMPUTE, Lane.NETWORK)), fitted, strict=False))

@@ -1,7 +1,7 @@
 """The simulated step beside the measured one: what a plan promised, and what came."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -45,10 +45,6 @@ class Prediction:
         if self.bubble_measured is not None:
             line += f", {self.bubble_measured:.1%} measured"
         return line
-
-    def as_dict(self) -> dict[str, object]:
-        """The figures, for JSON."""
-        return asdict(self)
 
 
 def predict(

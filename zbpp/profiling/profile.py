@@ -1,15 +1,13 @@
 """The result of a profile: costs per layer, per chunk, and how sure they are."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import quantiles
 from typing import Any, NamedTuple
 
 from zbpp.core import Costs, Lane, LayerCosts, PassKind, Placement
-from zbpp.profiling.alone import LayerTimes
 from zbpp.profiling.links import FASTEST
-from zbpp.profiling.memory import columns_of_bytes
 from zbpp.profiling.steps import StepTimes
 from zbpp.profiling.stopwatch import robust_mean
 
@@ -45,14 +43,12 @@ class Profile:
         layers: costs of each layer, scaled so that those of a chunk and an overhead of
             each pass add up to its own; with parts where they name their communication.
         steps: times of the steps that were taken.
-        alone: times and bytes of each layer alone.
         split: layers of the chunks.
         device: kind of the devices.
     """
 
     layers: LayerCosts
     steps: StepTimes
-    alone: Sequence[LayerTimes]
     split: tuple[int, ...]
     device: str
 
@@ -61,45 +57,26 @@ class Profile:
         """Chunks and stages of the measured pipeline."""
         return self.steps.last.placement
 
-    @property
-    def memory(self) -> Mapping[str, tuple[float, ...]] | None:
-        """Columns of the layers' memory, as an accelerator has counted; else None."""
-        measured = [x.memory for x in self.alone if x.memory is not None]
-        return columns_of_bytes(measured) if measured else None
-
     def costs(
         self,
         placement: Placement | None = None,
         split: Sequence[int] | None = None,
-        *,
-        recompute: Collection[int] = (),
     ) -> Costs:
         """Costs to plan with.
 
         Args:
             placement: None: as measured.
             split: layers of each chunk; None: as measured.
-            recompute: layers that are recomputed.
 
         Raises:
             RequestError: the split does not fit the placement.
         """
         placement = placement or self.placement
-        costs = self.layers.on(placement, split or self.split, recompute=recompute)
+        costs = self.layers.on(placement, split or self.split)
         splits = self.steps.splits
         if not all(splits) and placement == self.placement:
             costs = replace(costs, splits=splits)
         return costs
-
-    def with_memory(self, estimated: LayerCosts) -> "Profile":
-        """Add the memory of the layers: as measured, the rest of it as estimated.
-
-        Args:
-            estimated: by `zbpp.memory.layer_memory`.
-        """
-        measured: Mapping[str, Any] = self.memory or {}
-        layers = self.layers.with_memory_of(replace(estimated, **measured))
-        return replace(self, layers=layers)
 
     def chunks(self) -> list[dict[str, Any]]:
         """First and last layer of each chunk, and the times of its passes in steps."""
@@ -111,26 +88,6 @@ class Profile:
             }
             for c, (first, end) in enumerate(pairwise(ends))
         ]
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
-        return {
-            "unit": {"time": "ms", "memory": "bytes"},
-            "device": self.device,
-            "placement": list(self.placement.stage_of),
-            "split": list(self.split),
-            "chunks": [
-                {**x, "times": {k: t._asdict() for k, t in x["times"].items()}}
-                for x in self.chunks()
-            ],
-            "optimizer": list(self.steps.optimizer),
-            "validation": list(self.steps.validation),
-            "links": [
-                {"stages": list(pair), "delay": link.alpha, "bandwidth": link.bandwidth}
-                for pair, link in sorted(self.steps.wires.links.items())
-            ],
-            "layers": asdict(self.layers),
-        }
 
     @property
     def table(self) -> str:

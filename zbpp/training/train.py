@@ -13,6 +13,7 @@ import time
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
@@ -28,9 +29,8 @@ from zbpp.core import RequestError, WorkerError
 from zbpp.models.configs import read_config
 from zbpp.pipeline import Pipeline
 from zbpp.planning import Plan
-from zbpp.profiling.memory import peak_held
 from zbpp.runtime.optim.decision import StepResult
-from zbpp.runtime.support.devices import asked_device
+from zbpp.runtime.support.devices import asked_device, runs_ahead
 from zbpp.simulator import bubble_rate, simulate, write_trace
 from zbpp.training.llama import VOCABULARY
 from zbpp.training.options import HF, TrainOptions
@@ -240,7 +240,7 @@ def _conclude(
         mode=pipeline.schedule.name,
         n_stages=pipeline.schedule.n_stages,
         n_microbatches=pipeline.n_microbatches,
-        prediction=prediction and prediction.as_dict(),
+        prediction=prediction and asdict(prediction),
         tokens_per_s=log.speed(),
         **log.counts,
     )
@@ -344,7 +344,7 @@ class _Log:
             f"step: {step:2}",
             f"loss: {result.loss:7.4f}",
             f"grad_norm: {result.grad_norm:7.4f}",
-            f"memory: {(peak_held(self._device) or 0) / 2**30:5.2f}GiB",
+            f"memory: {_peak_bytes(self._device) / 2**30:5.2f}GiB",
             f"tps: {self.speed(_LOG_EVERY):,.0f}",
             f"bubble: {self._bubble:.1%} (simulated)",
             f"rolled back: {self.counts['rollbacks']}",
@@ -366,3 +366,15 @@ class _Log:
                 values[name] = None
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
+
+
+def _peak_bytes(device: torch.device) -> float:
+    """Largest memory so far: torch's on an accelerator, else that of the process."""
+    if runs_ahead(device):
+        return torch.accelerator.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return math.nan
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -1,7 +1,7 @@
 """Costs of a model's layers before its first step: measured times, and memory.
 
     model --> pipeline, one chunk a stage, even split --profile--> times, messages
-          --> fake tensors --layer_memory--> bytes; on accelerators passes are measured
+          --> fake tensors --layer_memory--> bytes
 
 The pipeline trains some steps and is closed again. Layers that exist then have their
 parameters and buffers back, on the devices where they were, and random generators are
@@ -66,7 +66,7 @@ def measure_layers(
     with _values_restored([layer for _, layer in pipeline.stages.layers()]):
         measured = profile(pipeline, *example)
     pipeline.close()
-    costs = measured.with_memory(estimate((as_value(inputs), targets))).layers
+    costs = measured.layers.with_memory_of(estimate((as_value(inputs), targets)))
     if not overlaps or CollectiveKind.UNSHARD in kinds:
         costs = replace(costs, parts=None)
     for layer, home in homes:

@@ -21,12 +21,15 @@ __all__ = [
     "check_kind",
     "device_name",
     "is_missing",
+    "is_out_of_memory",
     "own_device",
     "runs_ahead",
 ]
 
 _HAVE_NO_STREAMS = ("cpu", "meta", "mps")
 """Torch makes no streams for Metal, so it is run as a CPU is: by plain copies."""
+
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 
 def built_for() -> str | None:
@@ -53,6 +56,14 @@ def runs_ahead(device: torch.device) -> bool:
 def is_missing(device: torch.device) -> bool:
     """True for an accelerator that torch does not find."""
     return device.type not in _HAVE_NO_STREAMS and device.type != accelerator()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what torch's and Python's allocators raise when memory runs out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(x in text for x in _OUT_OF_MEMORY)
 
 
 def device_name(device: torch.device) -> str:
