@@ -11,7 +11,6 @@ from torch import nn
 import zbpp
 from zbpp import diagnostics
 from zbpp.core import LayerCosts
-from zbpp.models import layered_of
 
 mse = nn.functional.mse_loss
 X, Y = torch.ones(8, 4), torch.zeros(8, 4)
@@ -120,7 +119,6 @@ SETTINGS = [
     ({"weigh": "words"}, "weigh is 'words'; choose one of"),
 ]
 MODELS = [
-    (lambda: layered_of(layers(), 5), "n_layers is 5, but the model has 4"),
     (lambda: planned(split=[1, 2]), r"split \[1, 2\] must"),
     (lambda: planned(split=[5, -1]), r"\[5, -1\]"),
     (lambda: planned(split="equal"), "split 'equal' is not known; choose"),
@@ -158,7 +156,7 @@ MODELS = [
     ),
     (lambda: lambda indices: layers(len(indices)), "a builder needs n_layers"),
     (
-        lambda: layered_of(lambda indices: layers(1), 4),
+        lambda: zbpp.layers_from(lambda indices: layers(1), n_layers=4),
         "the builder made 1 layers for range",
     ),
     (

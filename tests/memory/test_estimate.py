@@ -98,7 +98,8 @@ def test_a_builder_allocates_nothing_and_any_size_of_micro_batches_is_traced() -
         return [nn.Linear(wide, wide, bias=False) for _ in indices]  # 64 TiB each
 
     x = torch.empty(1, wide)
-    costs = layer_memory(build, (x, x), mse_loss, n_layers=100, microbatch_size=3)
+    model = zbpp.layers_from(build, n_layers=100)
+    costs = layer_memory(model, (x, x), mse_loss, microbatch_size=3)
     assert costs.of("m_b")[50] == 3 * 4 * wide
     placement = Placement((0, 1))
     assert costs.on(placement, [50, 50]).on(placement).fixed[0] > 250 * 2**46

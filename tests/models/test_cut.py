@@ -211,21 +211,6 @@ def test_a_module_is_cut_to_the_bit_under_the_names_of_the_model(
     assert names == model.state_dict().keys()
 
 
-def test_dropout_differs_between_training_and_evaluation() -> None:
-    layered = cut(Dropping(), PATH, example=IDS)
-    assert not torch.equal(run(layered), run(layered))
-    evaluated = [run(layered, training=False) for _ in range(2)]
-    assert torch.equal(*evaluated)
-
-
-def test_what_every_block_reads_travels_with_its_gradient() -> None:
-    layers = cut(Encoder(), PATH, example=IDS).build(range(6))
-    value = layers[0](IDS)
-    travels = [x for x in layers[1](value).values() if x.requires_grad]
-    assert len(travels) == 2, "the hidden state and the bias"
-    assert any(x is y for x in travels for y in value.values())
-
-
 @pytest.mark.parametrize("mode", ["ZBH1", "ZBV"])
 def test_a_pipeline_of_a_skip_trains_as_the_plain_model(mode: str) -> None:
     model = Skip()
@@ -320,7 +305,7 @@ def test_sequentials_keep_their_own_names_and_lists_get_some() -> None:
     assert layered_of(layers).own_name(1, "weight") == "layers.1.weight"
     layers[1].weight = layers[0].weight
     assert layered_of(layers).ties == (((0, "weight"), (1, "weight")),)
-    built = layered_of(lambda indices: [layers[i] for i in indices], 2)
+    built = zbpp.layers_from(lambda indices: [layers[i] for i in indices], n_layers=2)
     assert built.n_layers == 2
     assert layered_of(built) is built
 

@@ -7,7 +7,7 @@ one device. The meta device would choose others, for attention and under autocas
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from zbpp.core import RequestError
-from zbpp.runtime.partition import Model, count_layers
+from zbpp.models import Layered
 from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.devices import is_missing
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
@@ -149,26 +149,15 @@ def reading_fakes() -> Iterator[None]:
 
 
 def fake_model(
-    model: Model,
-    inputs: Any,
-    targets: Any,
-    *,
-    n_layers: int | None = None,
-    device: torch.device,
+    layered: Layered, inputs: Any, targets: Any, *, device: torch.device
 ) -> FakeModel:
     """Copy a model and a micro-batch without their data; they stay as they are.
 
     A builder is called for all layers at once, and makes none of its weights.
-
-    Raises:
-        RequestError: there are no layers to take.
     """
     check_device(device)
-    n_layers = count_layers(model, n_layers)
-    if not isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
-        with building(), torch.device(device):
-            model = model(range(n_layers))
-    layers = nn.ModuleList(model)
+    with building(), torch.device(device):
+        layers = nn.ModuleList(layered.build(range(layered.n_layers)))
     copies = _Copies(device)
     with copies, _looking_at_addresses():
         layers = copy.deepcopy(layers, groups_kept(layers))

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zbpp.core import LayerCosts, RequestError, a_kind
 from zbpp.memory.fakes import FakeModel, fake_model, reading_fakes
 from zbpp.memory.tracking import Tracker, bytes_of
-from zbpp.models.entry import AnyModel, layered_of, model_to_build
+from zbpp.models.entry import AnyModel, layered_of
 from zbpp.profiling.alone import copied
 from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.layer_random import LayerRandom
@@ -52,8 +52,6 @@ _N_MICROBATCHES = 3
 class Tracing(TypedDict, total=False):
     """The way in which the layers of a model run; as in `zbpp.Pipeline`."""
 
-    n_layers: int | None
-    """Of a builder."""
     microbatch_size: int | None
     """Samples of a micro-batch, if not those of the batch."""
     device: torch.device | str
@@ -411,23 +409,21 @@ def trace_layers(
     loss_fn: LossFn | None = None,
     *,
     optimizer: MakeOptimizer | None = adamw,
-    n_layers: int | None = None,
     microbatch_size: int | None = None,
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     exact_sums: bool = True,
 ) -> Layers:
     """Trace the layers of a model on fake tensors; `layer_memory` explains the rest."""
-    layered = layered_of(model, n_layers)
+    layered = layered_of(model)
     if layered.cut_batch is not None and not isinstance(batch, tuple):
         batch = layered.cut_batch(batch)
     inputs, targets = batch
     loss_fn = loss_fn or layered.loss_fn
     fake = fake_model(
-        model_to_build(model, layered),
+        layered,
         inputs,
         None if loss_fn is None else targets,
-        n_layers=layered.n_layers,
         device=torch.device(device),
     ).of_size(microbatch_size)
     return Layers(fake, optimizer, layered.own_name, loss_fn, autocast, exact_sums)

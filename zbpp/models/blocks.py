@@ -7,7 +7,7 @@ from torch import nn
 
 from zbpp.core import RequestError
 
-__all__ = ["BlockList", "find_blocks", "is_under", "modules_above"]
+__all__ = ["BlockList", "find_blocks", "is_under", "modules_above", "outer_lists"]
 
 BlockList = nn.ModuleList | nn.Sequential | nn.ModuleDict
 
@@ -32,7 +32,7 @@ def find_blocks(model: nn.Module, path: str | None) -> tuple[str, dict[str, nn.M
             return path, dict(blocks.named_children())
         kind = "nothing" if blocks is None else f"a {type(blocks).__name__}"
         raise RequestError(f"{path} is {kind} in a {_lists_text(model)}")
-    lists = _outer_lists(model)
+    lists = outer_lists(model)
     config: Any = getattr(model, "config", None)
     if len(lists) > 1 and getattr(config, "is_encoder_decoder", False):
         lists = {name: x for name, x in lists.items() if "decoder" in name}
@@ -50,7 +50,7 @@ def is_under(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def _outer_lists(model: nn.Module) -> dict[str, BlockList]:
+def outer_lists(model: nn.Module) -> dict[str, BlockList]:
     """Lists of several modules that are in no other list."""
     lists: dict[str, BlockList] = {}
     for name, module in model.named_modules():
@@ -73,7 +73,7 @@ def _is_list(module: Any) -> TypeGuard[BlockList]:
 
 
 def _lists_text(model: nn.Module) -> str:
-    lists = [f"{name!r} ({len(x)})" for name, x in _outer_lists(model).items()]
+    lists = [f"{name!r} ({len(x)})" for name, x in outer_lists(model).items()]
     return (
         f"{type(model).__name__}, as in zbpp.cut(model, 'encoder.layers'); it has the "
         f"lists {', '.join(lists[:8]) or 'none'}"

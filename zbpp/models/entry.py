@@ -9,62 +9,73 @@ from typing import Any
 from torch import nn
 
 from zbpp.core import RequestError, a_kind
-from zbpp.models.blocks import find_blocks
+from zbpp.models.blocks import find_blocks, outer_lists
 from zbpp.models.exported import cut_by_export
 from zbpp.models.hugging_face import base_of, initialiser_of, is_peft, is_pretrained
 from zbpp.models.layered import Layered, Tie, of_layers
 from zbpp.models.pretrained import cut_pretrained, takes_embeddings
 from zbpp.models.weights import Source, Weights, is_on_meta
-from zbpp.runtime.partition import Model, check_layers, count_layers
+from zbpp.runtime.partition import check_layers
 from zbpp.runtime.support.fsdp import units_in
 
-__all__ = ["AnyModel", "cut", "layered_of", "layers_from", "model_to_build"]
+__all__ = ["AnyModel", "cut", "layered_of", "layers_from"]
 
 _log = logging.getLogger("zbpp")
 
-AnyModel = (
-    Layered | nn.Module | Sequence[nn.Module] | Callable[[range], Sequence[nn.Module]]
-)
+AnyModel = Layered | nn.Module | Sequence[nn.Module]
 """A model as `zbpp.Pipeline` takes it."""
 
 
-def layered_of(model: AnyModel, n_layers: int | None = None) -> Layered:
+def layered_of(model: AnyModel) -> Layered:
     """Take a model as layers.
 
     Args:
-        model: an `nn.Sequential`, a list of layers, a builder that is called with a
-            range of layer indices, a model of transformers, or what `cut` returns.
-        n_layers: their number, if the model is a builder.
+        model: an `nn.Sequential`, a list of layers, a model of transformers, or what
+            `cut` and `layers_from` return.
 
     Raises:
         RequestError: the model cannot be cut into layers.
     """
     if isinstance(model, Layered):
-        if n_layers not in (None, model.n_layers):
-            raise RequestError(
-                f"n_layers is {n_layers}, but the model has {model.n_layers} layers"
-            )
         return model
     if isinstance(model, nn.Module):
         _look_for_compiled(model)
         if is_peft(model):
             prefix, base = base_of(model)
-            return _below(prefix, layered_of(base, n_layers))
+            return _below(prefix, layered_of(base))
         if is_pretrained(model):
-            return layered_of(cut(model), n_layers)
-    n = count_layers(model, n_layers)
-    if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
-        layers = list(model)
-        check_layers(enumerate(layers))
-        names = [f"layers.{index}" for index in range(n)]
-        if isinstance(model, nn.Module):
-            names = list(model._modules)
-        return of_layers(
-            layers,
-            lambda layer, name: f"{names[layer]}.{name}",
-            parts=dict(zip(names, layers, strict=True)),
+            return cut(model)
+    if not isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
+        raise _refusal(model)
+    layers = list(model)
+    check_layers(enumerate(layers))
+    names = [f"layers.{index}" for index in range(len(layers))]
+    if isinstance(model, nn.Module):
+        names = list(model._modules)
+    return of_layers(
+        layers,
+        lambda layer, name: f"{names[layer]}.{name}",
+        parts=dict(zip(names, layers, strict=True)),
+    )
+
+
+def _refusal(model: object) -> RequestError:
+    """Say how what is no list of layers becomes one."""
+    way = ""
+    if isinstance(model, nn.Module):
+        if lists := outer_lists(model):
+            path = max(lists, key=lambda name: len(lists[name]))
+            way = f"cut it at its blocks, zbpp.cut(model, {path!r}, example=batch), or "
+    elif callable(model):
+        return RequestError(
+            "a model given as a builder needs n_layers: zbpp.layers_from(build, "
+            "n_layers=...)"
         )
-    return Layered(n, model)
+    return RequestError(
+        f"{a_kind(model)} cannot be cut into layers; {way}give an nn.Sequential, a "
+        "list of layers, or a function that builds the layers of a range of indices, "
+        "in zbpp.layers_from(build, n_layers=...)"
+    )
 
 
 def layers_from(
@@ -93,13 +104,6 @@ def layers_from(
         )
     places = tuple(tuple((layer, name) for layer, name in tie) for tie in ties)
     return Layered(n_layers, build, ties=places)
-
-
-def model_to_build(model: AnyModel, layered: Layered) -> Model:
-    """Return what stages are built of: the user's own layers, if they are given."""
-    if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
-        return model
-    return layered.build
 
 
 def _below(prefix: str, layered: Layered) -> Layered:

@@ -11,7 +11,7 @@ from zbpp.core import Schedule
 from zbpp.core.sharding import reduces_every
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
-from zbpp.models.entry import AnyModel, model_to_build
+from zbpp.models.entry import AnyModel
 from zbpp.pipeline.arguments import Processes, device_of, join, loss_of
 from zbpp.pipeline.pipeline import Pipeline
 from zbpp.planning import Plan, PlanRequest
@@ -117,11 +117,10 @@ def plan_model(
         )
         estimate = partial(
             layer_memory,
-            model_to_build(model, layered),
+            layered,
             loss_fn=loss_fn,
             device=device,
             optimizer=optimizer,
-            n_layers=layered.n_layers,
             post_validation=step.post_validation is not False,
             autocast=numerics.autocast,
             exact_sums=numerics.exact_sums,

@@ -7,12 +7,7 @@ from torch import nn
 from zbpp.core import RequestError, a_kind
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 
-__all__ = ["Model", "build_chunks", "check_layers", "count_layers", "partition_layers"]
-
-Model = nn.Sequential | Sequence[nn.Module] | Callable[[range], Sequence[nn.Module]]
-"""Layers, or a builder that makes the layers of a range of global indices."""
-
-_LAYERS = (nn.Sequential, nn.ModuleList, Sequence)
+__all__ = ["build_chunks", "check_layers", "partition_layers"]
 
 
 def partition_layers(
@@ -48,32 +43,6 @@ def partition_layers(
     return tuple(ranges)
 
 
-def count_layers(model: Model, n_layers: int | None) -> int:
-    """Count the layers of a model.
-
-    Raises:
-        RequestError: the model is a single module, or a builder without ``n_layers``.
-    """
-    if isinstance(model, _LAYERS):
-        if n_layers is not None and n_layers != len(model):
-            raise RequestError(
-                f"n_layers is {n_layers}, but the model has {len(model)} layers"
-            )
-        return len(model)
-    if isinstance(model, nn.Module) or not callable(model):
-        raise RequestError(
-            f"{a_kind(model)} cannot be cut into layers; {_way(model)}give an "
-            "nn.Sequential, a list of layers, or a function that builds the layers of "
-            "a range of indices, in zbpp.layers_from(build, n_layers=...)"
-        )
-    if n_layers is None:
-        raise RequestError(
-            "a model given as a builder needs n_layers: zbpp.layers_from(build, "
-            "n_layers=...)"
-        )
-    return n_layers
-
-
 def build_chunks(
     build: Callable[[range], Sequence[nn.Module]],
     ranges: Sequence[range],
@@ -97,21 +66,6 @@ def build_chunks(
         )
         for i in held
     ]
-
-
-def _way(model: object) -> str:
-    """Name the cut at the longest list of blocks in a module; empty if it has none."""
-    if not isinstance(model, nn.Module):
-        return ""
-    lists = {
-        name: len(held)
-        for name, held in model.named_modules()
-        if name and isinstance(held, nn.ModuleList | nn.Sequential) and len(held) > 1
-    }
-    if not lists:
-        return ""
-    longest = max(lists, key=lambda name: lists[name])
-    return f"cut it at its blocks, zbpp.cut(model, {longest!r}, example=batch), or "
 
 
 def check_layers(layers: Iterable[tuple[int, object]]) -> None:

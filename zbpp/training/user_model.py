@@ -108,12 +108,13 @@ def load_model(
 def _of_layers(
     name: str | None, model: Any, batch: Any, loss_fn: Any = None
 ) -> UserModel:
-    from zbpp.models.entry import layered_of
+    from zbpp.models import layered_of, layers_from
 
-    is_builder = isinstance(model, tuple) and isinstance(model[-1], int)
-    model, n_layers = model if is_builder else (model, None)
+    if isinstance(model, tuple) and isinstance(model[-1], int):
+        build, n_layers = model
+        model = layers_from(build, n_layers=n_layers)
     try:
-        layered = layered_of(model, n_layers)
+        layered = layered_of(model)
     except RequestError as error:
         raise RequestError(f"--model {name}: {error}") from error
     if layered.cut_batch is not None and not isinstance(batch, tuple):
