@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.torch_internals import inner_tensors
 
 __all__ = ["Tracker", "bytes_of", "storages_of"]
@@ -19,19 +18,11 @@ _ANSWER = torch.ops.aten._local_scalar_dense.default
 _SHRUNK = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
 """Kernels that shrink their result to a scalar, and leave its memory as it was."""
 
-_REORDERING = {
-    torch.ops.aten.convolution.default: 1,
-    torch.ops.aten.convolution_backward.default: 2,
-}
-"""Kernels of CPUs that copy what they read to a layout of their own, and how many of
-their first arguments; the next one is the weight. A product of points copies none."""
-
 
 class Tracker(TorchDispatchMode):
     """While it is entered, new storages are counted until they are freed.
 
-    Temporaries inside a kernel are not seen, but for the copies of convolutions on
-    CPUs.
+    Temporaries inside a kernel are not seen.
 
     Args:
         block: every storage takes a multiple of so many bytes; 512 on GPUs.
@@ -60,11 +51,6 @@ class Tracker(TorchDispatchMode):
                 self._note(item, bytes_of(args[:1]) if func in _SHRUNK else 0)
         if func in _SHRUNK:  # it copies the summands
             self.most = max(self.most, self.now + bytes_of(args[:1], self._block))
-        if func in _REORDERING and not runs_ahead(args[0].device):
-            n = _REORDERING[func]
-            if max(args[n].shape[2:], default=1) > 1:
-                copies = sum(bytes_of([x], self._block) for x in args[:n])
-                self.most = max(self.most, self.now + copies)
         return result
 
     def restart(self) -> int:
