@@ -17,7 +17,7 @@ from rich.console import Console
 from zbpp.bench.ours import Jobs
 from zbpp.bench.setting import Setting
 from zbpp.core import RequestError, format_bytes
-from zbpp.profiling.profile import spread
+from zbpp.profiling.means import spread
 from zbpp.runtime.support.devices import device_name, runs_ahead
 from zbpp.simulator import Table, write_page, write_trace
 

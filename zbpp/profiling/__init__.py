@@ -1,6 +1,6 @@
 """Times of layers and steps on the real devices, which plans and predictions need.
 
-    stopwatch    one clock for CPUs and GPUs; robust means
+    means        means and quartiles of times
     steps        passes, gaps of the host and waits for messages in steps; their costs
     links        delay and bandwidth between neighbours, and the sum over the stages
     alone        every layer as a chunk of its own, on what it reads in a step

@@ -8,17 +8,22 @@ Between layers the graph is cut, as it is between chunks, so B and W of each are
 own. Their times say how a chunk's are dealt to its layers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 
-from zbpp.profiling.stopwatch import Stopwatch
+from zbpp.profiling.means import robust_mean
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.driver.build import Settings
+from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.microbatches import MicroBatches
+from zbpp.runtime.overlap import marked
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
@@ -29,6 +34,9 @@ __all__ = ["WARM_UP", "LayerTimes", "copied", "noted_inputs", "time_layers"]
 WARM_UP = 2
 """Steps, and rounds of the layers, that do not count."""
 _SMALL_GRADIENT = 1e-3
+_MS = 1e3
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,60 @@ class LayerTimes:
     parts: Mapping[str, list[float]]
     message: int
     n_learning: int
+
+
+class _Stopwatch:
+    """Notes when pieces of work run, by name; on GPUs with events, read at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._times = JobTimes(device)
+        self._marks: dict[Hashable, list[tuple[Any, ...]]] = defaultdict(list)
+
+    def time(self, name: Hashable, action: Callable[..., _T], *args: Any) -> _T:
+        """Call something, and note its time."""
+        start = self._times.now()
+        result = action(*args)
+        self._marks[name].append((start, self._times.now()))
+        return result
+
+    def time_pass(
+        self, name: Hashable, action: Callable[..., _T], *args: Any, is_forward: bool
+    ) -> _T:
+        """Call an F or a B; note also when it communicates, see `parts`."""
+        now = self._times.now
+        start = now()
+        with marked(now, is_forward=is_forward) as points:
+            result = action(*args)
+        self._marks[name].append((start, *points, now()))
+        return result
+
+    def forget(self) -> None:
+        """Count nothing of what has been timed so far: it was the warm-up."""
+        self._marks.clear()
+
+    def mean(self, name: Hashable) -> float:
+        """Robust mean of the times of one piece of work, in ms."""
+        return robust_mean([_ms(marks[0], marks[-1]) for marks in self._marks[name]])
+
+    def parts(self, name: Hashable) -> list[float]:
+        """Mean times, in ms, of what a pass computes, communicates, computes, ...
+
+        One alone where it communicates nothing, or not equally often in all calls.
+        """
+        calls = self._marks[name]
+        if len(set(map(len, calls))) != 1:
+            return [self.mean(name)]
+        columns = zip(*calls, strict=True)
+        return [
+            robust_mean([*map(_ms, starts, ends)]) for starts, ends in pairwise(columns)
+        ]
+
+
+def _ms(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return _MS * (float(end) - start)
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 @contextmanager
@@ -93,7 +155,7 @@ def time_layers(
         n_layers: of the whole model.
         rounds: that count.
     """
-    watch, last = Stopwatch(settings.device), n_layers - 1
+    watch, last = _Stopwatch(settings.device), n_layers - 1
     single = Stage(
         [
             Chunk(index, index, (layer,), calls={index: chunk.call(index)})
@@ -145,7 +207,7 @@ def _time_chunk(
     single: Stage,
     chunk: Chunk,
     inputs: Tensors,
-    watch: Stopwatch,
+    watch: _Stopwatch,
     messages: dict[int, int],
 ) -> None:
     """Time F of each layer, B from the last one on, then W."""

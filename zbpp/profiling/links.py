@@ -25,7 +25,7 @@ from statistics import median
 import torch
 
 from zbpp.core import Link, Placement, RequestError, TiedGradient, fit_link
-from zbpp.profiling.stopwatch import robust_mean
+from zbpp.profiling.means import robust_mean
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.devices import runs_ahead
 

@@ -3,36 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from statistics import quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbpp.core import Costs, Lane, LayerCosts, PassKind, Placement
 from zbpp.profiling.links import FASTEST
+from zbpp.profiling.means import spread
 from zbpp.profiling.steps import StepTimes
-from zbpp.profiling.stopwatch import robust_mean
 
-__all__ = ["Profile", "Spread", "spread"]
-
-
-class Spread(NamedTuple):
-    """Quartiles of some times, and the mean that costs are made of, in ms."""
-
-    low: float
-    median: float
-    high: float
-    mean: float
-
-
-def spread(times: Sequence[float]) -> Spread:
-    """Quartiles and `robust_mean` of times; there must be one.
-
-    >>> spread([1.0, 2.0, 3.0, 4.0, 100.0])
-    Spread(low=2.0, median=3.0, high=4.0, mean=4.8)
-    """
-    low, median, high = quantiles(
-        [*times, *times[: len(times) == 1]], method="inclusive"
-    )
-    return Spread(low, median, high, robust_mean(times))
+__all__ = ["Profile"]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from zbpp.core import (
     passes_in,
 )
 from zbpp.profiling.links import Wires
-from zbpp.profiling.stopwatch import robust_mean
+from zbpp.profiling.means import robust_mean
 
 __all__ = ["StepTimes", "read_steps"]
 
@@ -45,7 +45,7 @@ _SHORTEST = 10  # where nothing is known: a tenth of the gaps
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times in ms; means are those of `zbpp.profiling.stopwatch.robust_mean`.
+    """Times in ms; means are those of `zbpp.profiling.means.robust_mean`.
 
     Args:
         last: the last step.
