@@ -111,8 +111,7 @@ class Request:
 
     n_stages: int
     n_microbatches: int
-    split: Sequence[int] | Callable[[int], Sequence[int]] | None = None
-    """A function takes the number of chunks."""
+    split: Sequence[int] | None = None
     post_validation: bool | None = None
     costs: Costs | None = None
     data_parallel: int = 1
@@ -239,10 +238,11 @@ class _Stages:
             request.post_validation,
             steps=layers.optimizer is not None,
         )
-        n_chunks = schedule.placement.n_chunks
-        split = request.split
-        split = split(n_chunks) if callable(split) else split
-        ranges = partition_layers(len(layers.rows), n_chunks, split or schedule.split)
+        ranges = partition_layers(
+            len(layers.rows),
+            schedule.placement.n_chunks,
+            request.split or schedule.split,
+        )
         validates = schedule.is_post_validated
         n = request.data_parallel
         costs = on_replicas(
