@@ -3,7 +3,7 @@
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,7 +19,6 @@ __all__ = ["Doctor"]
 
 _TESTED = {"python": ("3.11", "3.12", "3.13"), "torch": ("2.13", "2.14", "2.15")}
 """Releases that the tests have passed on; 3.12 without torch."""
-_EXTRA_OF = {"torch": "train", "matplotlib": "viz"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,8 @@ class Doctor:
     def run(self, words: Sequence[str]) -> None:
         """Print one fact a line, or a table of parameters."""
         if self.model is None:
-            print("\n".join(_report_lines()))
+            for name, text in _facts():
+                print(f"{name:14} {text}")
             return
         rows, summary = _examine(self.model, compile=self.compile)
         table = Table("parameter", "shape", "gradient computed in")
@@ -46,26 +46,23 @@ class Doctor:
         print(summary)
 
 
-def _report_lines() -> list[str]:
-    """Describe the installation, one fact a line; works without torch."""
-    lines = [
-        _line("zbpp", _version("zbpp") or "not installed: running from a folder"),
-        _line(
-            "python",
-            f"{platform.python_version()} ({sys.executable}){_tested('python')}",
-        ),
-        _line("system", f"{platform.system()} {platform.machine()}"),
-        _line("CPU cores", f"{_usable_cores()} usable of {os.cpu_count()}"),
-    ]
+def _facts() -> Iterator[tuple[str, str]]:
+    """Describe the installation, a name and a text each; works without torch."""
+    yield "zbpp", _version("zbpp") or "not installed: running from a folder"
+    python = f"{platform.python_version()} ({sys.executable}){_tested('python')}"
+    yield "python", python
+    yield "system", f"{platform.system()} {platform.machine()}"
+    yield "CPU cores", f"{_usable_cores()} usable of {os.cpu_count()}"
     for package in ("numpy", "rich"):
-        lines.append(_line(package, _version(package) or "missing: reinstall zbpp"))
-    lines.append(_line("matplotlib", _version("matplotlib") or _missing("matplotlib")))
-    return lines + _torch_lines()
-
-
-def _torch_lines() -> list[str]:
+        yield package, _version(package) or "missing: reinstall zbpp"
+    yield "matplotlib", _version("matplotlib") or "missing: pip install 'zbpp[viz]'"
     if _version("torch") is None:
-        return [_line("torch", _missing("torch"))]
+        yield "torch", "missing: pip install 'zbpp[train]'"
+    else:
+        yield from _torch_facts()
+
+
+def _torch_facts() -> Iterator[tuple[str, str]]:
     try:
         import torch
         from torch import distributed
@@ -73,41 +70,35 @@ def _torch_lines() -> list[str]:
         from zbpp.runtime.support.devices import accelerator, built_for
         from zbpp.runtime.support.private_names import missing_names
     except (ImportError, OSError) as error:
-        return [_line("torch", f"{_version('torch')} cannot be loaded: {error}")]
-    lines = [
-        _line(
-            "torch",
-            f"{torch.__version__} ({_build(torch.version)}){_tested('torch')}",
-        ),
-        _line("torch threads", str(torch.get_num_threads())),
-    ]
-    lines.append(_line("split backward", _split()))
-    missing = missing_names()
-    if missing:
+        yield "torch", f"{_version('torch')} cannot be loaded: {error}"
+        return
+    yield "torch", f"{torch.__version__} ({_build(torch.version)}){_tested('torch')}"
+    yield "torch threads", str(torch.get_num_threads())
+    yield "split backward", _split()
+    if missing := missing_names():
         text = f"this torch lacks {', '.join(missing)}; some passes are slower or whole"
-        lines.append(_line("torch internals", text))
+        yield "torch internals", text
     kind = accelerator()
     if kind is None:
         why = f"no {built_for()} device visible"
         none = "none: torch is built for CPUs"
-        lines.append(_line("accelerator", why if built_for() else none))
+        yield "accelerator", why if built_for() else none
     for index in range(torch.accelerator.device_count() if kind else 0):
         about = torch.get_device_module(kind).get_device_properties(index)
-        memory = f"{about.total_memory / 2**30:.1f} GiB"
-        lines.append(_line(f"{kind} {index}", f"{about.name}, {memory}"))
+        yield f"{kind} {index}", f"{about.name}, {about.total_memory / 2**30:.1f} GiB"
     if not distributed.is_available():
-        return [*lines, _line("backends", "none: this torch cannot train distributed")]
+        yield "backends", "none: this torch cannot train distributed"
+        return
     if kind is not None:
         backend = distributed.get_default_backend_for_device(kind)
-        lines.append(_line("accelerator", f"{kind}, its messages by {backend}"))
+        yield "accelerator", f"{kind}, its messages by {backend}"
     names = ["gloo", "nccl", "xccl", *map(str.lower, distributed.Backend._plugins)]
     backends = [name for name in names if distributed.is_backend_available(name)]
-    return [*lines, _line("backends", ", ".join(backends) or "none")]
+    yield "backends", ", ".join(backends) or "none"
 
 
 def _split() -> str:
     """Try to split a backward, and say how it went."""
-    from zbpp.core import RequestError
     from zbpp.runtime.backward.self_check import check_split
 
     try:
@@ -130,14 +121,6 @@ def _build(version: Any) -> str:
         if getattr(version, of, None):
             return f"{name} {getattr(version, of)}"
     return "CPU only"
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:14} {text}"
-
-
-def _missing(package: str) -> str:
-    return f"missing: pip install 'zbpp[{_EXTRA_OF[package]}]'"
 
 
 def _version(package: str) -> str | None:

@@ -3,7 +3,6 @@
 import gc
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -89,8 +88,7 @@ class EstimateCommand(ModelSize, Replicas):
         gc.set_threshold(_OBJECTS)
         check_replicas(self.data_parallel, self.shard)
         limit = self.memory_limit
-        with self._fakes():
-            user = self._model()
+        user = self._model()
         layers = trace_layers(
             user.layered,
             (user.inputs, user.targets),
@@ -121,8 +119,8 @@ class EstimateCommand(ModelSize, Replicas):
             largest = largest_microbatch(layers, request, limit, [*estimate.modes])
         _print(estimate, limit, largest)
 
-    def _fakes(self) -> AbstractContextManager[Any]:
-        """A mode in which the user's function makes tensors without memory."""
+    def _model(self) -> UserModel:
+        """The model and its micro-batch, of tensors without memory."""
         import torch
 
         from zbpp.memory.fakes import building, check_device
@@ -130,16 +128,14 @@ class EstimateCommand(ModelSize, Replicas):
 
         check_kind(self.device, auto=False)
         check_device(torch.device(self.device))
-        return building()
-
-    def _model(self) -> UserModel:
-        return load_model(
-            self.model,
-            size=self.size,
-            seq=self.seq,
-            samples=self.microbatch_size or 2,
-            is_fake=True,
-        )
+        with building():
+            return load_model(
+                self.model,
+                size=self.size,
+                seq=self.seq,
+                samples=self.microbatch_size or 2,
+                is_fake=True,
+            )
 
     def _optimizer(self) -> Any:
         if self.optimizer == "none":

@@ -33,22 +33,15 @@ _RECORD = "_sysconfigdata"
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Training and validation text, both 1-D arrays of bytes; a hash of both."""
+    """Training and validation text, both 1-D arrays of bytes.
 
-    name: str
-    n_files: int
+    ``line`` identifies it in a log, by ``sha256`` among others.
+    """
+
+    line: str
     sha256: str
     training: NDArray[np.uint8]
     validation: NDArray[np.uint8]
-
-    def describe(self) -> str:
-        """One line that identifies the text, for the log."""
-        n_bytes = len(self.training) + len(self.validation)
-        return (
-            f"data: {self.name}: {self.n_files:,} files, {n_bytes:,} bytes "
-            f"({len(self.validation):,} held out), sha256 {self.sha256}, "
-            f"Python {platform.python_version()}"
-        )
 
     def training_batch(self, *, seed: int, step: int, windows: int, seq: int) -> Batch:
         """Windows at random places of the training text, drawn from (seed, step)."""
@@ -95,13 +88,15 @@ def load_corpus(path: Path | None = None, *, seq: int) -> Corpus:
                 f"{name} leaves {len(text)} bytes for {part}; --seq {seq} needs at "
                 f"least {seq + 1}: give more text or a smaller --seq"
             )
-    return Corpus(
-        name=name,
-        n_files=len(texts),
-        sha256=hashlib.sha256(whole).hexdigest(),
-        training=np.frombuffer(training, dtype=np.uint8),
-        validation=np.frombuffer(validation, dtype=np.uint8),
+    sha256 = hashlib.sha256(whole).hexdigest()
+    n_bytes = len(training) + len(validation)
+    line = (
+        f"data: {name}: {len(texts):,} files, {n_bytes:,} bytes "
+        f"({len(validation):,} held out), sha256 {sha256}, "
+        f"Python {platform.python_version()}"
     )
+    parts = (np.frombuffer(text, dtype=np.uint8) for text in (training, validation))
+    return Corpus(line, sha256, *parts)
 
 
 def _is_held_out(file: str) -> bool:

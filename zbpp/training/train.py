@@ -102,7 +102,7 @@ def train(options: TrainOptions, plan: Plan) -> int:
         first = pipeline.n_steps
         log = _Log(pipeline, options, tokens=n_samples * options.seq)
         stack.enter_context(log.messages())
-        log.print(corpus.describe())
+        log.print(corpus.line)
         log.print(_describe(pipeline, options))
         if pipeline.plan.line:
             log.print(pipeline.plan.line)

@@ -14,9 +14,8 @@ model has one of its own. A model that is built by ranges of layers is a pair, b
 and number of layers: ``return (build_range, 80), (tokens, targets), loss_fn``.
 """
 
-import importlib
+import pkgutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,16 +135,13 @@ def _of_layers(
 
 def call_builder(name: str) -> Any:
     """Return what ``module:function`` returns."""
-    path, _, attribute = name.partition(":")
-    if not path or not attribute:
-        raise RequestError(f"--model {name}: write it as module:function; {_WANTED}")
     sys.path.insert(0, "")  # as python -m does
     try:
-        build: Callable[[], Any] = getattr(importlib.import_module(path), attribute)
-    except (ImportError, AttributeError) as error:
+        build = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise RequestError(f"--model {name}: {error}") from error
     finally:
         sys.path.remove("")
-    if not callable(build):
-        raise RequestError(f"--model {name}: {_WANTED}")
+    if ":" not in name or not callable(build):
+        raise RequestError(f"--model {name}: write it as module:function; {_WANTED}")
     return build()
