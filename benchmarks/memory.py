@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import zbpp
 from zbpp.bench.request import BenchOptions, BenchPlan
-from zbpp.bench.setting import Setting, seeded_model, step_batch
+from zbpp.bench.setting import Setting, adamw, seeded_model, step_batch
 from zbpp.bench.torchs import TorchSchedule
 from zbpp.memory import estimate
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
@@ -50,11 +50,6 @@ def four_blocks() -> Any:
 OPTIONS = BenchOptions(
     out=Path(), model="memory:four_blocks", microbatches=MICROBATCHES
 )
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """As `zbpp bench` steps."""
-    return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
 
 def build(contender: str) -> Any:

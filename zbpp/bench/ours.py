@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbpp.bench.request import OURS
-from zbpp.bench.setting import Setting, make_optimizer
+from zbpp.bench.setting import Setting, adamw
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation import emulated_batch, emulated_pipeline
@@ -111,7 +111,7 @@ def _settings(setting: Setting, loss_fn: Any) -> dict[str, Any]:
         "n_microbatches": setting.options.microbatches,
         "device": setting.device,
         "loss_fn": loss_fn or output_is_loss,
-        "optimizer": make_optimizer,
+        "optimizer": adamw,
         "numerics": Numerics(autocast=setting.autocast),
     }
 

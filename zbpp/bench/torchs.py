@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from zbpp.bench.request import TORCH
-from zbpp.bench.setting import Setting, gather, make_optimizer
+from zbpp.bench.setting import Setting, adamw, gather
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.partition import partition_layers
@@ -96,7 +96,7 @@ class TorchSchedule:
         if placement.n_chunks - 1 in chunks:
             self._target = torch.cat(batch.targets).to(device)
         self._parameters = [p for one in chunks.values() for p in one.parameters()]
-        self._optimizer = make_optimizer(self._parameters)
+        self._optimizer = adamw(self._parameters)
         orders = getattr(self._schedule, "pipeline_order", None) or {}
         self.n_jobs = 2 * n_microbatches * len(chunks)
         if order := orders.get(dist.get_rank()):
