@@ -21,10 +21,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import zbpp
 from zbpp.bench.request import BenchOptions, BenchPlan
-from zbpp.bench.setting import Setting, adamw, seeded_model, step_batch
+from zbpp.bench.setting import Setting, seeded_model, step_batch
 from zbpp.bench.torchs import TorchSchedule
 from zbpp.memory import estimate
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
+from zbpp.training.setup import make_optimizer
 
 CONTENDERS = (
     "zbpp:1F1B",
@@ -66,7 +67,7 @@ def build(contender: str) -> Any:
         mode,
         n_microbatches=MICROBATCHES,
         loss_fn=loaded.loss_fn,
-        optimizer=adamw,
+        optimizer=partial(make_optimizer, 1e-5),
         device="cpu",
         step=zbpp.StepPolicy(post_validation=False),
     )
@@ -102,7 +103,7 @@ def estimated(contender: str) -> list[int] | None:
     found = estimate(
         loaded.layered, (loaded.inputs, loaded.targets), loaded.loss_fn,
         n_stages=STAGES, n_microbatches=MICROBATCHES,
-        modes=[mode], optimizer=adamw, post_validation=False,
+        modes=[mode], optimizer=partial(make_optimizer, 1e-5), post_validation=False,
     ).as_json()  # fmt: skip
     return [stage["peak"] for stage in found["modes"][mode]]
 

@@ -5,6 +5,7 @@ Wrong requests are in tests/cli/test_wrong_command_lines.py.
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 
@@ -129,21 +130,17 @@ def test_a_contender_with_another_loss_is_refused_and_not_timed(bench, flags, sa
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    "flags",
     [
-        (
-            "--modes none --peers torch:1F1B --model models:dicts",
-            "torch:1F1B cannot run this model: torch says: ",
-        ),
-        (
-            "--modes none --peers torch:DualPipeV --model models:plain -m 3",
-            "torch:DualPipeV cannot run with 2 stages and 3 ",
-        ),
+        "--modes none --peers torch:1F1B --model models:dicts",
+        "--modes none --peers torch:DualPipeV --model models:plain -m 3",
     ],
 )
-def test_a_contender_that_cannot_run_is_one_line(bench, flags, words):
+def test_a_contender_that_cannot_run_is_one_line(bench, flags):
     _, printed = bench(flags, code=2)
-    assert words in printed and "Traceback" not in printed
+    (name,) = re.findall("torch:[^ ]+", flags)
+    assert f"{name} cannot run: torch says: " in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.nightly

@@ -7,14 +7,15 @@ from typing import Any
 import torch.distributed as dist
 
 from zbpp.bench.request import OURS
-from zbpp.bench.setting import Setting, adamw
+from zbpp.bench.setting import LEARNING_RATE, Setting
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation import emulated_batch, emulated_pipeline
 from zbpp.pipeline import Pipeline, plan_model
-from zbpp.runtime.policies import Numerics, StepPolicy
+from zbpp.runtime.policies import StepPolicy
 from zbpp.simulator import bubble_rate, simulate, steady_step_time
-from zbpp.training.setup import output_is_loss
+from zbpp.training.setup import settings_of
+from zbpp.training.user_model import UserModel
 
 __all__ = ["Jobs", "Ours", "resolved"]
 
@@ -55,7 +56,7 @@ class Ours:
                 schedule,
                 # True: from the first step on
                 step=StepPolicy(post_validation=True if speculates else None),
-                **_settings(setting, loaded.loss_fn),
+                **_settings(setting, loaded),
             )
         order = self.pipeline.schedule.orders[dist.get_rank()]
         self.n_jobs = sum(len(passes_in(job)) for job in order)
@@ -101,18 +102,14 @@ def resolved(setting: Setting, contender: str) -> Schedule:
         loaded.layered,
         contender.removeprefix(OURS),
         example=(setting.batch.inputs, setting.batch.targets),
-        **_settings(setting, loaded.loss_fn),
+        **_settings(setting, loaded),
     ).schedule
 
 
-def _settings(setting: Setting, loss_fn: Any) -> dict[str, Any]:
-    return {
+def _settings(setting: Setting, model: UserModel) -> dict[str, Any]:
+    return settings_of(setting.options, model, LEARNING_RATE) | {
         "n_stages": setting.plan.n_stages,
         "n_microbatches": setting.options.microbatches,
-        "device": setting.device,
-        "loss_fn": loss_fn or output_is_loss,
-        "optimizer": adamw,
-        "numerics": Numerics(autocast=setting.autocast),
     }
 
 

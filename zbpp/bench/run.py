@@ -121,7 +121,8 @@ def difference(
 def _refusals(name: str) -> Iterator[None]:
     """Within this, errors say which contender cannot run.
 
-    What torch raises before and in its first step is what it cannot do with the model.
+    What torch raises before and in its first step is what it cannot do with the model
+    and the sizes.
     """
     try:
         yield
@@ -136,8 +137,8 @@ def _refusals(name: str) -> Iterator[None]:
             raise
         text = (str(error) or repr(error)).splitlines()[0]
         raise RequestError(
-            f"{name} cannot run this model: torch says: {type(error).__name__}: "
-            f"{text}; leave it out of --peers"
+            f"{name} cannot run: torch says: {type(error).__name__}: {text}; leave it "
+            "out of --peers"
         ) from error
 
 

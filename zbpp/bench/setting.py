@@ -1,7 +1,6 @@
 """What all contenders share: options, plan, device, model, the batch of a step."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,17 +8,20 @@ import torch.distributed as dist
 
 from zbpp.bench.request import BenchOptions, BenchPlan
 from zbpp.runtime.support.pytree import tensors_in
-from zbpp.training.setup import AUTOCAST, make_optimizer, model_of
+from zbpp.training.setup import AUTOCAST, model_of
 from zbpp.training.user_model import UserModel
 
 __all__ = [
+    "LEARNING_RATE",
     "Setting",
     "StepBatch",
-    "adamw",
     "gather",
     "seeded_model",
     "step_batch",
 ]
+
+
+LEARNING_RATE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,6 @@ def step_batch(loaded: UserModel, n_microbatches: int) -> StepBatch:
         samples=(len(first) if first.dim() else 1) * n_microbatches,
         tokens=first.numel() * n_microbatches if is_tokens else None,
     )
-
-
-adamw = partial(make_optimizer, 1e-5)
-"""The optimizer of a stage."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from zbpp.bench.request import TORCH
-from zbpp.bench.setting import Setting, adamw, gather
+from zbpp.bench.setting import LEARNING_RATE, Setting, gather
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.devices import runs_ahead
-from zbpp.training.setup import output_is_loss
+from zbpp.training.setup import make_optimizer, output_is_loss
 
 __all__ = ["TorchSchedule"]
 
@@ -78,16 +78,9 @@ class TorchSchedule:
 
         kind: Any = get_schedule_class(name)
         single = issubclass(kind, PipelineScheduleSingle)
-        try:
-            self._schedule = kind(
-                stages[0] if single else stages, n_microbatches, loss_fn=loss
-            )
-        except ValueError as error:
-            raise RequestError(
-                f"{contender} cannot run with {n_stages} stages and "
-                f"{n_microbatches} micro-batches: torch says: {error}; change "
-                "them, or leave it out of --peers"
-            ) from error
+        self._schedule = kind(
+            stages[0] if single else stages, n_microbatches, loss_fn=loss
+        )
         self._args: tuple[Tensor, ...] = ()
         if 0 in chunks:
             columns = zip(*map(_as_tuple, batch.inputs), strict=True)
@@ -96,7 +89,7 @@ class TorchSchedule:
         if placement.n_chunks - 1 in chunks:
             self._target = torch.cat(batch.targets).to(device)
         self._parameters = [p for one in chunks.values() for p in one.parameters()]
-        self._optimizer = adamw(self._parameters)
+        self._optimizer = make_optimizer(LEARNING_RATE, self._parameters)
         orders = getattr(self._schedule, "pipeline_order", None) or {}
         self.n_jobs = 2 * n_microbatches * len(chunks)
         if order := orders.get(dist.get_rank()):

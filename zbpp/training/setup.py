@@ -26,6 +26,7 @@ __all__ = [
     "model_of",
     "output_is_loss",
     "plan_of",
+    "settings_of",
 ]
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,11 +81,7 @@ def build_pipeline(
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
     model = model_of(options)
-    settings: dict[str, Any] = {
-        "loss_fn": model.loss_fn or output_is_loss,
-        "optimizer": partial(make_optimizer, lr),
-        "device": asked_device(options.device),
-        "numerics": Numerics(autocast=AUTOCAST[options.dtype], seed=options.seed),
+    settings = settings_of(options, model, lr) | {
         "step": StepPolicy(
             post_validation=options.enable_optimizer_post_validation,
             loss_scale=LossScaler() if options.dtype == "fp16" else None,
@@ -103,6 +100,16 @@ def build_pipeline(
         )
     pipeline = Pipeline(model.layered, plan, clip_grad_norm=clip_grad_norm, **settings)
     return pipeline, model
+
+
+def settings_of(options: ModelOptions, model: UserModel, lr: float) -> dict[str, Any]:
+    """Arguments of a pipeline that follow from the model and how it computes."""
+    return {
+        "loss_fn": model.loss_fn or output_is_loss,
+        "optimizer": partial(make_optimizer, lr),
+        "device": asked_device(options.device),
+        "numerics": Numerics(autocast=AUTOCAST[options.dtype], seed=options.seed),
+    }
 
 
 def output_is_loss(outputs: Tensor, targets: object) -> Tensor:
