@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from zbpp.core import RequestError
 from zbpp.models import Layered
@@ -158,22 +157,21 @@ def fake_model(
     check_device(device)
     with building(), torch.device(device):
         layers = nn.ModuleList(layered.build(range(layered.n_layers)))
-    copies = _Copies(device)
-    with copies, _looking_at_addresses():
+    fakes: Any = _Fakes(device)
+    with FakeCopyMode(fakes), _looking_at_addresses():
         layers = copy.deepcopy(layers, groups_kept(layers))
-    inputs, targets = (map_tensors(x, copies.fake) for x in (inputs, targets))
-    return FakeModel(copies.mode, list(layers), inputs, targets, device)
+    inputs, targets = (map_tensors(x, fakes.from_tensor) for x in (inputs, targets))
+    return FakeModel(fakes.mode, list(layers), inputs, targets, device)
 
 
-class _Copies(TorchFunctionMode):
-    """Within this, deep copies of tensors are fake tensors of one mode and device."""
+class _Fakes:
+    """Makes fake tensors of one mode and device; `FakeCopyMode` asks it in a copy."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
 
-    def fake(self, tensor: Tensor) -> Tensor:
+    def from_tensor(self, tensor: Tensor, **_: Any) -> Tensor:
         """Return a tensor of the same sizes."""
         is_plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
         if not is_plain or tensor.layout is not torch.strided:
@@ -186,19 +184,3 @@ class _Copies(TorchFunctionMode):
                 device=self._device,
                 requires_grad=tensor.requires_grad,
             )
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is torch._C.TensorBase.clone:  # a copy of a parameter asks for it
-            return self.fake(args[0])
-        if function is not Tensor.__deepcopy__:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            new = self.fake(tensor)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = new
-        return memo[id(tensor)]
