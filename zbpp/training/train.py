@@ -344,12 +344,17 @@ class _Log:
             f"step: {step:2}",
             f"loss: {result.loss:7.4f}",
             f"grad_norm: {result.grad_norm:7.4f}",
-            f"memory: {_peak_bytes(self._device) / 2**30:5.2f}GiB",
+        ]
+        if runs_ahead(self._device):
+            peak = torch.accelerator.max_memory_allocated(self._device)
+            parts.append(f"memory: {peak / 2**30:5.2f}GiB")
+        parts += [
             f"tps: {self.speed(_LOG_EVERY):,.0f}",
             f"bubble: {self._bubble:.1%} (simulated)",
             f"rolled back: {self.counts['rollbacks']}",
+            *["skipped: not finite"] * result.skipped,
         ]
-        self.print("  ".join([*parts, *["skipped: not finite"] * result.skipped]))
+        self.print("  ".join(parts))
 
     def speed(self, most: float = math.inf) -> float:
         """Tokens in a second, in so many of the last steps."""
@@ -366,15 +371,3 @@ class _Log:
                 values[name] = None
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
-
-
-def _peak_bytes(device: torch.device) -> float:
-    """Largest memory so far: torch's on an accelerator, else that of the process."""
-    if runs_ahead(device):
-        return torch.accelerator.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return math.nan
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
