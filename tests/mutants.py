@@ -417,6 +417,8 @@ TABLE = (
      "self.most = max(self.most, bytes_of(args[:1], self._block))"),
     ("memory", "B frees the next layer's input", "zbpp/memory/layers.py",
      "change_b = tracker.now - base + left_output", "change_b = tracker.now - base"),
+    ("memory", "casts of a chunk pile up", "zbpp/runtime/chunk.py",
+     "torch.clear_autocast_cache()", "pass"),
     ("memory", "steps of layers add up", "zbpp/memory/estimate.py",
      "step = layers.step(here,", "step = layers.step([0],"),
     ("memory", "no messages", "zbpp/memory/estimate.py",

@@ -191,6 +191,23 @@ def test_the_estimate_of_one_stage_is_the_allocators_peak(case: Case) -> None:
     assert_close(case, estimated(case, 1), [measured(tuple(case), 1)])
 
 
+def test_a_chunk_has_the_casts_of_one_layer_at_a_time() -> None:
+    """Autocast itself would keep all of them until its context ends."""
+    width, n = 512, 8
+
+    def run(autocast: torch.dtype | None) -> None:
+        layers = [nn.Linear(width, width, bias=False) for _ in range(n)]
+        with zbpp.Pipeline(
+            layers, "1F1B", n_stages=1, n_microbatches=1, optimizer=None,
+            loss_fn=functional.mse_loss, numerics=zbpp.Numerics(autocast=autocast),
+        ) as pipeline:  # fmt: skip
+            pipeline.evaluate(torch.zeros(1, width), torch.zeros(1, width))
+
+    cast = width * width * 2
+    plain, in_16_bits = (allocated(lambda d=d: run(d)) for d in (None, torch.bfloat16))
+    assert cast / 2 < in_16_bits - plain < 2 * cast
+
+
 ROWS = [
     Case(*row)
     for row in AllPairs(
