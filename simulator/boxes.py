@@ -20,7 +20,6 @@ from zbpp.core import (
     KINDS,
     Costs,
     Job,
-    JobKind,
     Lane,
     PassKind,
     StageKind,
@@ -49,11 +48,8 @@ __all__ = [
 ]
 
 DARK = "#222222"
-_SEND = "SEND"  # role of the end of a job in which its stage only sends
 
-LOOKS = {str(kind): row for kind, row in KINDS.items() if row.colour} | {
-    _SEND: JobKind("only sends", colour="#8A8A8A")
-}
+LOOKS = {str(kind): row for kind, row in KINDS.items() if row.colour}
 """Looks by the text of the kind, in the order of legends."""
 
 PALETTE = {role: look.colour or DARK for role, look in LOOKS.items()} | {
@@ -93,7 +89,7 @@ class Style(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A job, or the end of one in which its stage only sends.
+    """A job on one lane of its stage.
 
     Times are in the unit of the timeline, and count from its first start. A job has a
     box on each lane of its stage that it occupies; lane 0 computes.
@@ -114,12 +110,12 @@ class Box(NamedTuple):
     @property
     def name(self) -> str:
         """Text of the job: ``3B7``."""
-        return f"send of {self.job}" if self.style.role == _SEND else str(self.job)
+        return str(self.job)
 
     @property
     def text(self) -> str:
         """Text inside the box: micro-batches, or the name of a job of the stage."""
-        if self.lane or self.style.role == _SEND:
+        if self.lane:
             return ""
         microbatches = (str(part.microbatch) for part in passes_in(self.job))
         return " ".join(microbatches) or str(self.job)
@@ -207,11 +203,8 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
                 looks[key] = _style(job, timeline), lanes
             style, lanes = looks[key]
             start, end = slot.start - origin, slot.end - origin
-            sends = timeline.sending_of(job)
             for lane in lanes:
-                yield Box(stage, lane, start, end - sends, style, job)
-                if sends:
-                    yield Box(stage, lane, end - sends, end, Style(_SEND), job)
+                yield Box(stage, lane, start, end, style, job)
 
 
 def _style(job: Job, timeline: Timeline) -> Style:

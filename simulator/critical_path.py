@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zbpp.core import Costs, Kind, Schedule, Slot, kind_of
-from zbpp.core.timeline import sending_time
 from zbpp.simulator.arguments import takes_plans
 from zbpp.simulator.engine import first_step
 
@@ -32,13 +31,9 @@ Node = tuple[int, int]
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The jobs that fix the time of a step: each waits for the one before it.
-
-    ``sending`` is as in `Timeline`.
-    """
+    """The jobs that fix the time of a step: each waits for the one before it."""
 
     slots: tuple[Slot, ...]
-    sending: tuple[float, ...] = ()
 
     @property
     def length(self) -> float:
@@ -46,22 +41,13 @@ class CriticalPath:
         return self.slots[-1].end - self.slots[0].start
 
     def time_of(self, kind: Kind) -> float:
-        """Time that the path spends in jobs of one kind, their sends left out."""
-        return sum(
-            slot.duration - sending_time(slot.job, self.sending)
-            for slot in self.slots
-            if slot.job.kind is kind
-        )
+        """Time that the path spends in jobs of one kind."""
+        return sum(slot.duration for slot in self.slots if slot.job.kind is kind)
 
     @property
     def time_in_messages(self) -> float:
-        """Time that the path spends on the way from stage to stage.
-
-        It is between jobs, or at the end of one whose message occupies its stage; also
-        where what follows is on that stage too.
-        """
-        sent = sum(sending_time(slot.job, self.sending) for slot in self.slots)
-        return self.length - sum(slot.duration for slot in self.slots) + sent
+        """Time that the path spends on the way from stage to stage."""
+        return self.length - sum(slot.duration for slot in self.slots)
 
 
 @takes_plans
@@ -78,7 +64,7 @@ def critical_path(schedule: Schedule, costs: Costs = _UNIT) -> CriticalPath:
     path = run.path(max(range(len(run.starts)), key=run.ends.__getitem__))
     slots = (Slot(jobs.job(x), run.starts[x], run.ends[x]) for x in path)
     shown = (slot for slot in slots if kind_of(slot.job).times)
-    return CriticalPath(tuple(shown), jobs.times.sending)
+    return CriticalPath(tuple(shown))
 
 
 @takes_plans

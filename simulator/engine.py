@@ -75,9 +75,8 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     O waits for the last weight gradient of every stage, but the time of the sum over
     the stages is counted between iterations only. In a schedule with V's this is the
     first iteration: O and V wait for nobody. UNSHARD and REDUCE_GRAD go on beside the
-    jobs of their stage, one after the other. A pass whose message occupies its stage
-    (`Costs.send_occupies`) ends with that time, see `Timeline.sending`. The result has
-    the same type as a measured run.
+    jobs of their stage, one after the other. The result has the same type as a
+    measured run.
 
     >>> from zbpp.core import Pass, PassKind, Placement
     >>> row = (Pass(PassKind.F, 0, 0), Pass(PassKind.BW, 0, 0))
@@ -88,8 +87,7 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    run = first_step(schedule, costs)
-    return schedule.timeline(run.slots(), run.graph.times.sending)
+    return schedule.timeline(first_step(schedule, costs).slots())
 
 
 def first_step(schedule: Schedule, costs: Costs) -> JobTimes:
@@ -133,7 +131,7 @@ def simulate_iterations(
     for i in range(n_iterations):
         runs, state = iterations.after(state, rolled_back=i in rolled_back)
         rows = _end_to_end([run.slots() for run in runs])
-        timelines.append(schedule.timeline(rows, iterations.times.sending))
+        timelines.append(schedule.timeline(rows))
     return timelines
 
 

@@ -8,9 +8,6 @@ the step time.
     stage 0  | F0  F1  .   B0  F2  B1  W0  B2  W1  W2  O
     stage 1  | .   F0  B0  F1  B1  F2  B2  W0  W1  W2  O
              |<-------------- step time --------------->|
-
-A stage that only sends (`Costs.send_occupies`) computes nothing: that time is in the
-bubble rate, as no work, and is told apart from idle time.
 """
 
 from itertools import chain
@@ -35,7 +32,6 @@ __all__ = [
     "makespan",
     "memory_over_time",
     "peak_memory",
-    "sending",
     "span",
     "stage_span",
     "step_time",
@@ -77,30 +73,18 @@ def step_time(timeline: Timeline) -> float:
 
 @takes_timelines
 def work(timeline: Timeline) -> list[float]:
-    """Time that each stage computes passes, its sends left out."""
-    busy = (
-        sum(slot.duration for slot in timeline.passes(stage))
-        for stage in _stages(timeline)
-    )
-    return [a - sent for a, sent in zip(busy, sending(timeline), strict=True)]
-
-
-@takes_timelines
-def sending(timeline: Timeline) -> list[float]:
-    """Time that each stage only sends (`Costs.send_occupies`), else 0."""
+    """Time that each stage computes passes."""
     return [
-        sum(timeline.sending_of(slot.job) for slot in timeline.passes(stage))
-        if timeline.sending
-        else 0.0
+        sum(slot.duration for slot in timeline.passes(stage))
         for stage in _stages(timeline)
     ]
 
 
 @takes_timelines
 def idle(timeline: Timeline) -> list[float]:
-    """Time that each stage neither computes nor sends, within its span."""
-    stages = zip(_stages(timeline), work(timeline), sending(timeline), strict=True)
-    return [stage_span(timeline, stage) - busy - sent for stage, busy, sent in stages]
+    """Time that each stage computes nothing, within its span."""
+    stages = enumerate(work(timeline))
+    return [stage_span(timeline, stage) - busy for stage, busy in stages]
 
 
 @takes_timelines

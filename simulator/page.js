@@ -14,7 +14,7 @@ function boxesOf({ lines, styles, lanes }, unit) {
     return line.names.map((name, k) => {
       const start = end + line.gaps[k], microbatches = name.match(/(?<=[A-Z])\d+/g) ?? [];
       end = start + line.times[k];
-      const text = line.lane || name.startsWith("send") ? "" : microbatches.join(" ") || name;
+      const text = line.lane ? "" : microbatches.join(" ") || name;
       return {
         name, text, microbatches, start: start * unit, end: end * unit, stage: line.stage, lane: line.lane,
         y: line.stage + top, height, style: styles[line.styles[k]],

@@ -2,10 +2,9 @@
 
 One process (``pid``) a run, one thread (``tid``) a stage, and one more for a stage's
 network (``tid`` of the stage + number of stages). Events by phase (``ph``): ``X`` a job
-with its start and duration in microseconds (what it only sends at its end is a separate
-event), ``s`` and ``f`` the two ends of a message's arrow, ``C`` a stage's memory, ``M``
-the names of runs and stages. Simulated and measured runs have the same events. Format:
-"Trace Event Format", Chromium project.
+with its start and duration in microseconds, ``s`` and ``f`` the two ends of a message's
+arrow, ``C`` a stage's memory, ``M`` the names of runs and stages. Simulated and
+measured runs have the same events. Format: "Trace Event Format", Chromium project.
 """
 
 import json

@@ -15,7 +15,6 @@ FILES = {
     },
     "even.json": {"f": 1, "b": 1, "w": 1},
     "links.json": {"comm": [0.5], "loss": 0.25, "splits": [True, False]},
-    "sends.json": {"comm": 2, "send_occupies": 1, "optimizer": 1},
     "again.json": {"f": 1, "b": 1, "w": 1, "m_b": 1, "m_w": 0.5, "m_r": 0.05},
     "bytes.json": {
         "m_b": "1.5GiB",

@@ -51,8 +51,8 @@ def whole_passes(draw):
     mode = draw(st.sampled_from(sorted(MODES)))
     schedule = planned(mode, p, m)
     times = st.tuples(*[TIME] * schedule.placement.n_chunks)
-    more = {"send_occupies": draw(st.sampled_from([0.0, 0.5])), "loss": draw(TIME)}
-    return schedule, Costs(draw(times), draw(times), draw(times), draw(TIME), **more)
+    columns = draw(times), draw(times), draw(times), draw(TIME)
+    return schedule, Costs(*columns, loss=draw(TIME))
 
 
 @st.composite

@@ -34,7 +34,7 @@ from zbpp.simulator import bubble_rate, simulate
 SIZES = {"n_stages": 2, "n_microbatches": 3}
 COSTS = Costs(
     f=1.5, b=1.5, w=0.7, speed=(1, 1.5), comm=0.1, m_w=0.4, memory_limit=(9, 8),
-    peak_f=1.5, splits=(True, False), m_fixed=0.5, send_occupies=0.05, reduction=0.1,
+    peak_f=1.5, splits=(True, False), m_fixed=0.5, reduction=0.1,
     loss=1,
 )  # fmt: skip
 LAYERS = LayerCosts(

@@ -135,7 +135,6 @@ def request_of(form: str, rng: random.Random) -> PlanRequest:
     else:
         if "parts" not in columns:
             columns |= {key: times(rng, p, v) for key in "fbw"}
-            columns["send_occupies"] = rng.choice((0.0, 0.0, 0.2))
             columns["fb"] = rng.choice((None, None, v * rng.uniform(1, 3)))
             columns["speed"] = tuple(rng.choice((1, 1, 0.5)) for _ in range(p))
             if p * v > 1 and rng.random() < 0.3:  # one an edge

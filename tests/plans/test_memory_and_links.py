@@ -15,14 +15,14 @@ from zbpp.schedules import plan_placement
 from zbpp.simulator import simulate, span
 
 
-def test_a_plan_for_the_links_and_the_sends_is_shorter_than_one_without():
-    """Control: unequal links, a loss, sends that occupy: plans heed them."""
+def test_a_plan_for_the_links_is_shorter_than_one_without():
+    """Control: unequal links, a loss: plans heed them."""
     sizes = {"n_stages": 4, "n_microbatches": 12, "memory_limit": 4}
     for costs in (
         Costs(1.0, 1.0, 0.7, comm=(0.1, 1.5, 0.1), loss=0.3),
-        Costs((0.7, 1.2, 1.0, 0.7), 1.0, 0.7, comm=0.6, send_occupies=0.4),
+        Costs((0.7, 1.2, 1.0, 0.7), 1.0, 0.7, comm=0.6),
     ):
-        plain = replace(costs, comm=0.0, loss=0.0, send_occupies=0.0)
+        plain = replace(costs, comm=0.0, loss=0.0)
         blind, aware = (plan("ZB", **sizes, costs=x) for x in (plain, costs))
         assert span(simulate(aware, costs)) < span(simulate(blind, costs))
 

@@ -25,7 +25,7 @@ def certify(*arguments, seconds=100, **more):
         (Costs(memory_limit=2), 2),
         (Costs(2, 3, 1.5, 0.5, memory_limit=2), 2),
         (Costs(m_b=(1, 2), m_w=(2, 1), peak_b=(1.5, 0.5), memory_limit=(4, 4)), 2),
-        (Costs(comm=0.5, send_occupies=(0.25,), memory_limit=1.5), 2),
+        (Costs(comm=0.5, memory_limit=1.5), 2),
         (
             Costs(
                 1,

@@ -59,7 +59,6 @@ TIMELINES = {
     ),
     "pairs": timeline_of("DualPipeV", Costs(2, 2, 2, comm=0.25, optimizer=1, fb=4.5)),
     "parts": timeline_of("DualPipeV", PARTS, change=lambda x: lay_out(x, PARTS)),
-    "sends": timeline_of("1F1B", Costs(comm=2.0, send_occupies=0.5, optimizer=1.0)),
     "iterations": validated(3, Costs(3, 2, 1, 0.5, 2, validation=1)),
 }
 
@@ -74,12 +73,9 @@ def boxes_of(timeline):
     for number, line in enumerate(timeline.lines):
         for slot in line:
             start, end = slot.start - origin, slot.end - origin
-            sends = timeline.sending_of(slot.job)
             name = str(getattr(slot.job, "of", slot.job))  # the pass of a part
             for _ in lanes_of(slot.job):
-                boxes.append((number % n_stages, start, end - sends, name))
-                if sends:
-                    boxes.append((number % n_stages, end - sends, end, "send"))
+                boxes.append((number % n_stages, start, end, name))
     return boxes
 
 

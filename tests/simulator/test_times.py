@@ -31,7 +31,6 @@ from zbpp.simulator import (
     idle,
     job_graph,
     join,
-    sending,
     simulate,
     simulate_iterations,
     span,
@@ -77,20 +76,6 @@ ONE_STEP = {
         """\
         0 | F0  F1  .   .   .   .   B0  W0  .   B1  W1  O
         1 | .   .   F0  BW0 -   F1  BW1 -   .   .   .   O""",
-    ),
-    "a stage waits for its send, and the message goes on from the pass": (
-        JOINT,
-        Costs(comm=2, send_occupies=1, optimizer=1),
-        """\
-        0 | F0  >   F1  >   .   .   .   .   B0  W0  .   .   B1  W1  O
-        1 | .   .   .   F0  BW0 -   >   F1  BW1 -   >   .   .   .   O""",
-    ),
-    "a message has arrived when its sender is free": (
-        JOINT,
-        Costs(send_occupies=1, optimizer=1),
-        """\
-        0 | F0  >   F1  >   .   .   B0  W0  .   .   B1  W1  O
-        1 | .   .   F0  BW0 -   >   F1  BW1 -   >   .   .   O""",
     ),
     "the gradients of chunk 1 are summed beside chunk 0, those of chunk 0 after it": (
         add_collectives(TWO_CHUNKS, shards=False),
@@ -159,15 +144,14 @@ def test_iterations_are_timed_as_drawn(name):
     assert draw(join(timelines)) == dedent(picture)
 
 
-def test_sends_are_neither_work_nor_idle_time():
-    costs = Costs(comm=2, send_occupies=1, optimizer=1)
+def test_a_message_is_idle_time_of_its_reader():
+    costs = Costs(comm=2, optimizer=1)
     timeline = simulate(JOINT, costs)
-    assert (work(timeline), sending(timeline)) == ([6, 6], [2, 2])
-    assert (idle(timeline), span(timeline)) == ([6, 0], 14)
-    assert bubble_rate(timeline) == 8 / 14
-    # 0F0 > 0F1, or > 1F0 1BW0 > 1F1 1BW1 > 0B1 0W1 O: messages of 2, 1 and 2
+    assert (work(timeline), idle(timeline), span(timeline)) == ([6, 6], [7, 0], 13)
+    assert bubble_rate(timeline) == 7 / 13
+    # 0F0, 1F0 1BW0 1F1 1BW1, 0B1 0W1 O: two messages
     path = critical_path(JOINT, costs)
-    assert (path.length, path.time_in_messages) == (15, 5)
+    assert (path.length, path.time_in_messages) == (14, 4)
 
 
 def test_a_step_that_is_rolled_back_gathers_again():
@@ -228,7 +212,6 @@ def timed_schedules(draw, validation=TIME):
         draw(times),
         reduction=draw(st.none() | TIME),
         validation=draw(validation),
-        send_occupies=draw(st.sampled_from([0.0, 0.5])),
         all_gather=draw(times) if reduces != "none" else 0.0,
         reduce_scatter=draw(times) if reduces != "none" else 0.0,
     )

@@ -3,9 +3,8 @@
     python tests/support/judge.py plan.json costs.json
 
 Reads the two file formats, replays the jobs one by one, and prints the largest span of
-a stage, the bubble rate and the peak memories. A message is a delay; for the first
-send_occupies of it its sender does nothing else, and it takes no less. Memory: a
-stage holds m_fixed, m_b from the start of F and m_w from the end of B to that of W; and
+a stage, the bubble rate and the peak memories. A message is a delay. Memory: a stage
+holds m_fixed, m_b from the start of F and m_w from the end of B to that of W; and
 a job, O too, its peak above what was held before it. Every fault ends the run with an
 error that names the stage and the job.
 
@@ -64,13 +63,13 @@ def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
 
     def needs(job: Job) -> list[Need]:
         return [
-            (job_of[k, d, one[2]], delay - cost.sending(k, d))
+            (job_of[k, d, one[2]], delay)
             for one in job
             for k, d, delay in _inputs(one, cost)
         ]
 
     starts, ends = _replay(rows, cost.of, needs)
-    work = [sum(cost.of(job) - cost.sends(job) for job in row) for row in rows]
+    work = [sum(map(cost.of, row)) for row in rows]
     return Verdict(_spans(rows, starts, ends), work, peaks)
 
 
@@ -285,9 +284,7 @@ class _Costs:
         limit = float("inf") if limit is None else limit
         limits = limit if isinstance(limit, list) else [limit] * p
         self.limit = [float(one) for one in limits]
-        self.occupied = self._edges(costs.get("send_occupies", 0.0))
-        hops = zip(self._edges(costs.get("comm", 0.0)), self.occupied, strict=True)
-        self.edges = [max(both) for both in hops]
+        self.edges = self._edges(costs.get("comm", 0.0))
 
     def _edges(self, times: float | list[float]) -> list[float]:
         edges = list(pairwise(self.stage_of))
@@ -296,20 +293,11 @@ class _Costs:
             0.0 if a == b else one for one, (a, b) in zip(given, edges, strict=True)
         ]
 
-    def sending(self, kind: str, c: int) -> float:
-        edge = c if kind == "F" else c - 1
-        at_the_end = not 0 <= edge < len(self.occupied)
-        return 0.0 if kind == "W" or at_the_end else self.occupied[edge]
-
     def of(self, passes: Job) -> float:
-        """Time of a job, with that in which it only sends."""
+        """Time of a job."""
         if len(passes) == 2 and self.fb is not None:
-            return self.fb[passes[0][1]] + self.sends(passes)
-        alone = [self.times[letter][c] for kind, c, _ in passes for letter in kind]
-        return sum(alone) + self.sends(passes)
-
-    def sends(self, passes: Job) -> float:
-        return sum(self.sending(kind, c) for kind, c, _ in passes)
+            return self.fb[passes[0][1]]
+        return sum(self.times[letter][c] for kind, c, _ in passes for letter in kind)
 
     def delay(self, c: int, d: int) -> float:
         if self.stage_of[c] == self.stage_of[d]:

@@ -13,7 +13,6 @@ from zbpp.schedules import without_collectives
 from zbpp.simulator import (
     critical_path,
     idle,
-    sending,
     simulate,
     stage_span,
     step_time,
@@ -79,8 +78,6 @@ def print_report(
         "lower bound": f"{summary.lower_bound:.6g} for the span "
         f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
     }
-    if timeline.sending:
-        lines["bubble rate"] += ", sends included"
     if schedule.recomputing:
         lines["recompute"] = recompute_text(schedule)
     if collectives := _collectives_text(schedule, timeline, costs):
@@ -148,18 +145,14 @@ def _pictures(timelines: Sequence[Timeline], name: str) -> list[str]:
 
 
 def _stage_table(timeline: Timeline, summary: Summary) -> Table:
-    busy, waiting, sent = work(timeline), idle(timeline), sending(timeline)
-    sends = ["sends"] if any(sent) else []
-    table = Table(
-        ["stage", "chunks", "span", "busy", *sends, "idle", "peak memory"], left=0
-    )
+    busy, waiting = work(timeline), idle(timeline)
+    table = Table(["stage", "chunks", "span", "busy", "idle", "peak memory"], left=0)
     for stage, chunks in enumerate(timeline.placement.chunks_of):
         table.add(
             str(stage),
             " ".join(map(str, chunks)),
             f"{stage_span(timeline, stage):.6g}",
             f"{busy[stage]:.6g}",
-            *(f"{sent[stage]:.6g}" for _ in sends),
             f"{max(waiting[stage], 0.0):.6g}",
             short_memory(summary.peak_memory[stage]),
         )

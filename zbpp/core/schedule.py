@@ -140,16 +140,13 @@ class Schedule:
         which = self.recompute or ()
         return frozenset(chunk for chunk, layers in enumerate(which) if layers)
 
-    def timeline(
-        self, rows: Sequence[Sequence[Slot]], sending: tuple[float, ...] = ()
-    ) -> Timeline:
+    def timeline(self, rows: Sequence[Sequence[Slot]]) -> Timeline:
         """Make a timeline of the jobs of a step, those beside others apart.
 
         RESHARD and REDUCE_WAIT take no time of their own, and are left out.
 
         Args:
             rows: of each stage all jobs with their times.
-            sending: as in `Timeline`.
         """
 
         jobs: tuple[tuple[Slot, ...], ...] = tuple(map(tuple, rows))
@@ -175,7 +172,6 @@ class Schedule:
             jobs,
             self.recomputing,
             collectives=beside if any(beside) else (),
-            sending=sending,
         )
 
     def runs(self, kind: PassKind) -> bool:

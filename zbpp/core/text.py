@@ -113,7 +113,6 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     """Draw a timeline: one cell is ``unit`` of time, ``.`` is idle, ``-`` goes on.
 
     Starts and ends are rounded to whole cells; jobs shorter than half a cell vanish.
-    ``>`` is the end of a pass in which its stage only sends (`Costs.send_occupies`).
     A V that vanishes is written in front of the job after it: ``VB0``. Below a stage
     (``+``) is what goes on beside its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
     adds up its gradients (REDUCE_GRAD), and a pass is there while it exchanges data.
@@ -151,14 +150,12 @@ def _cells(
     cells: list[str] = []
     check = ""
     for slot in slots:
-        sent = timeline.sending_of(slot.job)
         start = round((slot.start - origin) / unit)
         end = round((slot.end - origin) / unit)
         if end > start:
             cells += ["."] * (start - len(cells))
             cells.append(check + _name(slot.job, with_chunk=with_chunk))
-            computed = max(round((slot.end - sent - origin) / unit), start + 1)
-            cells += ["-"] * (computed - start - 1) + [">"] * (end - computed)
+            cells += ["-"] * (end - start - 1)
             check = ""
         elif isinstance(slot.job, Check):
             check = str(slot.job)

@@ -1,15 +1,9 @@
 """Jobs with start and end: what the simulator predicts and what real runs measure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zbpp.core.jobs import (
-    Job,
-    Part,
-    output_of,
-    passes_in,
-    reader,
-)
+from zbpp.core.jobs import Job, Part, passes_in
 from zbpp.core.placement import Placement
 
 Place = tuple[int, int]
@@ -36,9 +30,7 @@ class Timeline:
 
     ``recomputing`` are the chunks whose B computes layers again. ``collectives`` are
     the UNSHARDs and REDUCE_GRADs of each stage, which go on beside its jobs; empty:
-    there are none. ``sending`` has one entry per edge between chunks: the time at the
-    end of a pass in which it only sends over that edge (`Costs.send_occupies`); empty:
-    none does.
+    there are none.
     """
 
     name: str
@@ -47,7 +39,6 @@ class Timeline:
     rows: tuple[tuple[Slot, ...], ...]
     recomputing: frozenset[int] = frozenset()
     collectives: tuple[tuple[Slot, ...], ...] = ()
-    sending: tuple[float, ...] = ()
 
     @property
     def lines(self) -> tuple[tuple[Slot, ...], ...]:
@@ -65,18 +56,6 @@ class Timeline:
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""
         return [slot for slot in self.rows[stage] if passes_in(slot.job)]
-
-    def sending_of(self, job: Job) -> float:
-        """Time at the end of a job in which its stage sends and computes nothing."""
-        return sending_time(job, self.sending)
-
-
-def sending_time(job: Job, sending: Sequence[float]) -> float:
-    """Time of a job's message on its own stage, of those per edge."""
-    if not sending:
-        return 0.0
-    outputs = [output_of(part, len(sending) + 1) for part in passes_in(job)]
-    return sum(sending[min(v.chunk, reader(v))] for v in outputs if v is not None)
 
 
 def extent(slots: Iterable[Slot]) -> float:

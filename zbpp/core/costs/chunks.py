@@ -17,7 +17,6 @@ from zbpp.core.jobs import (
     place_of,
 )
 from zbpp.core.placement import Placement
-from zbpp.core.timeline import sending_time
 
 _ROUNDING = 1e-14  # relative, of one sum
 
@@ -28,13 +27,11 @@ class ChunkCosts:
 
     ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer``, ``validation``,
     ``splits``, ``limit``, ``fixed`` and ``peak_o`` have one per stage. The last F
-    includes the loss. ``f`` and ``b`` end with the time for which a message occupies
-    its sender, per edge in ``sending`` (empty: none does); ``hops`` is what is left of
-    its time (see `zbpp.core.costs.table`). On a stage that cannot split its backward,
-    ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave earlier.
-    Planners and bounds write its BW as B, so ``peak_b`` is that of BW, and ``m_w`` 0.
-    Without ``fb`` (empty) the passes of a pair run one after the other. Without
-    ``parts`` (empty) every pass is in one piece.
+    includes the loss. On a stage that cannot split its backward, ``b`` is the time of
+    both parts and ``w`` is 0: its gradient cannot leave earlier. Planners and bounds
+    write its BW as B, so ``peak_b`` is that of BW, and ``m_w`` 0. Without ``fb``
+    (empty) the passes of a pair run one after the other. Without ``parts`` (empty)
+    every pass is in one piece.
     """
 
     placement: Placement
@@ -48,7 +45,6 @@ class ChunkCosts:
     validation: tuple[float, ...]
     all_gather: tuple[float, ...]
     reduce_scatter: tuple[float, ...]
-    sending: tuple[float, ...]
     fb: tuple[float, ...]
     parts: tuple[Parts, ...]
     m_b: tuple[float, ...]
@@ -66,7 +62,7 @@ class ChunkCosts:
         if isinstance(job, Pair):
             if not self.fb:
                 return self.of(job.forward) + self.of(job.backward)
-            return self.fb[job.forward.chunk] + sending_time(job, self.sending)
+            return self.fb[job.forward.chunk]
         if isinstance(job, Part):
             return self.parts_of(job.of)[job.index][1]
         return self.of_kind(job.kind, place_of(job))

@@ -197,11 +197,7 @@ class LayerCosts(Table, _Count):
             )
         if self.parts is not None:
             fields["parts"] = tuple(self._chunk_parts(x, recompute) for x in chunks)
-        send_occupies: PerRow = self.send_occupies
-        if isinstance(send_occupies, tuple):
-            send_occupies = tuple(send_occupies[cut] for cut in cuts) or 0.0
-        comm = self._edges(placement, cuts)
-        return Costs(**fields, comm=comm, send_occupies=send_occupies)
+        return Costs(**fields, comm=self._edges(placement, cuts))
 
     def _add_ties(
         self, fields: dict[str, Any], placement: Placement, chunks: Sequence[range]

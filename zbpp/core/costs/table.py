@@ -4,23 +4,14 @@
     0        1.0  1.1  0.8  1.0  0.4  1.2            of chunks: `Costs`
     1        1.0  1.1  0.8  1.0  0.4  1.2            on a placement: `ChunkCosts`
     ..
-    edges    comm, send_occupies: one entry for each edge between two rows
+    edges    comm: one entry for each edge between two rows
     stages   memory_limit, speed, splits
 
 `Costs` has what the caller writes: one number for a whole stage, or an entry for each
 chunk. `Costs.on` spreads them over the chunks of a placement, once.
 
-**Messages.** One takes ``comm`` from the end of a pass until it can be read. For the
-first ``send_occupies`` of that its sender computes nothing: it packs, blocks, or lends
-its cores to the transfer. Where that is longer than ``comm``, the message is there when
-the sender is free.
-
-    stage 0 | F0 s  F1 s            s: send_occupies
-    stage 1 | .  .  F0 .  F1        F0 to F0: comm
-
-A pass and what follows it on its stage without a gap are one job to every plan, bound
-and replay: F and B of a chunk whose message leaves the stage last send_occupies longer,
-and the rest of comm is a pure delay. All starts are the same as if the two were apart.
+**Messages.** One takes ``comm`` from the end of a pass until it can be read, a pure
+delay: it occupies neither stage (arXiv 2401.10241, appendix).
 
 **Memory.** On one micro-batch, a chunk holds
 
@@ -84,7 +75,6 @@ class Table:
         all_gather: time of an UNSHARD.
         reduce_scatter: time of a REDUCE_GRAD (an all-reduce, where every process has
             all parameters).
-        send_occupies: part of ``comm`` for which the sender computes nothing.
         m_b: memory that F leaves.
         m_w: memory that B leaves in its place.
         memory_limit: of a stage, in all, or a list with one entry a stage; None: none.
@@ -113,7 +103,6 @@ class Table:
     validation: float = column(0.0, Per.ALL)
     all_gather: PerRow = column(0.0, Per.ROW)
     reduce_scatter: PerRow = column(0.0, Per.ROW)
-    send_occupies: PerRow = column(0.0, Per.EDGE)
     m_b: PerRow = column(1.0, Per.ROW, is_memory=True)
     m_w: PerRow = column(0.5, Per.ROW, is_memory=True)
     memory_limit: PerRow | None = column(None, Per.STAGE, is_memory=True)
@@ -204,19 +193,16 @@ class Costs(Table):
                 splits[stage] = False
         can = splits[stage_of]
         f, b, w = (of(name) / speed[stage_of] for name in ("f", "b", "w"))
-        all_gather, sending = of("all_gather"), of("send_occupies")
+        all_gather, hops = of("all_gather"), of("comm")
         if self.gathers:
             f, b = f + all_gather, b + all_gather
         f[-1] += self.loss
         b, w = np.where(can, b, b + w), np.where(can, w, 0.0)
-        hops = np.maximum(of("comm"), sending)
         reduction = self.reduction
         if reduction is None:
             # Messages up a binary tree and down again, each on the slowest link.
             n_levels = (placement.n_stages - 1).bit_length()
             reduction = 2 * n_levels * float(hops.max(initial=0.0))
-        f[:-1] += sending
-        b[1:] += sending
         m_b, m_w, peak_w = of("m_b"), of("m_w"), of("peak_w")
         peak_b = np.maximum(of("peak_b"), m_w - m_b)
         peak_bw = of("peak_bw")
@@ -226,12 +212,11 @@ class Costs(Table):
             "f": f,
             "b": b,
             "w": w,
-            "hops": hops - sending,
+            "hops": hops,
             "optimizer": of_stages("optimizer") / speed,
             "splits": splits,
             "all_gather": all_gather,
             "reduce_scatter": of("reduce_scatter"),
-            "sending": sending if sending.any() else sending[:0],
             "fb": of("fb")[: 0 if self.fb is None else None],
             "m_b": m_b,
             "m_w": np.where(can, m_w, 0.0),
@@ -260,11 +245,10 @@ class Costs(Table):
         every = self.parts
         if every is None:
             return ()
-        for name in ("send_occupies", "gathers"):
-            if np.any(getattr(self, name)):
-                raise RequestError(
-                    f"costs with parts cannot have {name}; leave one of both out"
-                )
+        if self.gathers:
+            raise RequestError(
+                "costs with parts cannot have gathers; leave one of both out"
+            )
         if isinstance(every, Parts):
             every = tuple(every.dealt(n) for n in placement.n_beside)
         if len(every) != placement.n_chunks:

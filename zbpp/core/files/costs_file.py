@@ -69,8 +69,8 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     """Read costs from JSON text; ``source`` names it in errors.
 
     The keys are the fields of `Costs`; what is left out, or null, has its default. A
-    number stands for a whole stage, a list has one entry per chunk (``comm`` and
-    ``send_occupies``: per edge between chunks; ``memory_limit``, ``speed`` and
+    number stands for a whole stage, a list has one entry per chunk (``comm``: per
+    edge between chunks; ``memory_limit``, ``speed`` and
     ``splits``: per stage). ``parts`` is an object with ``f``, ``b`` and ``w``, lists of
     pairs such as ``["compute", 1.5]`` and ``["network", 0.5]`` for one layer, and with
     ``layers``: how many a stage has; a list has one object per chunk. Memories are
