@@ -13,7 +13,7 @@ from zbpp.schedules.patterns.one_chunk import (
     plan_zb_h2,
 )
 from zbpp.schedules.patterns.waves import plan_dual_pipe_v, plan_zb_v
-from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
+from zbpp.schedules.planner.layers.balance import Balance, balance
 from zbpp.schedules.planner.layers.search import (
     LayerPlan,
     Recomputing,
@@ -29,7 +29,6 @@ __all__ = [
     "Split",
     "add_collectives",
     "balance",
-    "even_split",
     "lay_out",
     "lower",
     "lower_forward",

@@ -358,7 +358,7 @@ TABLE = (
      "self._weights[microbatch] == 0:", "self._weights[microbatch] is None:"),
     ("executor", "ignored tokens weigh", "zbpp/runtime/microbatches.py",
      "return (targets != IGNORED).sum()", "return int(targets.numel())"),
-    ("executor", "later chunks get the odd layer", "zbpp/runtime/partition.py",
+    ("core", "later chunks get the odd layer", "zbpp/core/placement.py",
      "base + (chunk < more) for chunk in range(n_chunks)",
      "base + (chunk >= n_chunks - more) for chunk in range(n_chunks)"),
     ("executor", "buffers restored by reference", "zbpp/runtime/recompute.py",

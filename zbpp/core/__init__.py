@@ -66,7 +66,7 @@ from zbpp.core.jobs import (
     stage_of,
     writes,
 )
-from zbpp.core.placement import Placement
+from zbpp.core.placement import Placement, even_split
 from zbpp.core.program import (
     AddTied,
     Instruction,
@@ -139,6 +139,7 @@ __all__ = [
     "collective_time",
     "draw",
     "ended_by",
+    "even_split",
     "fit_link",
     "format_bytes",
     "format_job",

@@ -69,3 +69,21 @@ class Placement:
         for chunk, stage in enumerate(self.stage_of):
             held[stage].append(chunk)
         return tuple(tuple(chunks) for chunks in held)
+
+
+def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
+    """Deal layers to chunks by their number; the first chunks get one more.
+
+    >>> even_split(7, 3)
+    (3, 2, 2)
+
+    Raises:
+        RequestError: fewer layers than chunks.
+    """
+    if n_layers < n_chunks:
+        raise RequestError(
+            f"{n_layers} layers cannot fill {n_chunks} chunks, one each at least; use "
+            "fewer stages, or a mode with fewer chunks a stage"
+        )
+    base, more = divmod(n_layers, n_chunks)
+    return tuple(base + (chunk < more) for chunk in range(n_chunks))

@@ -35,6 +35,7 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
+    even_split,
     format_memory,
     lower_bound_on,
     passes_in,
@@ -45,7 +46,7 @@ from zbpp.core.costs.layers import chunk_layers
 from zbpp.planning.answer import Plan, Rejected, recomputed_layers
 from zbpp.planning.modes import AUTO, BASELINE, CHUNKED_MODES, JOINT_WORDS, MODES, Mode
 from zbpp.planning.request import PlanRequest, at_least_one, split_on
-from zbpp.schedules import Recomputing, Split, even_split, lay_out, plan_placement
+from zbpp.schedules import Recomputing, Split, lay_out, plan_placement
 from zbpp.schedules import plan_split as search_split
 from zbpp.schedules.planner.budget import shares
 from zbpp.schedules.planner.figures import ROUNDING

@@ -12,11 +12,12 @@ from zbpp.core import (
     RequestError,
     Schedule,
     a_kind,
+    even_split,
 )
 from zbpp.core.costs.columns import PerRow, listed, whole_number
 from zbpp.core.files.costs_file import either_of
 from zbpp.planning.answer import Plan
-from zbpp.schedules import Recomputing, Split, even_split
+from zbpp.schedules import Recomputing, Split
 
 __all__ = [
     "CostsLike",

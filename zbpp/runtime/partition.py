@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from zbpp.core import RequestError, a_kind
+from zbpp.core import RequestError, a_kind, even_split
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 
 __all__ = ["build_chunks", "check_layers", "partition_layers"]
@@ -22,14 +22,7 @@ def partition_layers(
         RequestError: fewer layers than chunks, or a split that does not add up.
     """
     if split is None:
-        if n_layers < n_chunks:
-            raise RequestError(
-                f"{n_layers} layers cannot fill {n_chunks} chunks, one each at least; "
-                "cut the model into more layers, or use fewer stages or a mode with "
-                "fewer chunks a stage"
-            )
-        base, more = divmod(n_layers, n_chunks)
-        split = [base + (chunk < more) for chunk in range(n_chunks)]
+        split = even_split(n_layers, n_chunks)
     if len(split) != n_chunks or sum(split) != n_layers or min(split) < 1:
         raise RequestError(
             f"split {list(split)} must have {n_chunks} entries from 1 on that add up "

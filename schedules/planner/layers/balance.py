@@ -23,11 +23,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zbpp.core import LayerCosts, LimitError, PassKind, Placement, RequestError
+from zbpp.core import (
+    LayerCosts,
+    LimitError,
+    PassKind,
+    Placement,
+    even_split,
+)
 from zbpp.core.costs.columns import spread
 from zbpp.schedules.planner.figures import ROUNDING, is_below
 
-__all__ = ["Balance", "Loads", "balance", "even_split", "moved"]
+__all__ = ["Balance", "Loads", "balance", "moved"]
 
 _WIDER = 1.25  # the next load that is tried, if no split has a lower one
 _CHUNK_SHARE = 1e-6  # of the squares of chunks: they decide between equal stages
@@ -61,7 +67,7 @@ class Loads:
         in_flight: Sequence[float] | None = None,
     ) -> "Loads":
         """Weigh the layers; the arguments are those of `balance`."""
-        _check_enough(layers.n_layers, placement.n_chunks)
+        even_split(layers.n_layers, placement.n_chunks)  # refuses too few layers
         again = np.isin(np.arange(layers.n_layers), list(recompute))
         kinds = PassKind.F, PassKind.B, PassKind.W
         f, b, w = (np.array(layers.computing(kind)) for kind in kinds)
@@ -153,20 +159,6 @@ def balance(
         raise _does_not_fit(loads)
     load = loads.largest(split)
     return Balance(split, load, load if _is_exact(placement) else loads.least())
-
-
-def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
-    """Deal layers by their number; the first chunks get one more.
-
-    >>> even_split(7, 3)
-    (3, 2, 2)
-
-    Raises:
-        RequestError: fewer layers than chunks.
-    """
-    _check_enough(n_layers, n_chunks)
-    base, more = divmod(n_layers, n_chunks)
-    return tuple(base + (chunk < more) for chunk in range(n_chunks))
 
 
 def moved(split: Sequence[int], source: int, target: int) -> tuple[int, ...] | None:
@@ -317,15 +309,6 @@ def _does_not_fit(loads: Loads) -> LimitError:
         f"fits the memory of {loads.placement.n_stages} stages",
         smallest=memory.largest(split),
     )
-
-
-def _check_enough(n_layers: int, n_chunks: int) -> None:
-    """Refuse more chunks than layers."""
-    if n_layers < n_chunks:
-        raise RequestError(
-            f"{n_layers} layers cannot fill {n_chunks} chunks, one each at least; use "
-            "fewer stages, or a mode with fewer chunks a stage"
-        )
 
 
 def _sums(values: Any) -> Any:

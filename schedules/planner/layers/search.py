@@ -32,11 +32,12 @@ from zbpp.core import (
     Recompute,
     RequestError,
     Schedule,
+    even_split,
     lower_bound,
 )
 from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
-from zbpp.schedules.planner.layers.balance import Loads, balance, even_split, moved
+from zbpp.schedules.planner.layers.balance import Loads, balance, moved
 from zbpp.schedules.planner.limits import check_limits, needs
 
 __all__ = ["LayerPlan", "Recomputing", "Split", "SplitPlanner", "plan_split"]
