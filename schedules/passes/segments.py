@@ -131,7 +131,8 @@ def _stretches(
         if is_rest:
             parts += [x for x in deferred if times.source_of(x) == at - 1]
         n_done[of], begin = stop, min(at, len(row) - 1)
-        has_call = of.kind is not W and not is_rest and parts[-1].lane is Lane.NETWORK
+        # of B alone: a BW ends with what its W exchanges
+        has_call = of.kind is not W and not is_rest and row[-1].lane is Lane.NETWORK
         ends = stop == len(row) and not has_call
         if of.kind is not W:
             is_open[of] = None

@@ -18,6 +18,8 @@ from zbpp.core import (
     Check,
     Collective,
     Costs,
+    Lane,
+    Parts,
     Pass,
     PassKind,
     Program,
@@ -45,6 +47,7 @@ from zbpp.schedules import (
     lower_forward,
     post_validated,
 )
+from zbpp.simulator import simulate, span
 
 F, B, W, BW = PassKind
 MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZB", "ZBV", "ZBVPP", "VHalf", "VMin")
@@ -351,6 +354,15 @@ def test_segments_end_with_no_more_memory_than_planned(seed):
             chunks = range(each.placement.n_chunks)
             assert sorted(sums) == sorted(f"{c}{k}" for c in chunks for k in kinds)
         lower(each, overlaps=True)  # without costs
+
+
+def test_a_joint_backward_whose_weight_part_communicates_ends_in_one_segment():
+    exchange = ((Lane.NETWORK, 0.745),)
+    free = ((Lane.NETWORK, 0.0),)
+    costs = Costs(parts=Parts(free, free, exchange, layers=2))
+    made = plan("ZBV", n_stages=2, n_microbatches=1, costs=costs)
+    # two chunks a stage, and nothing else takes time
+    assert span(simulate(made, costs)) == pytest.approx(2 * 0.745)
 
 
 def test_a_plan_without_parts_has_no_segments():
