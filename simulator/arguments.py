@@ -6,8 +6,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from zbpp.core import Costs, RequestError, Schedule, Timeline, a_kind
 
-__all__ = ["Planned", "takes_plans", "takes_timelines"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -33,20 +33,6 @@ from zbpp.core import (
 )
 from zbpp.simulator.metrics import memory_over_time, peak_memory, step_time, waste
 
-__all__ = [
-    "DARK",
-    "LOOKS",
-    "PALETTE",
-    "Box",
-    "Drawing",
-    "Memory",
-    "Style",
-    "drawings_of",
-    "ink_on",
-    "legend_of",
-    "origin_of",
-]
-
 DARK = "#222222"
 
 LOOKS = {str(kind): row for kind, row in KINDS.items() if row.colour}

@@ -21,8 +21,6 @@ from zbpp.simulator.engine import first_step
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-__all__ = ["CriticalPath", "critical_path", "job_graph"]
-
 _UNIT = Costs()
 
 Node = tuple[int, int]

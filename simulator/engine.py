@@ -53,15 +53,6 @@ from zbpp.core import (
 )
 from zbpp.simulator.arguments import takes_plans
 
-__all__ = [
-    "first_step",
-    "join",
-    "simulate",
-    "simulate_iterations",
-    "steady_step_time",
-    "with_rollback",
-]
-
 _UNIT = Costs()
 _SAME = 1e-9  # of a step time
 _PATIENCE = 6  # iterations before a leap

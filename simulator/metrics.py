@@ -26,19 +26,6 @@ from zbpp.core import (
 from zbpp.core.timeline import extent
 from zbpp.simulator.arguments import takes_timelines
 
-__all__ = [
-    "bubble_rate",
-    "idle",
-    "makespan",
-    "memory_over_time",
-    "peak_memory",
-    "span",
-    "stage_span",
-    "step_time",
-    "waste",
-    "work",
-]
-
 
 @takes_timelines
 def stage_span(timeline: Timeline, stage: int) -> float:

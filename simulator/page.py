@@ -28,8 +28,6 @@ from zbpp.simulator.boxes import (
 )
 from zbpp.simulator.plot import plot_comparison, svg_element
 
-__all__ = ["charts_html", "timelines_html", "write_page"]
-
 _COLOURS = PALETTE | {"idle": "var(--idle)"}
 _DIGITS = 6  # of a time, as a share of the longest timeline
 

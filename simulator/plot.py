@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FORMATS", "check_suffix", "plot", "plot_comparison", "svg_element"]
-
 FORMATS = ("png", "svg", "pdf")
 
 Points = Mapping[str, tuple[float, float]]

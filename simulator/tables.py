@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["Table"]
-
 
 @dataclass(frozen=True)
 class _Row:

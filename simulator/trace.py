@@ -18,8 +18,6 @@ from zbpp.simulator.arguments import takes_timelines
 from zbpp.simulator.boxes import Drawing, drawings_of, origin_of
 from zbpp.simulator.metrics import memory_over_time
 
-__all__ = ["write_trace"]
-
 _MOMENT = 0.001  # microseconds: the finest time that is written
 
 

@@ -36,8 +36,6 @@ from zbpp.runtime.parallel.sums import Collectives
 from zbpp.runtime.policies import Execution, StepPolicy
 from zbpp.runtime.values import Tensors, with_tensors
 
-__all__ = ["emulated_batch", "emulated_pipeline"]
-
 _OVERSHOOT_S = 2e-4
 
 

@@ -37,8 +37,6 @@ from zbpp.core import (
     passes_in,
 )
 
-__all__ = ["add_collectives", "without_collectives"]
-
 UNSHARD, RESHARD = CollectiveKind.UNSHARD, CollectiveKind.RESHARD
 REDUCE_GRAD, REDUCE_WAIT = CollectiveKind.REDUCE_GRAD, CollectiveKind.REDUCE_WAIT
 _WEIGHTS = [kind for kind in PassKind if PassKind.W in KINDS[kind].work]

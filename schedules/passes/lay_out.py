@@ -29,8 +29,6 @@ from zbpp.core import (
     passes_in,
 )
 
-__all__ = ["lay_out"]
-
 F, B, W, BW = PassKind
 
 

@@ -66,8 +66,6 @@ from zbpp.core.text import mistake
 from zbpp.schedules.passes.posting import Orders, Posting, in_time, when_sent
 from zbpp.schedules.passes.segments import in_segments
 
-__all__ = ["lower", "lower_forward"]
-
 Channel = tuple[int, int]
 """(sending stage, receiving stage)."""
 

@@ -32,8 +32,6 @@ from zbpp.core import (
     writes,
 )
 
-__all__ = ["post_validated", "without_checks"]
-
 
 def post_validated(schedule: Schedule) -> Schedule:
     """Give every stage a V in its warm-up and an O at its end.

@@ -35,8 +35,6 @@ from zbpp.core import (
     reader,
 )
 
-__all__ = ["Columns", "Orders", "Posting", "in_time", "when_sent"]
-
 Orders: TypeAlias = Sequence[Sequence[Job | Segment]]
 
 

@@ -46,8 +46,6 @@ from zbpp.core import (
 from zbpp.core.graph import unit_times
 from zbpp.schedules.passes.posting import Columns
 
-__all__ = ["in_segments"]
-
 F, B, W, BW = PassKind
 
 

@@ -11,11 +11,6 @@ caller, so all of them are left out:
 
 from zbpp.core import KINDS, Job, Pair, Pass, Placement, Schedule
 
-__all__ = [
-    "to_torch_csv",
-    "torch_schedule_name",
-]
-
 
 def to_torch_csv(schedule: Schedule) -> str:
     r"""Write a schedule in torch's ``compute_only`` format: n_stages lines, no header.

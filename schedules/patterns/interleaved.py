@@ -41,8 +41,6 @@ from itertools import chain, pairwise
 from zbpp.core import PassKind, Placement, Schedule
 from zbpp.schedules.patterns.phases import Cell, Phases, in_phases
 
-__all__ = ["plan_combined_1f1b", "plan_vpp", "vpp_phases"]
-
 F, BW = PassKind.F, PassKind.BW
 
 

@@ -54,15 +54,6 @@ from itertools import pairwise
 from zbpp.core import PassKind, Placement, Schedule
 from zbpp.schedules.patterns.phases import Phases, in_phases
 
-__all__ = [
-    "one_f_one_b_phases",
-    "plan_fthenb",
-    "plan_one_f_one_b",
-    "plan_zb_h1",
-    "plan_zb_h2",
-    "zb_h_phases",
-]
-
 F, B, W, BW = PassKind
 
 

@@ -12,8 +12,6 @@ from typing import TypeAlias
 
 from zbpp.core import Job, Pair, Pass, PassKind, Placement, Schedule, Step
 
-__all__ = ["Cell", "Phases", "in_phases"]
-
 F, B, W, BW = PassKind
 
 Cell: TypeAlias = "tuple[PassKind, int | None]"

@@ -37,8 +37,6 @@ https://github.com/deepseek-ai/DualPipe (DeepSeek-V3, arXiv 2412.19437).
 from zbpp.core import PassKind, Placement, Schedule
 from zbpp.schedules.patterns.phases import Phases, in_phases
 
-__all__ = ["plan_dual_pipe_v", "plan_zb_v", "zb_v_phases"]
-
 F, B, W, BW = PassKind
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from zbpp.core import RequestError
 
-__all__ = ["Budget", "parse_effort", "shares"]
-
 _BEST_S = 60.0
 
 

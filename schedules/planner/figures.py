@@ -22,8 +22,6 @@ from zbpp.core import (
     peaks,
 )
 
-__all__ = ["ROUNDING", "PlanFigures", "is_below"]
-
 ROUNDING = 1e-9  # relative
 
 

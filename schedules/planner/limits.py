@@ -14,8 +14,6 @@ from dataclasses import replace
 
 from zbpp.core import ChunkCosts, LimitError, RequestError, format_memory
 
-__all__ = ["beyond", "capped", "check_limits", "check_sizes", "micro_batch", "needs"]
-
 _MARGIN = 1e-9  # relative; as in `Schedule`
 _MOST_JOBS = 2**24  # with effort fast, minutes and some GB of memory
 _MOST_CHUNKS = 2**13  # the time of lower bounds grows with their square

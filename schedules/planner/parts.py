@@ -44,8 +44,6 @@ from zbpp.schedules.planner.search.local_search import climb
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Row, Rows
 from zbpp.schedules.planner.search.seeds import rules
 
-__all__ = ["plan_in_parts"]
-
 _PARTS = {"fast": 4e5, "default": 1e7, "best": 1e7}
 """Parts that list schedules place, by effort."""
 _LEAST, _MOST = 20, 6_000  # plans of any size: more gain a small one nothing

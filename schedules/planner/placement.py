@@ -56,8 +56,6 @@ from zbpp.schedules.planner.search.local_search import (
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.search.seeds import seeds
 
-__all__ = ["plan_placement"]
-
 _UNIT = Costs()
 _MARGIN = 0.01
 

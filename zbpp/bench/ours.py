@@ -17,8 +17,6 @@ from zbpp.simulator import bubble_rate, simulate, steady_step_time
 from zbpp.training.setup import settings_of
 from zbpp.training.user_model import UserModel
 
-__all__ = ["Jobs", "Ours", "resolved"]
-
 _STEPS_KEPT = 10  # timelines of so many steps are there
 
 

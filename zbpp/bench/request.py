@@ -20,8 +20,6 @@ from zbpp.training.options import (
     Stages,
 )
 
-__all__ = ["OURS", "TORCH", "BenchOptions", "BenchPlan", "planned"]
-
 OURS, TORCH = "zbpp:", "torch:"
 """Begin of the name of a contender; a mode or torch's name of a schedule follows."""
 

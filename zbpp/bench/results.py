@@ -21,8 +21,6 @@ from zbpp.profiling.means import spread
 from zbpp.runtime.support.devices import device_name, runs_ahead
 from zbpp.simulator import Table, write_page, write_trace
 
-__all__ = ["Outcome", "Turn", "write_results"]
-
 _WIDTH = 150
 
 

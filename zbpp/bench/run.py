@@ -39,8 +39,6 @@ from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import recorded_event
 from zbpp.training.launch import start
 
-__all__ = ["difference", "start_bench"]
-
 _TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 """Largest relative difference of losses and of gradient norms, by dtype."""
 _TIMEOUT_S = 600.0

@@ -11,16 +11,6 @@ from zbpp.runtime.support.pytree import tensors_in
 from zbpp.training.setup import AUTOCAST, model_of
 from zbpp.training.user_model import UserModel
 
-__all__ = [
-    "LEARNING_RATE",
-    "Setting",
-    "StepBatch",
-    "gather",
-    "seeded_model",
-    "step_batch",
-]
-
-
 LEARNING_RATE = 1e-5
 
 

@@ -20,8 +20,6 @@ from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.training.setup import make_optimizer, output_is_loss
 
-__all__ = ["TorchSchedule"]
-
 _JOBS = ("F", "I", "W", "B")  # torch's B is the full backward, its I our B
 
 

@@ -27,16 +27,6 @@ from zbpp.checkpoint.format import (
     sync_folder,
 )
 
-__all__ = [
-    "Gather",
-    "alone",
-    "locked",
-    "make_partial",
-    "newest",
-    "open_newest",
-    "publish",
-]
-
 Gather = Callable[[Any], list[Any]]
 """Gives every process of a pipeline the values of all, by rank."""
 

@@ -29,23 +29,6 @@ from torch import Tensor
 from zbpp.core import RequestError
 from zbpp.runtime.support.sharded import is_sharded
 
-__all__ = [
-    "MANIFEST",
-    "CheckpointError",
-    "FileHash",
-    "Manifest",
-    "SavedTensors",
-    "Shard",
-    "damaged",
-    "decode",
-    "encode",
-    "read_manifest",
-    "shard_of",
-    "sync_folder",
-    "write_durably",
-    "write_shards",
-]
-
 MANIFEST = "manifest.json"
 _SHARDS = "rank-{}.safetensors"
 _FORMAT, _VERSION = "zbpp-checkpoint", 3

@@ -30,20 +30,6 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.runtime.support.pytree import map_tensors
 
-__all__ = [
-    "Copy",
-    "Loading",
-    "LocalModel",
-    "Pairs",
-    "Place",
-    "Slot",
-    "State",
-    "allocate",
-    "compare",
-    "local_state",
-    "merge_schedulers",
-]
-
 Place = tuple[int, str]
 """Global index of a layer, and a name in it."""
 

@@ -18,8 +18,6 @@ from zbpp.checkpoint.local import (
 )
 from zbpp.checkpoint.state import read_state, refuse_misfits
 
-__all__ = ["load", "plain_state", "read_model"]
-
 
 def load(
     path: str | Path,

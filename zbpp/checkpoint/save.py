@@ -35,8 +35,6 @@ from zbpp.checkpoint.local import merge_schedulers
 from zbpp.core import RequestError
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = ["Saver"]
-
 _PART, _FAILED = "part-{}.json", "failed-{}"
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 1.0  # between two looks at the folder
 _PATIENCE_S = 600.0  # for the parts of the other processes

@@ -47,8 +47,6 @@ from zbpp.runtime.comm.place import Place as Peers
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.support.sharded import layout_of, local_part, whole
 
-__all__ = ["Checkpoints", "State", "read_state", "refuse_misfits"]
-
 _BY_NAME = ("model", "optimizer", "schedulers")
 """The parts of a state that every stage has for its own names."""
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from zbpp.bench.request import BenchOptions
 
-__all__ = ["Bench"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(BenchOptions):

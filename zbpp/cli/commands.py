@@ -25,8 +25,6 @@ from zbpp.cli.show import Show
 from zbpp.cli.train import Train
 from zbpp.core import RequestError, WorkerError
 
-__all__ = ["main"]
-
 _COMMANDS: dict[str, type] = {
     "plan": Plan,
     "show": Show,

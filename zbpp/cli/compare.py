@@ -27,8 +27,6 @@ from zbpp.simulator import (
 from zbpp.training.options import LIST, Microbatches, Names, Stages, Switch
 from zbpp.training.options import MODES as MODES_FLAG
 
-__all__ = ["Compare", "Comparison", "Planned", "planned_rows"]
-
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
 _MOST_PASSES = 2048  # stages x micro-batches of a plan for the chart over m

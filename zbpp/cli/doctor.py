@@ -15,8 +15,6 @@ from zbpp.core import RequestError
 from zbpp.training.options import HF, ModelName, Switch
 from zbpp.training.user_model import call_builder, load_model
 
-__all__ = ["Doctor"]
-
 _TESTED = {"python": ("3.11", "3.12", "3.13"), "torch": ("2.13", "2.14", "2.15")}
 """Releases that the tests have passed on; 3.12 without torch."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from zbpp.memory.estimate import Estimate, Request
     from zbpp.memory.layers import Layers
 
-__all__ = ["EstimateCommand"]
-
 _OBJECTS = 200_000
 """Plans are many small objects without circles: to look for these took a fifth."""
 

@@ -16,8 +16,6 @@ from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import LIST, Count, Names, Planning
 
-__all__ = ["EFFORT", "Numbers", "PlanFlags", "Replicas", "ScheduleFlags"]
-
 Numbers = Annotated[tuple[int, ...], LIST]
 
 EFFORT = Parameter(help="Of the search: fast, default, best or best:SECONDS.")

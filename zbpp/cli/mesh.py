@@ -24,8 +24,6 @@ from zbpp.training.options import (
 )
 from zbpp.training.user_model import load_model
 
-__all__ = ["Mesh"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:

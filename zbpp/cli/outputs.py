@@ -9,8 +9,6 @@ from rich.console import Console
 from zbpp.simulator.plot import check_suffix
 from zbpp.training.options import check_output
 
-__all__ = ["OUT", "Drawing", "Picture", "Terminal"]
-
 
 class Terminal(Console):
     """Prints tables."""

@@ -16,8 +16,6 @@ from zbpp.planning.answer import plan_text
 from zbpp.schedules import to_torch_csv, torch_schedule_name
 from zbpp.training.options import Mode, Output
 
-__all__ = ["Plan"]
-
 _DEFAULT_CHUNKS = {"1F1B": 1, "ZBVZeroBubble": 2, "Interleaved1F1B": 2}
 
 

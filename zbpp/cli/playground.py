@@ -14,8 +14,6 @@ from zbpp.planning import BASELINE, MODES, PlanRequest, make_plan
 from zbpp.simulator.page import timelines_html
 from zbpp.training.options import Switch
 
-__all__ = ["Playground"]
-
 _MOST_PASSES = 2048  # stages x micro-batches
 _FILES = {
     "/": ("zbpp.cli", "playground.html", "text/html"),

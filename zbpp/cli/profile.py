@@ -11,8 +11,6 @@ from zbpp.core import PassKind, write_costs
 from zbpp.planning import Plan
 from zbpp.training.options import Count, Output, RunOptions
 
-__all__ = ["Profile"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(RunOptions):

@@ -20,8 +20,6 @@ from zbpp.simulator import (
 )
 from zbpp.simulator.tables import Table
 
-__all__ = ["gain_text", "print_report", "recompute_text"]
-
 _MOST_CELLS = 1e6  # of a picture's line before it is cropped
 
 

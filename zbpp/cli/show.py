@@ -16,8 +16,6 @@ from zbpp.planning import Plan
 from zbpp.simulator import plot, write_page, write_trace
 from zbpp.training.options import Switch
 
-__all__ = ["Show"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Show(ScheduleFlags):

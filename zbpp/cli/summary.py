@@ -16,8 +16,6 @@ from zbpp.simulator import (
     with_rollback,
 )
 
-__all__ = ["Steady", "Summary", "short_memory", "steady", "summarize"]
-
 _ROUNDING = 1e-9  # relative
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from zbpp.training.options import TrainOptions
 
-__all__ = ["Train"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Train(TrainOptions):

@@ -13,6 +13,7 @@ from typing import Any, Unpack
 
 from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule
 from zbpp.core.held import peaks
+from zbpp.core.sharding import Shard
 from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
 from zbpp.memory.tracking import bytes_of
 from zbpp.models.entry import AnyModel
@@ -20,26 +21,15 @@ from zbpp.planning import USUAL_MODES, is_file, plan
 from zbpp.planning.pipelines import choose_validation
 from zbpp.planning.replicas import (
     Network,
-    Shard,
     check_replicas,
     on_replicas,
     whole_for_a_while,
 )
+from zbpp.runtime.loss import LossFn
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
-from zbpp.runtime.stage import LossFn
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import tensors_in
-
-__all__ = [
-    "Estimate",
-    "Request",
-    "StageEstimate",
-    "costs_of_chunks",
-    "estimate",
-    "estimate_modes",
-    "largest_microbatch",
-]
 
 _MOST_SAMPLES = 2**20
 _MESSAGES = 3

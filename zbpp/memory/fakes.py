@@ -22,8 +22,6 @@ from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.devices import is_missing
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
-__all__ = ["FakeModel", "building", "check_device", "fake_model", "reading_fakes"]
-
 
 @dataclass(frozen=True)
 class FakeModel:

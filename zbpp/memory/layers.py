@@ -29,15 +29,14 @@ from zbpp.models.entry import AnyModel, layered_of
 from zbpp.profiling.alone import copied
 from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.layer_random import LayerRandom
+from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import MicroBatches
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.rollback import DeferredStep, can_defer
-from zbpp.runtime.stage import LossFn, Stage
+from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.values import Tensors, as_tensors
-
-__all__ = ["Layers", "StepBytes", "Tracing", "adamw", "layer_memory", "trace_layers"]
 
 _UNKNOWN = (
     DataDependentOutputException,

@@ -10,8 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.runtime.support.torch_internals import inner_tensors
 
-__all__ = ["Tracker", "bytes_of", "storages_of"]
-
 _ANSWER = torch.ops.aten._local_scalar_dense.default
 """Reads a number: the counter of an optimizer, or if a mask leaves nothing out."""
 

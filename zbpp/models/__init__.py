@@ -11,6 +11,7 @@ configs       layers and a batch from a configuration file
 """
 
 from zbpp.models.entry import cut, layered_of, layers_from
-from zbpp.models.layered import Layered, Tie
+from zbpp.models.layered import Layered
+from zbpp.runtime.ties.plan import Tie
 
 __all__ = ["Layered", "Tie", "cut", "layered_of", "layers_from"]

@@ -7,8 +7,6 @@ from torch import nn
 
 from zbpp.core import RequestError
 
-__all__ = ["BlockList", "find_blocks", "is_under", "modules_above", "outer_lists"]
-
 BlockList = nn.ModuleList | nn.Sequential | nn.ModuleDict
 
 

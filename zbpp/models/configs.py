@@ -16,8 +16,6 @@ from zbpp.core import RequestError
 from zbpp.models.entry import cut, layered_of
 from zbpp.models.layered import Layered
 
-__all__ = ["layers_of_config", "read_config"]
-
 
 def layers_of_config(
     path: str | Path,

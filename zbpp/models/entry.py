@@ -12,13 +12,12 @@ from zbpp.core import RequestError, a_kind
 from zbpp.models.blocks import find_blocks, outer_lists
 from zbpp.models.exported import cut_by_export
 from zbpp.models.hugging_face import base_of, initialiser_of, is_peft, is_pretrained
-from zbpp.models.layered import Layered, Tie, of_layers
+from zbpp.models.layered import Layered, of_layers
 from zbpp.models.pretrained import cut_pretrained, takes_embeddings
 from zbpp.models.weights import Source, Weights, is_on_meta
 from zbpp.runtime.partition import check_layers
 from zbpp.runtime.support.fsdp import units_in
-
-__all__ = ["AnyModel", "cut", "layered_of", "layers_from"]
+from zbpp.runtime.ties.plan import Tie
 
 _log = logging.getLogger("zbpp")
 

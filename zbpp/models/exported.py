@@ -24,8 +24,6 @@ from zbpp.models.layered import Layered, of_layers
 from zbpp.runtime.support.pytree import TreeSpec, flatten_tree, unflatten_tree
 from zbpp.runtime.support.torch_internals import run_graphs_on, use_generated_code
 
-__all__ = ["cut_by_export"]
-
 _UNSUPPORTED = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
 _SECOND_CALL = re.compile(r"@\d+")
 """In the name of a module that a part calls more than once."""

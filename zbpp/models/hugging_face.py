@@ -12,15 +12,6 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.runtime.microbatches import IGNORED, Weigh
 
-__all__ = [
-    "base_of",
-    "cut_batch",
-    "initialiser_of",
-    "is_peft",
-    "is_pretrained",
-    "losses_of",
-]
-
 
 def is_pretrained(model: object) -> bool:
     """True for a model of transformers; loads nothing."""

@@ -7,11 +7,9 @@ from typing import Any
 from torch import nn
 
 from zbpp.runtime.chunk import OwnName, layer_name
+from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import CutBatch, Weigh
-from zbpp.runtime.stage import LossFn
 from zbpp.runtime.ties.plan import Tie, find_ties
-
-__all__ = ["Layered", "Tie", "layer_name", "of_layers"]
 
 
 @dataclass(frozen=True)

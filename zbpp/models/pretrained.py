@@ -29,8 +29,6 @@ from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.random_state import random_state, set_random_state
 
-__all__ = ["cut_pretrained", "takes_embeddings"]
-
 Value = dict[str, Any]
 """The value between two layers: ``hidden``, a tensor, and ``batch``, a dict."""
 

@@ -23,8 +23,6 @@ from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.random_state import random_state, seed_torch, set_random_state
 from zbpp.runtime.support.torch_internals import is_fake
 
-__all__ = ["Source", "Weights", "is_on_meta"]
-
 Source = int | Mapping[str, Tensor] | str | Path
 """A seed, tensors by name, or safetensors files."""
 

@@ -12,7 +12,7 @@ from zbpp.models import Layered
 from zbpp.planning import Plan
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.comm.process_group import initialise
-from zbpp.runtime.loss import is_sum, loss_modules
+from zbpp.runtime.loss import LossFn, is_sum, loss_modules
 from zbpp.runtime.microbatches import Weigh, WeighName
 from zbpp.runtime.parallel.mesh import find_place
 from zbpp.runtime.policies import (
@@ -23,18 +23,7 @@ from zbpp.runtime.policies import (
     check_count,
     is_number,
 )
-from zbpp.runtime.stage import LossFn
 from zbpp.runtime.support.devices import own_device
-
-__all__ = [
-    "Processes",
-    "check_arguments",
-    "device_of",
-    "join",
-    "loss_of",
-    "warn_of_plan",
-    "weigh_of",
-]
 
 Processes = DeviceMesh | DataParallel
 """The processes of a pipeline: a mesh, one with replicas that share, or a group of

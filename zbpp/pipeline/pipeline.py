@@ -20,7 +20,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from zbpp.checkpoint.state import Checkpoints, State
+from zbpp.checkpoint.local import State
+from zbpp.checkpoint.state import Checkpoints
 from zbpp.core import (
     Collective,
     CollectiveKind,
@@ -51,7 +52,7 @@ from zbpp.runtime.driver.batches import Batches, StepPart, parts_of_step
 from zbpp.runtime.driver.build import Settings, build
 from zbpp.runtime.driver.stages import eval_mode
 from zbpp.runtime.executor import drive
-from zbpp.runtime.loss import loss_modules
+from zbpp.runtime.loss import LossFn, loss_modules
 from zbpp.runtime.microbatches import Batch, MicroBatches, check_samples
 from zbpp.runtime.optim.decision import StepResult
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
@@ -64,13 +65,10 @@ from zbpp.runtime.policies import (
     StepPolicy,
     check_count,
 )
-from zbpp.runtime.stage import LossFn
 from zbpp.runtime.support.devices import is_out_of_memory
 from zbpp.runtime.ties.plan import TiePlan, check_ties
 from zbpp.schedules import add_collectives, lower, lower_forward
 from zbpp.tuning.watch import make_watcher
-
-__all__ = ["Pipeline"]
 
 _forward_programs = lru_cache(maxsize=2)(lower_forward)
 

@@ -18,8 +18,6 @@ from zbpp.pipeline.pipeline import Pipeline
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import Batch
 
-__all__ = ["TorchSchedule"]
-
 
 class TorchSchedule:
     """The methods that a trainer calls of ``torch.distributed.pipelining``'s schedules.

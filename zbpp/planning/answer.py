@@ -26,16 +26,6 @@ from zbpp.core.files.json_text import decode, fail, object_of
 from zbpp.core.files.schedule_file import schedule_of
 from zbpp.schedules.planner.figures import PlanFigures
 
-__all__ = [
-    "Plan",
-    "Rejected",
-    "is_plan_file",
-    "is_plan_text",
-    "parse_plan",
-    "plan_text",
-    "recomputed_layers",
-]
-
 _FORMAT = "zbpp-plan"
 _FIGURES = ("step", "span", "barrier_step", "peak", "lower_bound")
 

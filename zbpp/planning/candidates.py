@@ -52,8 +52,6 @@ from zbpp.schedules.planner.budget import shares
 from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.limits import capped, check_limits, check_sizes
 
-__all__ = ["best_plan", "within_limit"]
-
 _IN_TURN = sorted(
     (mode for mode in MODES.values() if mode.place is not None),
     key=lambda mode: mode.order is not None,

@@ -18,8 +18,6 @@ from zbpp.planning.modes import MODES, Mode, canonical, is_file
 from zbpp.planning.request import CostsLike, MemoryLimit, PlanRequest, costs_like
 from zbpp.schedules.planner.budget import parse_effort
 
-__all__ = ["given_orders", "make_plan", "plan", "read_plan"]
-
 
 def plan(
     mode: str,

@@ -23,11 +23,11 @@ from zbpp.core import (
     Schedule,
     format_memory,
 )
+from zbpp.core.sharding import Shard
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import make_plan
 from zbpp.planning.replicas import (
     Network,
-    Shard,
     check_parameters,
     check_replicas,
     on_replicas,
@@ -38,8 +38,6 @@ from zbpp.planning.replicas import (
 from zbpp.planning.request import PlanRequest
 from zbpp.schedules import post_validated, without_collectives
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
-
-__all__ = ["MeshPlan", "best_mesh", "plan_meshes"]
 
 
 @dataclass(frozen=True)

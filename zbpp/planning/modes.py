@@ -19,21 +19,6 @@ from zbpp.schedules import (
     plan_vpp,
 )
 
-__all__ = [
-    "AUTO",
-    "BASELINE",
-    "CHUNKED_MODES",
-    "JOINT_WORDS",
-    "MODES",
-    "MODE_WORDS",
-    "USUAL_MODES",
-    "Mode",
-    "canonical",
-    "is_auto",
-    "is_file",
-    "one_of",
-]
-
 AUTO = "auto"
 BASELINE = "1F1B"
 """The mode that others are compared with."""

@@ -19,12 +19,6 @@ from zbpp.planning.modes import is_auto
 from zbpp.planning.request import PlanRequest, split_on
 from zbpp.schedules import Split, post_validated, without_checks
 
-__all__ = [
-    "choose_validation",
-    "plan_pipeline",
-    "split_of",
-]
-
 _log = logging.getLogger("zbpp")
 
 

@@ -45,21 +45,6 @@ from zbpp.core.costs.columns import PerRow
 from zbpp.core.sharding import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
-__all__ = [
-    "SHARDS",
-    "Network",
-    "Shard",
-    "check_parameters",
-    "check_replicas",
-    "gathers_in_passes",
-    "network_of",
-    "on_replicas",
-    "on_shared_layers",
-    "replicated",
-    "whole_for_a_while",
-    "with_replicas",
-]
-
 _EXCHANGES = 2
 """All-reduces of a layer in F, and as many in B."""
 

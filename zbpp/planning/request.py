@@ -19,17 +19,6 @@ from zbpp.core.files.costs_file import either_of
 from zbpp.planning.answer import Plan
 from zbpp.schedules import Recomputing, Split
 
-__all__ = [
-    "CostsLike",
-    "MemoryLimit",
-    "PlanRequest",
-    "at_least_one",
-    "costs_like",
-    "parse_recompute",
-    "parse_split",
-    "split_on",
-]
-
 _SPLITS: dict[str, Split] = {"balanced": "balanced", "even": "even"}
 _RECOMPUTE_CHOICES = "auto, all or none, or give numbers, as 0,2,5"
 _RECOMPUTE: dict[str, Recomputing] = {"auto": "auto", "all": "all", "none": "none"}

@@ -29,8 +29,6 @@ from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.values import Tensors, as_tensors, mapped
 
-__all__ = ["WARM_UP", "LayerTimes", "copied", "noted_inputs", "time_layers"]
-
 WARM_UP = 2
 """Steps, and rounds of the layers, that do not count."""
 _SMALL_GRADIENT = 1e-3

@@ -19,8 +19,6 @@ from zbpp.profiling.links import link_list
 from zbpp.profiling.profile import Profile
 from zbpp.profiling.steps import StepTimes
 
-__all__ = ["join"]
-
 
 def join(
     times: StepTimes,

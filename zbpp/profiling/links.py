@@ -29,8 +29,6 @@ from zbpp.profiling.means import robust_mean
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = ["FASTEST", "Wires", "link_list", "measure_wires"]
-
 _SMALL, _LARGE = 64, 2**20
 _ROUNDS = {_SMALL: 30}
 _FEW = 10

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from statistics import fmean, quantiles
 from typing import NamedTuple
 
-__all__ = ["Spread", "robust_mean", "spread"]
-
 _FAR = 5.0
 """Quartile ranges above the upper quartile; exponential times lose .2 % there."""
 

@@ -8,8 +8,6 @@ from statistics import median
 from zbpp.core import Costs, Schedule, Timeline
 from zbpp.simulator import bubble_rate, simulate, steady_step_time
 
-__all__ = ["Prediction", "predict"]
-
 _MS = 1e3
 
 

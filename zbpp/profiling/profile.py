@@ -10,8 +10,6 @@ from zbpp.profiling.links import FASTEST
 from zbpp.profiling.means import spread
 from zbpp.profiling.steps import StepTimes
 
-__all__ = ["Profile"]
-
 
 @dataclass(frozen=True)
 class Profile:

@@ -36,8 +36,6 @@ from zbpp.core import (
 from zbpp.profiling.links import Wires
 from zbpp.profiling.means import robust_mean
 
-__all__ = ["StepTimes", "read_steps"]
-
 _MS = 1e3
 _LONG = 3.0  # times a message: so early, one has come
 _SHORTEST = 10  # where nothing is known: a tenth of the gaps

@@ -9,8 +9,6 @@ from torch import nn
 
 from zbpp.runtime.error_notes import note_layer
 
-__all__ = ["Chunk", "OwnName", "layer_name"]
-
 OwnName = Callable[[int, str], str]
 """From a layer's index and a name in it to the model's own name."""
 

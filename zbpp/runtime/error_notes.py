@@ -7,8 +7,6 @@ from torch import Tensor
 from zbpp.core import Pass, PassKind
 from zbpp.runtime.support.pytree import map_tensors
 
-__all__ = ["note_layer", "note_pass"]
-
 _CALLED = {
     PassKind.F: "forward",
     PassKind.B: "backward of the inputs",

@@ -62,8 +62,6 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.collectives import is_broken
 from zbpp.runtime.values import Tensors
 
-__all__ = ["HANDLERS", "Executor", "drive"]
-
 _NOTHING = nullcontext()
 
 

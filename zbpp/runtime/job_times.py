@@ -23,8 +23,6 @@ from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.streams import recorded_event
 from zbpp.runtime.support.torch_internals import profiling
 
-__all__ = ["JobTimes", "Timed", "clock_offsets"]
-
 _WINDOW = 10
 """Steps whose times stay in memory."""
 

@@ -23,8 +23,6 @@ from zbpp.runtime.support.random_state import (
     set_random_state,
 )
 
-__all__ = ["LayerRandom", "draws_nothing", "has_hooks", "next_seed"]
-
 
 def next_seed() -> int:
     """A number that depends on torch's generator, which stays as it is."""

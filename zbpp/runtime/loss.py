@@ -12,16 +12,6 @@ from zbpp.runtime.microbatches import MicroBatches, mean_by_weight
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 
-__all__ = [
-    "Loss",
-    "LossFn",
-    "Metrics",
-    "is_sum",
-    "loss_alone",
-    "loss_modules",
-    "refuse_foreign",
-]
-
 Metrics = Mapping[str, Tensor | float]
 """Scalars of one micro-batch by name, averaged as the loss is."""
 

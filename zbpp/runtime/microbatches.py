@@ -11,23 +11,6 @@ from zbpp.core import RequestError
 from zbpp.runtime.support.pytree import KNOWN, map_tensors, tensors_in
 from zbpp.runtime.values import Tensors, as_tensors
 
-__all__ = [
-    "Batch",
-    "CutBatch",
-    "MicroBatches",
-    "Weigh",
-    "WeighName",
-    "check_samples",
-    "count_samples",
-    "find_weigh",
-    "mean_by_weight",
-    "merge",
-    "samples_to_cut",
-    "split_inputs",
-    "split_targets",
-    "weights_of",
-]
-
 Batch = Any
 """Tensors that are cut along their first dimension, alone or in tuples, lists in these,
 dicts and other containers, beside what every micro-batch gets as it is; or a list of

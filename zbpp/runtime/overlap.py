@@ -44,8 +44,6 @@ from zbpp.runtime.support.streams import NetworkStream
 from zbpp.runtime.support.thread_state import ThreadState
 from zbpp.runtime.support.torch_internals import arrived
 
-__all__ = ["OpenPass", "Overlap", "marked", "overlap_point"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -7,8 +7,6 @@ from torch import nn
 from zbpp.core import RequestError, a_kind, even_split
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 
-__all__ = ["build_chunks", "check_layers", "partition_layers"]
-
 
 def partition_layers(
     n_layers: int, n_chunks: int, split: Sequence[int] | None = None

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from zbpp.runtime.compiled.backend import Compiling
     from zbpp.runtime.microbatches import Weigh, WeighName
 
-__all__ = [
-    "DataParallel",
-    "Execution",
-    "LossScaler",
-    "Numerics",
-    "StepPolicy",
-]
-
 _MAX_SECONDS = 1e9
 """30 years; torch counts time-outs in whole units of 64 bits."""
 

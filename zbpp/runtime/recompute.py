@@ -22,8 +22,6 @@ from zbpp.core import RequestError
 from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.support.pytree import flatten_tree, map_tensors, unflatten_tree
 
-__all__ = ["Buffers", "Recomputed"]
-
 
 class Buffers:
     """The buffers of some layers at one moment, with copies."""

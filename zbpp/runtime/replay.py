@@ -14,8 +14,6 @@ from torch import Tensor
 from zbpp.runtime.recompute import Buffers
 from zbpp.runtime.stage import Stage
 
-__all__ = ["Replay"]
-
 
 class Replay:
     """Brings a stage back to where its step began."""

@@ -46,8 +46,6 @@ from zbpp.runtime.values import (
     ready,
 )
 
-__all__ = ["LossFn", "Saved", "Stage"]
-
 
 @dataclass(slots=True)
 class Saved:

@@ -25,22 +25,6 @@ from zbpp.core import RequestError
 from zbpp.runtime.support.pytree import KNOWN, TreeSpec, flatten_tree, unflatten_tree
 from zbpp.runtime.support.torch_internals import arrived
 
-__all__ = [
-    "Nested",
-    "Structure",
-    "Tensors",
-    "as_tensors",
-    "as_value",
-    "filled",
-    "gradients_of",
-    "handed_over",
-    "leaves",
-    "mapped",
-    "nested",
-    "ready",
-    "with_tensors",
-]
-
 Tensors = tuple[Tensor, ...]
 """Value handed from chunk to chunk, or a micro-batch: one tensor or several."""
 

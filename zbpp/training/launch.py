@@ -27,8 +27,6 @@ from zbpp.core import RequestError, WorkerError
 from zbpp.runtime.comm.process_group import use_loopback
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = ["start"]
-
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _VICTIM_STAYS_S = 1.0  # for the report of the cause, on a busy machine
 

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["VOCABULARY", "LlamaConfig", "build_layers", "cross_entropy", "small_llama"]
-
 VOCABULARY = 256  # bytes
 _SIZES: dict[str, dict[str, int]] = {
     "tiny": {"dim": 32, "n_blocks": 4, "n_heads": 2, "hidden": 64},

@@ -24,28 +24,6 @@ from zbpp.core import (
 )
 from zbpp.planning import MODE_WORDS, is_auto
 
-__all__ = [
-    "HF",
-    "LIST",
-    "MODES",
-    "Count",
-    "Dtype",
-    "Memory",
-    "Microbatches",
-    "Mode",
-    "ModelName",
-    "ModelOptions",
-    "ModelSize",
-    "Names",
-    "Output",
-    "Planning",
-    "RunOptions",
-    "Stages",
-    "Switch",
-    "TrainOptions",
-    "check_output",
-]
-
 HF = "hf:"
 """Begin of the name of a model of transformers."""
 

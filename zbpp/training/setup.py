@@ -19,16 +19,6 @@ from zbpp.training.options import ModelOptions, RunOptions
 from zbpp.training.user_model import UserModel, load_model
 from zbpp.tuning.measure import SAFE_MODE
 
-__all__ = [
-    "AUTOCAST",
-    "build_pipeline",
-    "make_optimizer",
-    "model_of",
-    "output_is_loss",
-    "plan_of",
-    "settings_of",
-]
-
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Compute dtypes by the names that ``--dtype`` has for them."""
 

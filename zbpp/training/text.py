@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from zbpp.core import RequestError
 
-__all__ = ["Batch", "Corpus", "load_corpus"]
-
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Inputs and targets, both (windows, seq); a target is the byte after its input."""
 

@@ -37,8 +37,6 @@ from zbpp.training.options import HF, TrainOptions
 from zbpp.training.setup import build_pipeline, plan_of
 from zbpp.training.text import Batch, load_corpus
 
-__all__ = ["checked_plan", "train"]
-
 _WARM_UP_STEPS = 10
 _LOG_EVERY = 10
 _SAVE_EVERY, _KEEP = 100, 3

@@ -25,9 +25,7 @@ from zbpp.training.options import HF
 
 if TYPE_CHECKING:
     from zbpp.models import Layered
-    from zbpp.runtime.stage import LossFn
-
-__all__ = ["UserModel", "call_builder", "load_model"]
+    from zbpp.runtime.loss import LossFn
 
 _WANTED = (
     "it must be a function that returns (model, batch) or (model, batch, loss_fn): an "

@@ -23,8 +23,6 @@ from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 from zbpp.runtime.support.random_state import random_state, set_random_state
 from zbpp.runtime.values import as_value
 
-__all__ = ["SAFE_MODE", "measure_layers"]
-
 SAFE_MODE = "ZBH1"
 """Splits the backward, and holds no more than 1F1B."""
 

@@ -27,14 +27,6 @@ from zbpp.diagnostics import measured_costs
 from zbpp.planning import Plan, PlanRequest, make_plan
 from zbpp.schedules import without_checks, without_collectives
 
-__all__ = [
-    "Replanned",
-    "Watch",
-    "Watcher",
-    "make_watcher",
-    "replan",
-]
-
 _log = logging.getLogger("zbpp")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from zbpp.core import RequestError
 from zbpp.schedules.planner.compiled.build import compile_loops, sources, stamp
 
-__all__ = ["Structure", "check", "doubles", "loops", "pointer", "whole"]
-
 _GIVEN_UP = 1  # as in loops.h
 
 

@@ -13,8 +13,6 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
-__all__ = ["compile_loops", "compiler", "sources", "stamp"]
-
 
 def sources() -> list[Path]:
     """The C files of a checkout; a wheel has none."""

@@ -33,8 +33,6 @@ from zbpp.core import (
 from zbpp.core.costs.columns import spread
 from zbpp.schedules.planner.figures import ROUNDING, is_below
 
-__all__ = ["Balance", "Loads", "balance", "moved"]
-
 _WIDER = 1.25  # the next load that is tried, if no split has a lower one
 _CHUNK_SHARE = 1e-6  # of the squares of chunks: they decide between equal stages
 

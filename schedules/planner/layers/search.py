@@ -40,8 +40,6 @@ from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
 from zbpp.schedules.planner.layers.balance import Loads, balance, moved
 from zbpp.schedules.planner.limits import check_limits, needs
 
-__all__ = ["LayerPlan", "Recomputing", "Split", "SplitPlanner", "plan_split"]
-
 Split = Literal["balanced", "even"] | Sequence[int] | None
 """Layers of each chunk, or how to choose them; None: balanced."""
 

@@ -26,8 +26,6 @@ from zbpp.schedules.planner.search.problem import (
     joined,
 )
 
-__all__ = ["improve", "timed"]
-
 _COST = 0.25  # of timing a pass, in passes of the list scheduler; measured in C
 
 

@@ -64,8 +64,6 @@ from zbpp.schedules.planner.search.problem import (
     joined,
 )
 
-__all__ = ["Settings", "list_schedule"]
-
 
 @dataclass(frozen=True)
 class Settings:

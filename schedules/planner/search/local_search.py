@@ -22,16 +22,6 @@ from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.search.seeds import Seed
 
-__all__ = [
-    "climb",
-    "hill_climb",
-    "improve_top_k",
-    "n_moves",
-    "search_on",
-    "shortest",
-    "travel",
-]
-
 _SMALL = 3000  # passes; larger plans get 2 turns
 
 

@@ -38,8 +38,6 @@ from zbpp.core.jobs import gc_paused, passes
 from zbpp.schedules.planner.compiled.binding import Structure, doubles, whole
 from zbpp.schedules.planner.limits import beyond
 
-__all__ = ["PlacementProblem", "Plan", "Row", "Rows", "joined"]
-
 _ROUNDING = 1e-9  # relative, of sums of times and of memory; `Schedule` allows as much
 
 Row: TypeAlias = "array[int]"

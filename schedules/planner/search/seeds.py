@@ -50,19 +50,6 @@ from zbpp.schedules.planner.search.critical_path import timed
 from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
 
-__all__ = [
-    "LINE_RULES",
-    "RULES",
-    "LineRule",
-    "Rule",
-    "Seed",
-    "is_line",
-    "line_settings_of",
-    "rules",
-    "seeds",
-    "settings_of",
-]
-
 Attempt: TypeAlias = "Settings | Rows"
 """Settings for the list scheduler, or rows of all passes that are only timed."""
 

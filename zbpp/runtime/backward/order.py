@@ -26,8 +26,6 @@ from torch import Tensor
 from zbpp.runtime.backward.plan import PlanCache
 from zbpp.runtime.backward.split import Progress, SplitGraph
 
-__all__ = ["GradientOrder"]
-
 Gradients = Sequence[Tensor | None]
 
 

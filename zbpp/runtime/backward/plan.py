@@ -28,15 +28,6 @@ from zbpp.runtime.support.autograd_internals import (
 )
 from zbpp.runtime.support.torch_internals import is_fake
 
-__all__ = [
-    "Plan",
-    "PlanCache",
-    "Product",
-    "Site",
-    "grad_dtype_of",
-    "is_plain",
-]
-
 _VIEWS = (
     "T Transpose Permute View UnsafeView ReshapeAlias ToCopy Unsqueeze Squeeze Alias "
     "Expand Clone Select Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes "

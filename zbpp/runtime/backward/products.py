@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Rule"]
-
 Sizes = Sequence[int]
 
 

@@ -13,8 +13,6 @@ from torch.nn import functional
 from zbpp.core import RequestError
 from zbpp.runtime.backward.split import split_forward
 
-__all__ = ["check_split"]
-
 _SIZE = 4
 _NAMES = ("the input", "a weight", "its bias", "a weight that is used twice", "a scale")
 

@@ -45,16 +45,6 @@ from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 from zbpp.runtime.support.sharded import own_shard
 from zbpp.runtime.support.torch_internals import is_fake
 
-__all__ = [
-    "IN_B",
-    "Progress",
-    "SplitGraph",
-    "WeightQueue",
-    "alias_of",
-    "memory_of",
-    "split_forward",
-]
-
 IN_B = "B: no product's weight"
 """In a report: a leaf that some node uses otherwise than as the weight of a product."""
 

@@ -19,8 +19,6 @@ from zbpp.runtime.backward.split import SplitGraph, split_forward
 from zbpp.runtime.support.autograd_internals import accumulates
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
-__all__ = ["SplitModule"]
-
 
 class _RunB(torch.autograd.Function):
     """The outputs of a split forward; the backward is B."""

@@ -8,8 +8,6 @@ from zbpp.core import RequestError
 from zbpp.runtime.support.fsdp import is_unit
 from zbpp.runtime.support.torch_internals import data_parallel, is_in_ddp
 
-__all__ = ["check_hooks", "check_module"]
-
 
 def check_module(
     module: nn.Module, name: str = "the module", *, on_mesh: bool = False

@@ -21,8 +21,6 @@ from zbpp.runtime.comm.groups import Groups
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = ["Failures", "Waiting", "who_is_missing"]
-
 _LOOK_S = 0.05  # a peer breaks its connections just after it has written
 _STORE_S = 2.0  # beyond that: for a store that may be gone
 _POLL_S = 0.02

@@ -21,8 +21,6 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from zbpp.core import RequestError
 from zbpp.runtime.comm.place import Place
 
-__all__ = ["Channel", "Group", "Groups", "open_groups"]
-
 _NO_TAG = 2**31 - 1
 """Tag of no message."""
 

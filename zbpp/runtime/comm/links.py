@@ -26,8 +26,6 @@ from zbpp.runtime.comm.groups import Channel, Group, Groups
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.support.streams import HostCopy
 
-__all__ = ["Link", "PendingSum", "WaitContext"]
-
 _BYTES = 2
 """Added to the tag of a message that is no tensor of a value."""
 

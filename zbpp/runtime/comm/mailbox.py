@@ -31,8 +31,6 @@ from zbpp.runtime.microbatches import MicroBatches, check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, SumsError
 from zbpp.runtime.values import Tensors, nested
 
-__all__ = ["Mailbox"]
-
 _PATIENCE_S = 10.0  # where a script has not called close
 
 _FIRST = Value(What.ACTIVATION, 0, 0)

@@ -20,20 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = [
-    "ALONE",
-    "CONTEXT_DIM",
-    "DATA_DIMS",
-    "EXPERT_DIM",
-    "FLATTENED",
-    "REPLICATE_DIM",
-    "REPLICA_DIMS",
-    "STAGE_DIM",
-    "TENSOR_DIM",
-    "Place",
-    "single_dims",
-]
-
 STAGE_DIM, CONTEXT_DIM, EXPERT_DIM, TENSOR_DIM = "pp", "cp", "ep", "tp"
 REPLICATE_DIM = "dp_replicate"
 REPLICA_DIMS = ("dp", REPLICATE_DIM, "dp_shard")

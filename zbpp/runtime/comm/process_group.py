@@ -13,8 +13,6 @@ from zbpp.runtime.support.errors import PeerError
 
 _log = logging.getLogger("zbpp")
 
-__all__ = ["initialise", "use_loopback"]
-
 
 def initialise(device: torch.device, *, timeout_s: float) -> None:
     """Join torch.distributed, if the environment of a launcher asks for it.

@@ -27,8 +27,6 @@ from zbpp.runtime.support.errors import ShapeError
 from zbpp.runtime.support.torch_internals import inner_tensors
 from zbpp.runtime.values import Nested, Structure, Tensors, filled
 
-__all__ = ["Look", "Shapes", "Spec"]
-
 _MAX_KINDS = 1024
 """Kinds that are remembered; beyond, all are forgotten and learnt anew."""
 

@@ -21,8 +21,6 @@ from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import HostCopy
 from zbpp.runtime.values import Tensors
 
-__all__ = ["Expected", "LocalHub", "LocalMailbox", "Reduction", "Transport"]
-
 
 class Reduction:
     """A sum over all stages that is under way."""

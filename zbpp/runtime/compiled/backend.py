@@ -27,17 +27,6 @@ from zbpp.runtime.support.compile_internals import (
     inductor_options,
 )
 
-__all__ = [
-    "Call",
-    "Compiling",
-    "Piece",
-    "compiled",
-    "defer_piece",
-    "is_worth_it",
-    "pieces_of",
-    "zbpp",
-]
-
 Compiling = Literal["blocks"] | bool
 """``"blocks"`` or True: compile each layer by itself."""
 

@@ -11,8 +11,6 @@ from zbpp.core import RequestError
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = ["agreement", "check_chosen"]
-
 _SHOWN = 3  # names in an error
 
 Gather = Callable[[Any], list[Any]]

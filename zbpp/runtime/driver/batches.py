@@ -36,8 +36,6 @@ from zbpp.runtime.microbatches import (
 )
 from zbpp.runtime.optim.same_samples import SameSamples
 
-__all__ = ["Batches", "StepPart", "parts_of_step"]
-
 
 @dataclass
 class StepPart:

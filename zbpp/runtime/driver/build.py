@@ -29,6 +29,7 @@ from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.layer_random import LayerRandom, next_seed
+from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import Weigh, WeighName
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
@@ -36,13 +37,11 @@ from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
-from zbpp.runtime.stage import LossFn, Stage
+from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import layout_of, own_shard
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
 from zbpp.runtime.ties.stage import StageTies
-
-__all__ = ["Settings", "build", "compiled_chunk"]
 
 StageLayers = Mapping[int, tuple[Sequence[Chunk], StageTies]]
 """Chunks and ties of each stage of this process."""

@@ -16,8 +16,6 @@ from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import merge
 from zbpp.runtime.support.pytree import map_tensors
 
-__all__ = ["LocalStages", "eval_mode"]
-
 
 class LocalStages:
     """The stages of this process, by number; all of the pipeline where it is alone."""

@@ -19,8 +19,6 @@ from zbpp.core import Job
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.microbatches import mean_by_weight
 
-__all__ = ["Decision", "StepResult"]
-
 
 @dataclass(frozen=True)
 class Decision:

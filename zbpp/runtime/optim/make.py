@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from zbpp.core import RequestError, a_kind
 from zbpp.runtime.optim.rollback import parameters_of
 
-__all__ = ["MakeOptimizer", "check_optimizer", "made_optimizers"]
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = Callable[[list[Any]], Optimizers]
 """Called with one stage's parameters, also frozen ones; gives one optimizer or more."""

@@ -16,8 +16,6 @@ from zbpp.runtime.comm.place import ALONE, Place
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import local_part
 
-__all__ = ["multiply_gradients", "squared_norms"]
-
 _PIECE = 2**16
 """Numbers that are copied to float64 at a time: these stay in the cache."""
 

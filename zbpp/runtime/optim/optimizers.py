@@ -21,8 +21,6 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import is_sharded
 from zbpp.runtime.support.torch_internals import has_step_hooks, mark_called
 
-__all__ = ["StageOptimizers"]
-
 
 class _GroupValues:
     """The options of an optimizer's parameter groups at the time of a step.

@@ -29,16 +29,6 @@ from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.sharded import is_sharded
 from zbpp.runtime.support.torch_internals import has_plain_step, plain_step
 
-__all__ = [
-    "DeferredStep",
-    "Rollback",
-    "SnapshotStep",
-    "can_defer",
-    "copy_groups",
-    "is_elementwise",
-    "parameters_of",
-]
-
 State = dict[str, Any]
 """The optimizer's state of one parameter, by name."""
 

@@ -22,8 +22,6 @@ from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded, own_shard
 from zbpp.runtime.support.streams import sent_ahead
 
-__all__ = ["SameSamples"]
-
 _RANK, _INPUTS, _TARGETS, _KEY = range(4)
 """Numbers of a first or last stage: rank + 1, and digests; 0: there is none."""
 

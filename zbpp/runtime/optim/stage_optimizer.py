@@ -31,8 +31,6 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.errors import NonFiniteError, SumsError
 from zbpp.runtime.support.sharded import is_sharded, place_gradients
 
-__all__ = ["StageOptimizer"]
-
 
 @dataclass
 class _Pending:

@@ -21,8 +21,6 @@ from zbpp.runtime.optim.decision import Decision, StepResult
 from zbpp.runtime.policies import LossScaler, StepPolicy
 from zbpp.runtime.support.errors import NonFiniteError
 
-__all__ = ["History"]
-
 _VALID_STEPS = 10
 
 

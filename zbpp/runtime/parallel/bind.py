@@ -20,8 +20,6 @@ from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.support.fsdp import Unit, managed, units_in
 from zbpp.runtime.support.sharded import local_part
 
-__all__ = ["bind_parallel"]
-
 
 def bind_parallel(
     chunks: Sequence[Chunk],

@@ -24,8 +24,6 @@ from zbpp.runtime.comm.place import (
 from zbpp.runtime.support.sharded import local_part, own_shard
 from zbpp.runtime.support.torch_internals import inner_tensors
 
-__all__ = ["broadcast_first"]
-
 _PARTS = {
     TENSOR_DIM: "parallelize_module on mesh['tp']",
     EXPERT_DIM: "zbpp.deal(experts, mesh['ep'])",

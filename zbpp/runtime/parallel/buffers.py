@@ -18,8 +18,6 @@ from torch import Tensor
 
 from zbpp.runtime.support.fsdp import Unit
 
-__all__ = ["alternate"]
-
 
 class _TwoBuffers:
     """Buffers that the layers of a stage have in turn, as large as their largest."""

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.runtime.comm.place import EXPERT_DIM
 from zbpp.runtime.support.sharded import is_sharded, local_part
 
-__all__ = ["deal", "experts_in", "mesh_dims"]
-
 
 def deal(module: nn.Module, mesh: DeviceMesh) -> None:
     """Deal a module's parameters out over a mesh, each along its first dimension.

@@ -36,8 +36,6 @@ from zbpp.runtime.comm.place import (
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.support.devices import own_device
 
-__all__ = ["find_place", "make_mesh", "shard_mesh"]
-
 
 def make_mesh(
     *,

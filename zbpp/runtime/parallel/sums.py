@@ -36,8 +36,6 @@ from zbpp.runtime.backward.split import Progress
 from zbpp.runtime.support.fsdp import Unit
 from zbpp.runtime.support.sharded import as_sharded, local_part, place_gradients
 
-__all__ = ["Buckets", "ChunkCollectives", "Collectives"]
-
 
 class _Sum(NamedTuple):
     """An all-reduce that is under way, of gradients of some parameters."""

@@ -19,8 +19,6 @@ from zbpp.runtime.parallel.experts import experts_in
 from zbpp.runtime.parallel.mesh import shard_mesh
 from zbpp.runtime.support.fsdp import units_in
 
-__all__ = ["check_bare", "check_shard", "wrap"]
-
 
 def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
     """Refuse a way in which replicas cannot share."""

@@ -10,17 +10,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "LeafNode",
-    "accumulates",
-    "add_hook",
-    "hooks_made",
-    "is_built_in",
-    "may_be_read",
-    "packed_by_hooks",
-    "run_backward",
-]
-
 LeafNode: Any = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The type of leaves' nodes, ``AccumulateGrad``."""
 

@@ -11,11 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-__all__ = [
-    "groups_kept",
-    "is_broken",
-]
-
 _RAISE_BROKEN = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",

@@ -10,14 +10,6 @@ from torch import fx
 
 from zbpp.runtime.support.private_names import missing_names
 
-__all__ = [
-    "Inner",
-    "compile_graph",
-    "compile_with",
-    "current_node",
-    "inductor_options",
-]
-
 Inner = Callable[..., Any]
 """Compiles one finished graph: ``inner(graph, inputs, **about)``."""
 

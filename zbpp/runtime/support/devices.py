@@ -14,18 +14,6 @@ import torch
 
 from zbpp.core import RequestError
 
-__all__ = [
-    "accelerator",
-    "asked_device",
-    "built_for",
-    "check_kind",
-    "device_name",
-    "is_missing",
-    "is_out_of_memory",
-    "own_device",
-    "runs_ahead",
-]
-
 _HAVE_NO_STREAMS = ("cpu", "meta", "mps")
 """Torch makes no streams for Metal, so it is run as a CPU is: by plain copies."""
 

@@ -2,8 +2,6 @@
 
 from zbpp.core import RequestError
 
-__all__ = ["NonFiniteError", "PeerError", "ShapeError", "SumsError"]
-
 
 class PeerError(RuntimeError):
     """Another stage died or did not answer in time: that stage has the cause."""

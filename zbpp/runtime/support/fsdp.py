@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import RequestError
 
-__all__ = ["Unit", "is_unit", "managed", "units_in"]
-
 _NAMES = {
     "state": ("_lazy_init", "_fsdp_param_groups", "_comm_ctx"),
     "context": ("post_forward_order", "reduce_scatter_states"),

@@ -8,8 +8,6 @@ compares a small split backward with a plain one.
 import pkgutil
 import warnings
 
-__all__ = ["PRIVATE_NAMES", "missing_names"]
-
 PRIVATE_NAMES = (
     "torch:_TorchCompileInductorWrapper",
     "torch._C:_current_autograd_node",

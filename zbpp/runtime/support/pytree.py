@@ -14,16 +14,6 @@ from torch.utils import _pytree as torch_pytree
 
 from zbpp.core import RequestError
 
-__all__ = [
-    "KNOWN",
-    "TreeSpec",
-    "flatten_tree",
-    "map_tensors",
-    "refuse_hidden",
-    "tensors_in",
-    "unflatten_tree",
-]
-
 KNOWN = (
     "a tuple, list, dict, or a class that is registered with "
     "torch.utils._pytree.register_pytree_node, a dataclass with "

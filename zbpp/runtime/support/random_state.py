@@ -9,14 +9,6 @@ import torch
 
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = [
-    "RandomState",
-    "mixed_seed",
-    "random_state",
-    "seed_torch",
-    "set_random_state",
-]
-
 RandomState = tuple[Any, ...]
 """States of torch's generators (CPU, device), Python's and numpy's; None: not there."""
 

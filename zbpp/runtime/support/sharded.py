@@ -7,17 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Part",
-    "as_sharded",
-    "is_sharded",
-    "layout_of",
-    "local_part",
-    "own_shard",
-    "place_gradients",
-    "whole",
-]
-
 
 @dataclass(frozen=True)
 class Part:

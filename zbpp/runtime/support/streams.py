@@ -15,13 +15,6 @@ from torch import Tensor
 
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = [
-    "HostCopy",
-    "NetworkStream",
-    "recorded_event",
-    "sent_ahead",
-]
-
 
 def recorded_event(device: torch.device) -> torch.Event:
     """Record an event whose time can be read in the current stream."""

@@ -15,8 +15,6 @@ import torch
 
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = ["ThreadState"]
-
 T = TypeVar("T")
 
 

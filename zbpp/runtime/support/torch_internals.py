@@ -16,21 +16,6 @@ try:
 except ImportError:
     _get_registry = None  # type: ignore[assignment]
 
-__all__ = [
-    "arrived",
-    "data_parallel",
-    "has_plain_step",
-    "has_step_hooks",
-    "inner_tensors",
-    "is_fake",
-    "is_in_ddp",
-    "mark_called",
-    "plain_step",
-    "profiling",
-    "run_graphs_on",
-    "use_generated_code",
-]
-
 
 def profiling() -> bool:
     """True while a profiler records; a range costs some 10 us even if none does."""

@@ -18,8 +18,6 @@ from zbpp.runtime.support.sharded import layout_of
 from zbpp.runtime.ties.plan import TiePlan
 from zbpp.runtime.ties.stage import StageTies, TiedParameter
 
-__all__ = ["bind_ties"]
-
 
 def bind_ties(
     plan: TiePlan, stages: Mapping[int, Sequence[Chunk]]

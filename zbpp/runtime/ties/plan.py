@@ -11,15 +11,6 @@ from zbpp.core import Placement, RequestError
 from zbpp.runtime.chunk import OwnName, layer_name
 from zbpp.runtime.support.sharded import own_shard
 
-__all__ = [
-    "NO_TIES",
-    "Tie",
-    "TiePlan",
-    "check_ties",
-    "find_ties",
-    "numbers_of",
-]
-
 Tie = tuple[tuple[int, str], ...]
 """One parameter in several layers: (global index of the layer, name in the layer)."""
 

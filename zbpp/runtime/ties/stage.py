@@ -20,8 +20,6 @@ from zbpp.runtime.support.sharded import as_sharded, own_shard, place_gradients
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan, numbers_of
 from zbpp.runtime.values import Tensors
 
-__all__ = ["StageTies", "TiedParameter"]
-
 
 @dataclass
 class TiedParameter:
