@@ -132,8 +132,7 @@ def join(timelines: Sequence[Timeline], *, name: str | None = None) -> Timeline:
     return replace(
         first,
         name=name or first.name,
-        rows=_end_to_end([timeline.rows for timeline in timelines]),
-        collectives=_end_to_end([timeline.collectives for timeline in timelines]),
+        slots=_end_to_end([timeline.slots for timeline in timelines]),
     )
 
 

@@ -30,7 +30,7 @@ from zbpp.simulator.arguments import takes_timelines
 @takes_timelines
 def stage_span(timeline: Timeline, stage: int) -> float:
     """Time from the start of a stage's first pass to the end of its last one."""
-    return extent(x for x in _slots(timeline, stage) if passes_in(x.job))
+    return extent(x for x in timeline.slots[stage] if passes_in(x.job))
 
 
 @takes_timelines
@@ -80,9 +80,9 @@ def bubble_rate(timeline: Timeline) -> float:
 
     (largest span - work of the busiest stage) / largest span: the share of the time
     that a perfect order of the same passes could save. Of unequal stages these are two
-    stages, so no stage need be idle for that share; `idle` tells of each. Sends that
-    occupy a stage are no work. It is not taken from the makespan: stages may start and
-    end at different times without losing any.
+    stages, so no stage need be idle for that share; `idle` tells of each. It is not
+    taken from the makespan: stages may start and end at different times without losing
+    any.
     """
     longest = span(timeline)
     return _above_zero(longest - max(work(timeline)), longest)
@@ -132,7 +132,7 @@ def memory_over_time(
     curves = []
     for stage, held in enumerate(times.fixed):
         jobs: dict[Job | Slot, tuple[Job, float, float]] = {}
-        for slot in _slots(timeline, stage):
+        for slot in timeline.slots[stage]:
             job: Job = slot.job.of if isinstance(slot.job, Part) else slot.job
             key = job if isinstance(slot.job, Part) else slot  # parts of a pass are one
             _, start, _ = jobs.get(key, (job, slot.start, slot.end))
@@ -162,26 +162,9 @@ def peak_memory(timeline: Timeline, costs: Costs) -> list[float]:
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    orders = [
-        [slot.job for slot in _slots(timeline, stage)] for stage in _stages(timeline)
-    ]
+    orders = [[slot.job for slot in row] for row in timeline.slots]
     return peaks(orders, costs.on(timeline.placement))
 
 
 def _stages(timeline: Timeline) -> range:
     return range(timeline.placement.n_stages)
-
-
-def _slots(timeline: Timeline, stage: int) -> list[Slot]:
-    """Slots of a stage's jobs, those of parts beside them too, by their starts."""
-    row = list(timeline.rows[stage])
-    beside = timeline.collectives[stage] if timeline.collectives else ()
-    parts = [slot for slot in beside if isinstance(slot.job, Part)]
-    if not parts and not any(isinstance(slot.job, Part) for slot in row):
-        return row
-    return sorted(row + parts, key=_start_of)
-
-
-def _start_of(slot: Slot) -> tuple[float, float, int]:
-    index = slot.job.index if isinstance(slot.job, Part) else 0
-    return slot.start, slot.end, index

@@ -4,7 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from zbpp.core import Costs, Pass, PassKind, Placement, Slot, Step, Timeline
+from zbpp.core import (
+    Costs,
+    Lane,
+    Parts,
+    Pass,
+    PassKind,
+    Placement,
+    Slot,
+    Step,
+    Timeline,
+    peaks,
+)
 from zbpp.planning import plan
 from zbpp.simulator import (
     bubble_rate,
@@ -53,8 +64,8 @@ def test_times_of_a_timeline_that_starts_late():
 
 def test_the_bubble_rate_is_of_the_longest_span_and_the_busiest_stage():
     """In the drawing with a longer BW these are stages 0 and 1."""
-    first, (f, bw, o) = DRAWN.rows
-    busier = replace(DRAWN, rows=(first, (f, replace(bw, end=110.0), o)))
+    first, (f, bw, o) = DRAWN.slots
+    busier = replace(DRAWN, slots=(first, (f, replace(bw, end=110.0), o)))
     assert (work(busier), span(busier)) == ([6, 8], 10)
     assert bubble_rate(busier) == (10 - 8) / 10
     assert idle(busier)[0] / stage_span(busier, 0) == 0.4
@@ -98,3 +109,15 @@ def test_memory_is_taken_at_starts_and_freed_at_ends_with_peaks_in_between():
         [(102, 3), (104, 4), (108, 0)],
     ]
     assert peak_memory(DRAWN, MEMORY) == [17, 4]
+
+
+def test_memory_of_parts_that_start_at_once_follows_from_their_order():
+    compute, network = ((lane, 1.0) for lane in (Lane.COMPUTE, Lane.NETWORK))
+    costs = Costs(parts=Parts((network,), (compute,), (compute,), layers=2))
+    schedule = plan("ZB", n_stages=1, n_microbatches=3, costs=costs)
+    timeline, times = simulate(schedule, costs), costs.on(schedule.placement)
+    expected = peaks(schedule.rows_for(times), times)
+    assert peak_memory(timeline, costs) == expected
+    ((*row,),) = timeline.slots
+    row.sort(key=lambda slot: (slot.start, slot.end))  # control: times do not tell
+    assert peak_memory(replace(timeline, slots=(tuple(row),)), costs) != expected

@@ -43,9 +43,9 @@ def late(timeline):
     """As clocks of measured runs, which start anywhere."""
     return replace(
         timeline,
-        rows=tuple(
+        slots=tuple(
             tuple(replace(s, start=s.start + 1e4, end=s.end + 1e4) for s in row)
-            for row in timeline.rows
+            for row in timeline.slots
         ),
     )
 
@@ -123,7 +123,7 @@ def test_every_medium_has_every_box_of_a_timeline(medium, name, tmp_path):
     found = medium(timeline, tmp_path / "file")
     check_boxes(found, boxes_of(timeline))
     with pytest.raises(AssertionError):  # another timeline
-        check_boxes(found, boxes_of(replace(timeline, rows=timeline.rows[::-1])))
+        check_boxes(found, boxes_of(replace(timeline, slots=timeline.slots[::-1])))
 
 
 # Traces.

@@ -114,11 +114,11 @@ def _settings(setting: Setting, model: UserModel) -> dict[str, Any]:
 def _in_ms(timeline: Timeline) -> Timeline:
     """A timeline in ms that begins at 0."""
     zero = min(row[0].start for row in timeline.rows if row)
-    rows = (
+    slots = (
         tuple(
             replace(x, start=1e3 * (x.start - zero), end=1e3 * (x.end - zero))
             for x in row
         )
-        for row in timeline.rows
+        for row in timeline.slots
     )
-    return replace(timeline, rows=tuple(rows))
+    return replace(timeline, slots=tuple(slots))

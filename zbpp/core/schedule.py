@@ -19,9 +19,7 @@ from zbpp.core.jobs import (
     Check,
     Collective,
     Job,
-    Lane,
     PassKind,
-    lanes_of,
     passes_in,
 )
 from zbpp.core.placement import Placement
@@ -141,37 +139,15 @@ class Schedule:
         return frozenset(chunk for chunk, layers in enumerate(which) if layers)
 
     def timeline(self, rows: Sequence[Sequence[Slot]]) -> Timeline:
-        """Make a timeline of the jobs of a step, those beside others apart.
+        """Make a timeline of the jobs of a step, of each stage in its order.
 
         RESHARD and REDUCE_WAIT take no time of their own, and are left out.
-
-        Args:
-            rows: of each stage all jobs with their times.
         """
-
-        jobs: tuple[tuple[Slot, ...], ...] = tuple(map(tuple, rows))
-        beside: tuple[tuple[Slot, ...], ...] = ()
-        has_collectives = any(isinstance(job, Collective) for job in self.orders[0])
-        if self.parts is not None or has_collectives:
-            timed = [
-                [slot for slot in row if KINDS[slot.job.kind].times] for row in rows
-            ]
-            jobs, beside = (
-                tuple(
-                    tuple(
-                        x for x in row if (Lane.COMPUTE not in lanes_of(x.job)) is apart
-                    )
-                    for row in timed
-                )
-                for apart in (False, True)
-            )
+        slots = tuple(
+            tuple(slot for slot in row if KINDS[slot.job.kind].times) for row in rows
+        )
         return Timeline(
-            self.name,
-            self.placement,
-            self.n_microbatches,
-            jobs,
-            self.recomputing,
-            collectives=beside if any(beside) else (),
+            self.name, self.placement, self.n_microbatches, slots, self.recomputing
         )
 
     def runs(self, kind: PassKind) -> bool:

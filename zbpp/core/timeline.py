@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from zbpp.core.jobs import Job, Part, passes_in
+from zbpp.core.jobs import Job, Lane, Part, lanes_of, passes_in
 from zbpp.core.placement import Placement
 
 Place = tuple[int, int]
@@ -26,19 +27,38 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Jobs of all stages in time: one row of slots per stage, in time order.
+    """Jobs of all stages in time.
 
-    ``recomputing`` are the chunks whose B computes layers again. ``collectives`` are
-    the UNSHARDs and REDUCE_GRADs of each stage, which go on beside its jobs; empty:
-    there are none.
+    Args:
+        name: the mode, for people.
+        placement: chunk to stage.
+        n_microbatches: micro-batches in a step.
+        slots: of each stage all jobs, in its order: what memory follows from.
+        recomputing: chunks whose B computes layers again.
     """
 
     name: str
     placement: Placement
     n_microbatches: int
-    rows: tuple[tuple[Slot, ...], ...]
+    slots: tuple[tuple[Slot, ...], ...]
     recomputing: frozenset[int] = frozenset()
-    collectives: tuple[tuple[Slot, ...], ...] = ()
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Slot, ...], ...]:
+        """The jobs of each stage that compute, or start something: in time order."""
+        return self._on(computes=True)
+
+    @cached_property
+    def collectives(self) -> tuple[tuple[Slot, ...], ...]:
+        """What goes on beside the jobs of each stage; empty: nothing does."""
+        beside = self._on(computes=False)
+        return beside if any(beside) else ()
+
+    def _on(self, *, computes: bool) -> tuple[tuple[Slot, ...], ...]:
+        return tuple(
+            tuple(x for x in row if (Lane.COMPUTE in lanes_of(x.job)) is computes)
+            for row in self.slots
+        )
 
     @property
     def lines(self) -> tuple[tuple[Slot, ...], ...]:
@@ -51,7 +71,7 @@ class Timeline:
     @property
     def has_parts(self) -> bool:
         """True if stages compute parts of passes."""
-        return any(isinstance(slot.job, Part) for row in self.rows for slot in row)
+        return any(isinstance(slot.job, Part) for row in self.slots for slot in row)
 
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""
