@@ -163,6 +163,14 @@ def test_the_plan_carries_its_split_and_its_costs():
     assert even.even_step == even.step and even.schedule.orders == direct.orders
 
 
+def test_the_even_step_of_auto_is_that_of_the_mode_that_wins():
+    """Within 1 % of a faster one, a plan with fewer messages wins."""
+    layers = LayerCosts(6, comm=0.05)
+    found = plan_layers("auto", layers, 3, 4, split="even")
+    assert found.mode == "ZBV" and found.even_step == found.step
+    assert "-0.8% with more messages" in found.line, "control: another is faster"
+
+
 def test_where_a_mode_holds_much_the_early_stages_get_few_layers():
     """1F1B holds p - s micro-batches: by loads alone no split would fit."""
     found = plan_layers("1F1B", LayerCosts(n_layers=32, memory_limit=13.0), 8, 16)

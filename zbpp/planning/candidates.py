@@ -348,13 +348,10 @@ def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
         candidates.append((MODES[BASELINE], Placement.single(n_stages)))
     efforts = shares(request.effort, len(candidates))
     plans: dict[str, Plan] = {}
-    even: list[float] = []
 
     def plan(name: str, mode: Mode, placement: Placement) -> Plan:
-        found = _split(mode, placement, request, next(efforts))
-        plans[name] = found
-        even.extend([] if found.even_step is None else [found.even_step])
-        return found
+        plans[name] = _split(mode, placement, request, next(efforts))
+        return plans[name]
 
     def candidate(mode: Mode, placement: Placement) -> _Candidate:
         name = mode.name if mode.place else _searched_name(placement)
@@ -362,7 +359,6 @@ def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
 
     trust = _TRUST if is_auto else 0.0
     best = _best_of((candidate(*each) for each in candidates), trust=trust)
-    best = replace(best, even_step=min(even, default=None))
     if not is_auto:
         return best
     if request.effort != "fast":
