@@ -100,7 +100,6 @@ def memory_of(rng: random.Random, n: int) -> dict:
         "peak_f": tuple(b * x for b, x in zip(m_b, some(1, 1.5, 4), strict=True)),
         "peak_b": tuple(r + x for r, x in zip(rises, some(0, 0.3, 2), strict=True)),
         "peak_w": some(0, 0.3, 3),
-        "peak_bw": some(0, 0.3, 2),
         "peak_o": some(0, 0.3, 6),
         "m_fixed": some(0, 1, 30),
     }

@@ -81,7 +81,6 @@ MEMORY = Costs(
     peak_f=(5, 3),
     peak_b=(3, 0),
     peak_w=(1, 0),
-    peak_bw=(3, 1),
     peak_o=(2, 0),
 )
 

@@ -272,9 +272,8 @@ class _Costs:
         in_turn = [
             max(b, more + w) for b, more, w in zip(peak_b, gain, peak_w, strict=True)
         ]
-        peak_bw = peaks("peak_bw", in_turn)
         peak_f = peaks("peak_f", self.m_b)
-        self.peak = {"F": peak_f, "B": peak_b, "W": peak_w, "BW": peak_bw}
+        self.peak = {"F": peak_f, "B": peak_b, "W": peak_w, "BW": in_turn}
         self.fixed, self.peak_o = [0.0] * p, [0.0] * p
         for key, sums in (("m_fixed", self.fixed), ("peak_o", self.peak_o)):
             for s, amount in zip(stage_of, per_chunk(key, 0.0), strict=True):

@@ -50,7 +50,7 @@ _EXCHANGES = 2
 
 _TIMES = ("f", "b", "w", "optimizer", "loss", "validation")
 _MEMORIES = ("m_b", "m_w", "m_fixed", "m_r", "message", "parameters")
-_PEAKS = ("peak_f", "peak_b", "peak_w", "peak_o", "peak_r")
+_PEAKS = ("peak_f", "peak_b", "peak_w", "peak_o")
 
 
 def check_replicas(data_parallel: int, shard: str) -> None:

@@ -81,16 +81,14 @@ def _relaxed(costs: ChunkCosts) -> ChunkCosts:
       the least of these is taken off the limit. It holds right after each F; and the
       sum of all m_b that are held keeps it at all times, as only F's add to it.
     - Right after a B more may be held, where m_w is above m_b: up to the whole limit.
-    - F of c starts only where peak_f of c fits beside all that is held, and B of c
-      where peak_b of c does: the lower of those of B and BW, as a schedule may run
-      either.
+    - F of c starts only where peak_f of c fits beside all that is held, and B or BW of
+      c where peak_b of c does.
     """
     placement = costs.placement
     inside = [peak - left for peak, left in zip(costs.peak_f, costs.m_b, strict=True)]
     off = [max(0.0, min(inside[c] for c in cs)) for cs in placement.chunks_of]
     off_of = [off[stage] for stage in placement.stage_of]
-    peak_b = map(min, costs.peak_b, costs.peak_bw)
-    peaks = zip(costs.peak_f, costs.m_b, peak_b, off_of, strict=True)
+    peaks = zip(costs.peak_f, costs.m_b, costs.peak_b, off_of, strict=True)
     both = [(max(b, f - less), max(0.0, peak - less)) for f, b, peak, less in peaks]
     limits = zip(costs.limit, off, strict=True)
     return replace(

@@ -60,7 +60,6 @@ class LayerCosts(Table, _Count):
 
     Args:
         n_layers: layers of the model.
-        peak_r: most that F of a recomputed layer needs; None: as much as peak_f.
         message: bytes of a message; a list has one entry per boundary between two
             layers, n_layers - 1. They take message / bandwidth.
         bandwidth: bytes in a unit of time, of all links or of each
@@ -83,7 +82,6 @@ class LayerCosts(Table, _Count):
         RequestError: as `Table`, or a list has another length.
     """
 
-    peak_r: PerRow | None = column(None, Per.ROW, is_memory=True)
     message: PerRow = column(0.0, Per.EDGE, is_memory=True)
     bandwidth: PerRow | None = column(None, Per.LINK, is_rate=True)
     delay: PerRow = column(0.0, Per.LINK)
@@ -125,8 +123,6 @@ class LayerCosts(Table, _Count):
     def of(self, name: str) -> tuple[float, ...]:
         """One entry per layer; peaks without an entry follow from the rest."""
         value = getattr(self, name)
-        if value is None and name == "peak_r":
-            return self.of("peak_f")
         value = 0.0 if value is None else value
         values = value if isinstance(value, tuple) else (value,) * self.n_layers
         if name == "peak_f":
@@ -254,7 +250,6 @@ class LayerCosts(Table, _Count):
         for i in set(recompute):
             m_r = columns["m_r"][i]
             peak_b[i] = max(peak_f[i] - m_r, m_b[i] - m_r + peak_b[i])
-            peak_f[i] = max(columns["peak_r"][i], m_r)
             m_b[i] = m_r
             columns["b"][i] += columns["f"][i]
         return columns

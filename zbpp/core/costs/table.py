@@ -149,7 +149,6 @@ class Costs(Table):
             optimizer; None: 1.
         gathers: F and B gather the parameters themselves and take ``all_gather``
             longer, instead of an UNSHARD; nothing runs beside that.
-        peak_bw: as ``peak_b``, of BW; None: that of B, then W.
 
     Raises:
         RequestError: as `Table`, or splits holds no booleans.
@@ -159,7 +158,6 @@ class Costs(Table):
     fb: PerRow | None = column(None, Per.ROW)
     speed: PerRow | None = column(None, Per.STAGE, is_rate=True)
     gathers: bool = column(False, Per.ALL, is_flag=True)
-    peak_bw: PerRow | None = column(None, Per.ROW, is_memory=True)
 
     def __post_init__(self) -> None:
         self._check(None)
@@ -205,9 +203,7 @@ class Costs(Table):
             reduction = 2 * n_levels * float(hops.max(initial=0.0))
         m_b, m_w, peak_w = of("m_b"), of("m_w"), of("peak_w")
         peak_b = np.maximum(of("peak_b"), m_w - m_b)
-        peak_bw = of("peak_bw")
-        if self.peak_bw is None:
-            peak_bw = np.maximum(peak_b, m_w - m_b + peak_w)
+        peak_bw = np.maximum(peak_b, m_w - m_b + peak_w)  # that of B, then W
         columns = {
             "f": f,
             "b": b,
