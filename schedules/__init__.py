@@ -13,20 +13,11 @@ from zbpp.schedules.patterns.one_chunk import (
     plan_zb_h2,
 )
 from zbpp.schedules.patterns.waves import plan_dual_pipe_v, plan_zb_v
-from zbpp.schedules.planner.layers.balance import Balance, balance
-from zbpp.schedules.planner.layers.search import (
-    LayerPlan,
-    Recomputing,
-    Split,
-    plan_split,
-)
+from zbpp.schedules.planner.balance import Balance, balance
 from zbpp.schedules.planner.placement import plan_placement
 
 __all__ = [
     "Balance",
-    "LayerPlan",
-    "Recomputing",
-    "Split",
     "add_collectives",
     "balance",
     "lay_out",
@@ -37,7 +28,6 @@ __all__ = [
     "plan_fthenb",
     "plan_one_f_one_b",
     "plan_placement",
-    "plan_split",
     "plan_vpp",
     "plan_zb_h1",
     "plan_zb_h2",

@@ -27,7 +27,7 @@ from random_cases import random_case
 from zbpp.core import Costs, JobGraph, lower_bound
 from zbpp.planning import plan
 from zbpp.schedules.planner import placement as plans
-from zbpp.schedules.planner.search import seeds
+from zbpp.schedules.planner import seeds
 
 Case = tuple[str, int, int, Costs]
 """A mode, stages, micro-batches, costs."""

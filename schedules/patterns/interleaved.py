@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from itertools import chain, pairwise
 
 from zbpp.core import PassKind, Placement, Schedule
-from zbpp.schedules.patterns.phases import Cell, Phases, in_phases
+from zbpp.schedules.patterns import Cell, Phases, in_phases
 
 F, BW = PassKind.F, PassKind.BW
 

@@ -52,7 +52,7 @@ checked on a grid; for larger W the order must adapt).
 from itertools import pairwise
 
 from zbpp.core import PassKind, Placement, Schedule
-from zbpp.schedules.patterns.phases import Phases, in_phases
+from zbpp.schedules.patterns import Phases, in_phases
 
 F, B, W, BW = PassKind
 

@@ -35,7 +35,7 @@ https://github.com/deepseek-ai/DualPipe (DeepSeek-V3, arXiv 2412.19437).
 """  # noqa: E501  (a picture is one line a stage)
 
 from zbpp.core import PassKind, Placement, Schedule
-from zbpp.schedules.patterns.phases import Phases, in_phases
+from zbpp.schedules.patterns import Phases, in_phases
 
 F, B, W, BW = PassKind
 

@@ -1,7 +1,19 @@
-"""Planners: orders made for given times and a memory limit.
+"""Orders for given times and a memory limit, on any placement of chunks on stages.
 
-`placement` plans any placement: `search/` its passes, `parts` those on two lanes.
-`compiled/` holds the inner loops in C, `budget` the effort, `limits` the memory limits,
-`figures` which of two plans is better, `layers/` splits and recomputed layers. What a
-mode is, and how `auto` chooses, is in `zbpp.planning`.
+`placement` plans passes in one piece, `parts` those in parts on two lanes; `balance`
+splits layers. Five ideas make plans good:
+
+1. Passes are numbers of a chain, and micro-batches are alike, so an order is a row of
+   numbers that can be timed, changed and compared a million times (`problem`).
+2. A simulation that decides as it goes, and looks ahead to what is sure to arrive,
+   gives a good plan in one run; some thirty settings of its rules are good in different
+   places, and the orders of hand-made schedules in theirs (`list_scheduler`, `seeds`).
+3. Only a change on the critical path can shorten a plan: moves of single passes there,
+   every one that is not worse taken (`critical_path`).
+4. Where no such move helps, moves that are worse for a while do (`travel`).
+5. A lower bound says when to stop (`zbpp.core.bounds`), a span that is too long when to
+   give a run up.
+
+The loops of 2 and 3 are in C (`compiled`). `budget` is the effort, `limits` are those
+of memory. What a mode is, and how `auto` chooses, is in `zbpp.planning`.
 """

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from zbpp.core import ChunkCosts, LimitError, RequestError, format_memory
 
-_MARGIN = 1e-9  # relative; as in `Schedule`
+ROUNDING = 1e-9  # relative, of sums of times and of memory; `Schedule` allows as much
 _MOST_JOBS = 2**24  # with effort fast, minutes and some GB of memory
 _MOST_CHUNKS = 2**13  # the time of lower bounds grows with their square
 
@@ -85,7 +85,7 @@ def check_limits(
     lacks = [need - limit for need, limit in zip(wanted, held.limit, strict=True)]
     stage = lacks.index(max(lacks))
     need, limit, fixed = wanted[stage], held.limit[stage], held.fixed[stage]
-    if need > limit * (1 + _MARGIN):
+    if need > limit * (1 + ROUNDING):
         of_it = f" ({format_memory(fixed)} of it fixed)" if fixed else ""
         raise LimitError(
             f"{name} with {len(wanted)} stages and {n_microbatches} micro-batches "

@@ -5,7 +5,7 @@
 
 While a pass occupies the network, others of its stage compute (`list_scheduler`).
 
-1. The rules of `search.seeds`, with settings of what is open at once.
+1. The rules of `seeds`, with settings of what is open at once.
 2. One to three settings are changed at a time; what is not worse is kept. So the best
    few, for a while, then the best two of them.
 3. Orders of whole passes, laid out: the plan for passes in one piece, DualPipeV and
@@ -39,10 +39,9 @@ from zbpp.schedules.passes.segments import in_segments
 from zbpp.schedules.patterns.interleaved import plan_combined_1f1b
 from zbpp.schedules.patterns.waves import plan_dual_pipe_v
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
-from zbpp.schedules.planner.search.local_search import climb
-from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Row, Rows
-from zbpp.schedules.planner.search.seeds import rules
+from zbpp.schedules.planner.list_scheduler import Settings, climb, list_schedule
+from zbpp.schedules.planner.problem import PlacementProblem, Plan, Row, Rows
+from zbpp.schedules.planner.seeds import rules
 
 _PARTS = {"fast": 4e5, "default": 1e7, "best": 1e7}
 """Parts that list schedules place, by effort."""

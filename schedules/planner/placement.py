@@ -31,7 +31,8 @@ Many plans are made and the one with the smallest largest span of a stage is kep
 
 1. `seeds`: list schedules by a few rules, and known orders.
 2. `critical_path` moves single passes of the best plan.
-3. `local_search`: settings changed, moves on the best three plans, then travel.
+3. `hill_climb` changes settings, `critical_path` moves passes of the best three plans,
+   and then travels.
 
 ``effort`` says how much of it, counted in passes: ``fast`` is 1 and 2, ``default`` adds
 3, and ``best`` goes on with 3 for a time. All end when the plan reaches a lower bound;
@@ -39,22 +40,25 @@ the first two depend on nothing but the arguments.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 from zbpp.core import Costs, Placement, Schedule
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.limits import capped, check_limits, check_sizes, needs
-from zbpp.schedules.planner.parts import plan_in_parts
-from zbpp.schedules.planner.search.critical_path import improve
-from zbpp.schedules.planner.search.local_search import (
-    hill_climb,
+from zbpp.schedules.planner.critical_path import (
+    improve,
     improve_top_k,
     n_moves,
     search_on,
+    timed,
     travel,
 )
-from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
-from zbpp.schedules.planner.search.seeds import seeds
+from zbpp.schedules.planner.limits import capped, check_limits, check_sizes, needs
+from zbpp.schedules.planner.list_scheduler import climb
+from zbpp.schedules.planner.parts import plan_in_parts
+from zbpp.schedules.planner.problem import PlacementProblem, Plan
+from zbpp.schedules.planner.seeds import Seed, seeds
 
 _UNIT = Costs()
 _MARGIN = 0.01
@@ -109,6 +113,23 @@ def plan_placement(
     passes = Schedule(name, placement, n_microbatches, orders)
     planned = plan_in_parts(passes, costs, problem_of(costs), effort=effort)
     return replace(planned, costs=limited)
+
+
+def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[Plan]:
+    """Change the settings of the best list schedule; return plans, best first.
+
+    A run of the list scheduler changes much of a plan at once, and is given up as soon
+    as it cannot be better; moves of single passes change little.
+    """
+    plans = [seed.plan for seed in ranked_seeds]
+    plan, settings = next(
+        (seed for seed in ranked_seeds if seed.settings), ranked_seeds[0]
+    )
+    if settings is None:  # known orders alone have come to their end
+        return plans
+    budget = Budget(min(200 * problem.n_passes, 1e6 + 30 * problem.n_passes))
+    plan, _ = climb(problem, plan, settings, budget, Random(0))
+    return sorted([timed(problem, plan.rows), *plans], key=lambda plan: plan.span)
 
 
 def _search(problem: PlacementProblem, effort: str) -> Plan:

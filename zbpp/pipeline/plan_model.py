@@ -16,12 +16,17 @@ from zbpp.pipeline.arguments import Processes, device_of, join, loss_of
 from zbpp.pipeline.pipeline import Pipeline
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.pipelines import plan_pipeline
-from zbpp.planning.request import CostsLike, MemoryLimit, costs_like
+from zbpp.planning.request import (
+    CostsLike,
+    MemoryLimit,
+    Recomputing,
+    Split,
+    costs_like,
+)
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import Execution, Numerics, StepPolicy
-from zbpp.schedules import Recomputing, Split
 from zbpp.tuning.measure import measure_layers
 
 

@@ -1,5 +1,12 @@
 """The answer: a schedule, what it was made for, and why other plans lost.
 
+Of two plans the first figure that differs decides: the time of a step, then the step
+behind a barrier, which waits for the last stage, then the largest memory of a stage.
+
+    p = 8, m = 16, F = B = W = 1    span   behind a barrier   memory, M_B
+    one chunk a stage               48     55                 15
+    V                               48     51.5               8              better
+
 A plan file is one JSON object: format and version, the figures, the plans that were
 rejected, costs and memory in the keys of a costs file, and last the schedule as a
 schedule file has it. Wherever a schedule file is read, a plan file is too.
@@ -15,18 +22,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zbpp.core import (
+    Check,
+    ChunkCosts,
+    Collective,
     Costs,
+    JobGraph,
+    Order,
     RequestError,
     Schedule,
     lower_bound,
+    peaks,
     schedule_text,
 )
 from zbpp.core.files.costs_file import costs_data, table_of
 from zbpp.core.files.json_text import decode, fail, object_of
 from zbpp.core.files.schedule_file import schedule_of
-from zbpp.schedules.planner.figures import PlanFigures
+from zbpp.schedules.planner.balance import is_below
 
 _FORMAT = "zbpp-plan"
+_COMPARED = ("time", "barrier_step", "peak")
 _FIGURES = ("step", "span", "barrier_step", "peak", "lower_bound")
 
 
@@ -49,7 +63,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Plan(PlanFigures):
+class Plan:
     """A schedule with what it was made for; its figures are attributes.
 
     Args:
@@ -86,14 +100,71 @@ class Plan(PlanFigures):
         return self.ideal_step is not None
 
     @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Figures that are compared."""
-        return ("step" if self.is_layered else "span", "barrier_step", "peak")
-
-    @property
     def known_costs(self) -> Costs | None:
         """The costs, if any were given."""
         return self.costs if self.has_costs else None
+
+    @cached_property
+    def chunk_costs(self) -> ChunkCosts:
+        """The costs on the placement."""
+        return self.costs.on(self.schedule.placement)
+
+    @property
+    def _orders(self) -> tuple[Order, ...]:
+        return self.schedule.rows_for(self.chunk_costs)
+
+    @cached_property
+    def _graph(self) -> JobGraph:
+        return JobGraph(self._orders, self.chunk_costs)
+
+    @cached_property
+    def _spans(self) -> list[float]:
+        return self._graph.run().spans
+
+    @property
+    def span(self) -> float:
+        """Longest span of a stage."""
+        return max(self._spans)
+
+    @cached_property
+    def steps(self) -> list[float]:
+        """Span and optimizer of each stage."""
+        pairs = zip(self._spans, self.chunk_costs.optimizer, strict=True)
+        return [span + optimizer for span, optimizer in pairs]
+
+    @cached_property
+    def step(self) -> float:
+        """Longest span of a stage with its optimizer, in the unit of the costs."""
+        return max(self.steps)
+
+    @cached_property
+    def barrier_step(self) -> float:
+        """Time of a step among many, optimizer included, if all stages step together.
+
+        A step is known to be valid when all gradients are there and the norms are
+        summed. Then each stage steps, and starts the next iteration: one iteration
+        tells the time of all.
+        """
+        bare, times = self.schedule.without(Check).without(Collective), self.chunk_costs
+        is_bare = bare is self.schedule
+        graph = self._graph if is_bare else JobGraph(bare.rows_for(times), times)
+        run = graph.run(free=times.optimizer, reduction=times.reduction)
+        return run.all_gradients
+
+    @cached_property
+    def peak(self) -> float:
+        """Largest memory of a stage."""
+        return max(peaks(self._orders, self.chunk_costs))
+
+    @property
+    def time(self) -> float:
+        """The figure that is compared first: with costs of layers the step, or span."""
+        return self.step if self.is_layered else self.span
+
+    def is_better_than(self, rival: "Plan") -> bool:
+        """Compare figure by figure; a tie in all of them is not better."""
+        mine = (getattr(self, name) for name in _COMPARED)
+        return is_below(mine, (getattr(rival, name) for name in _COMPARED))
 
     @cached_property
     def lower_bound(self) -> float:

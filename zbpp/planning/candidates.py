@@ -44,13 +44,18 @@ from zbpp.core import (
 )
 from zbpp.core.costs.layers import chunk_layers
 from zbpp.planning.answer import Plan, Rejected, recomputed_layers
+from zbpp.planning.layers import plan_split
 from zbpp.planning.modes import AUTO, BASELINE, CHUNKED_MODES, JOINT_WORDS, MODES, Mode
-from zbpp.planning.request import PlanRequest, at_least_one, split_on
-from zbpp.schedules import Recomputing, Split, lay_out, plan_placement
-from zbpp.schedules import plan_split as search_split
+from zbpp.planning.request import (
+    PlanRequest,
+    Recomputing,
+    Split,
+    at_least_one,
+    split_on,
+)
+from zbpp.schedules import lay_out, plan_placement
 from zbpp.schedules.planner.budget import shares
-from zbpp.schedules.planner.figures import ROUNDING
-from zbpp.schedules.planner.limits import capped, check_limits, check_sizes
+from zbpp.schedules.planner.limits import ROUNDING, capped, check_limits, check_sizes
 
 _IN_TURN = sorted(
     (mode for mode in MODES.values() if mode.place is not None),
@@ -381,24 +386,17 @@ def _split(mode: Mode, placement: Placement, request: PlanRequest, effort: str) 
     """Plan a mode on a placement with its own best split and recompute."""
     _, m = request.sizes(mode.name)
     layers, split, recompute = _asked(placement, request)
-    found = search_split(
+    return plan_split(
         lambda costs, effort: _Problem(m, costs, effort).plan(
             mode if mode.place else None, placement
         ),
         layers,
         placement,
         m,
-        recompute=recompute,
+        mode=mode.name,
         split=split,
+        recompute=recompute,
         effort=effort,
-    )
-    return Plan(
-        found.schedule,
-        found.costs,
-        mode.name,
-        split=found.schedule.split,
-        ideal_step=found.ideal_step,
-        even_step=found.even_step,
     )
 
 

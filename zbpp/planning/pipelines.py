@@ -16,8 +16,8 @@ from zbpp.core import (
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import given_orders, make_plan
 from zbpp.planning.modes import is_auto
-from zbpp.planning.request import PlanRequest, split_on
-from zbpp.schedules import Split, post_validated, without_checks
+from zbpp.planning.request import PlanRequest, Split, split_on
+from zbpp.schedules import post_validated, without_checks
 
 _log = logging.getLogger("zbpp")
 

@@ -1,9 +1,9 @@
 """The one question: what shall be planned, for which times and memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zbpp.core import (
     Costs,
@@ -17,7 +17,12 @@ from zbpp.core import (
 from zbpp.core.costs.columns import PerRow, listed, whole_number
 from zbpp.core.files.costs_file import either_of
 from zbpp.planning.answer import Plan
-from zbpp.schedules import Recomputing, Split
+
+Split = Literal["balanced", "even"] | Sequence[int] | None
+"""Layers of each chunk, or how to choose them; None: balanced."""
+
+Recomputing = Literal["auto", "all", "none"] | Collection[int]
+"""Layers of the whole model that are recomputed, or how to choose them."""
 
 _SPLITS: dict[str, Split] = {"balanced": "balanced", "even": "even"}
 _RECOMPUTE_CHOICES = "auto, all or none, or give numbers, as 0,2,5"

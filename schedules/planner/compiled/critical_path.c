@@ -1,4 +1,4 @@
-/* Times of rows, and moves on the critical path; search/critical_path.py tells the idea.
+/* Times of rows, and moves on the critical path; critical_path.py tells the idea.
 
    A row holds the numbers of a stage in order. Pass i of number q starts at
    begins[q * m + i], at place places[q * m + i] of its row. */

@@ -1,4 +1,4 @@
-/* The list scheduler; search/list_scheduler.py explains its rules.
+/* The list scheduler; list_scheduler.py explains its rules.
 
    A pass is a row of parts, and each part computes or occupies the network. A stage
    computes one stretch at a time: the parts of a pass up to those on the network, which
@@ -12,7 +12,7 @@
 #define ZBPP_STAMP ""
 #endif
 
-/* A hash of the sources, which library.py looks for. */
+/* A hash of the sources, which `__init__.py` looks for. */
 ZBPP_API const char zbpp_stamp[] = "zbpp sources " ZBPP_STAMP;
 
 /* `Settings`; the order of stage s is order[order_from[s]] to order[order_from[s + 1] - 1]

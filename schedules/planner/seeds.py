@@ -40,15 +40,15 @@ from itertools import chain, count, starmap
 from typing import NamedTuple, TypeAlias
 
 from zbpp.core import Placement
+from zbpp.schedules.patterns import Phases
 from zbpp.schedules.patterns.interleaved import vpp_phases
 from zbpp.schedules.patterns.one_chunk import one_f_one_b_phases, zb_h_phases
-from zbpp.schedules.patterns.phases import Phases
 from zbpp.schedules.patterns.waves import zb_v_phases
 from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.critical_path import timed
 from zbpp.schedules.planner.limits import micro_batch
-from zbpp.schedules.planner.search.critical_path import timed
-from zbpp.schedules.planner.search.list_scheduler import Settings, list_schedule
-from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
+from zbpp.schedules.planner.list_scheduler import Settings, list_schedule
+from zbpp.schedules.planner.problem import PlacementProblem, Plan, Rows
 
 Attempt: TypeAlias = "Settings | Rows"
 """Settings for the list scheduler, or rows of all passes that are only timed."""

@@ -35,10 +35,8 @@ from zbpp.core import (
     lower_bound_on,
 )
 from zbpp.core.jobs import gc_paused, passes
-from zbpp.schedules.planner.compiled.binding import Structure, doubles, whole
-from zbpp.schedules.planner.limits import beyond
-
-_ROUNDING = 1e-9  # relative, of sums of times and of memory; `Schedule` allows as much
+from zbpp.schedules.planner.compiled import Structure, doubles, whole
+from zbpp.schedules.planner.limits import ROUNDING, beyond
 
 Row: TypeAlias = "array[int]"
 """Numbers of the passes of a stage, in order."""
@@ -69,7 +67,7 @@ class PlacementProblem:
         self.costs, self.placement = costs, placement
         self.n_microbatches, self.n_stages, self.n_chunks = m, p, n
         self.n_passes = 3 * n * m
-        self.target = lower_bound_on(costs, m) * (1 + _ROUNDING)
+        self.target = lower_bound_on(costs, m) * (1 + ROUNDING)
         """The lower bound of the largest span, and what rounding adds to it."""
         down, up = placement.stage_of, placement.stage_of[::-1]
         self.stage = (*down, *up, *up)
@@ -95,7 +93,7 @@ class PlacementProblem:
         self.work = self._work_on(Lane.COMPUTE)
         self.unit = max(*self.work, *self._work_on(Lane.NETWORK)) / m
         """The work of one micro-batch on the busiest stage, or on its network."""
-        self.tiny = _ROUNDING * (self.unit or 1.0)
+        self.tiny = ROUNDING * (self.unit or 1.0)
         """A time that is none: what rounding adds to sums of times."""
         freed = [w - b for b, w in zip(costs.m_b, costs.m_w, strict=True)]
         self.change = np.array(
@@ -105,7 +103,7 @@ class PlacementProblem:
         inside = *costs.peak_f, *reversed(costs.peak_b), *reversed(costs.peak_w)
         self.peak = np.maximum(self.change, inside)
         """The most memory inside each number, above what is held before it."""
-        self.limits = [limit * (1 + _ROUNDING) for limit in costs.limit]
+        self.limits = [limit * (1 + ROUNDING) for limit in costs.limit]
         """The memory limit of each stage, and what rounding adds to sums."""
         self.beyond = beyond(costs)
         """Per stage the memory beyond M_B that one micro-batch needs."""

@@ -15,7 +15,7 @@ Other placements begin with chunks of equal loads; then layers move while that h
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, permutations
@@ -31,7 +31,7 @@ from zbpp.core import (
     even_split,
 )
 from zbpp.core.costs.columns import spread
-from zbpp.schedules.planner.figures import ROUNDING, is_below
+from zbpp.schedules.planner.limits import ROUNDING
 
 _WIDER = 1.25  # the next load that is tried, if no split has a lower one
 _CHUNK_SHARE = 1e-6  # of the squares of chunks: they decide between equal stages
@@ -289,6 +289,17 @@ def _figures(loads: Loads, split: Sequence[int]) -> tuple[float, ...]:
     # fsum: sums of numpy and BLAS differ between machines, and plans must not
     squares, of_chunks = math.fsum(load * load), math.fsum(chunks * chunks)
     return math.fsum(over), float(load.max()), squares, of_chunks
+
+
+def is_below(figures: Iterable[float], others: Iterable[float]) -> bool:
+    """Compare figure by figure, but for rounding; a tie in all of them is not below.
+
+    Figures of iterators are made one by one: none more than the comparison needs.
+    """
+    for mine, theirs in zip(figures, others, strict=True):
+        if abs(mine - theirs) > ROUNDING * max(mine, theirs):
+            return mine < theirs
+    return False
 
 
 def _does_not_fit(loads: Loads) -> LimitError:

@@ -17,10 +17,10 @@ last, when the others have given back what they held.
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, reduce
 from itertools import accumulate, pairwise, permutations, product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from zbpp.core import (
     Costs,
@@ -35,22 +35,11 @@ from zbpp.core import (
     even_split,
     lower_bound,
 )
+from zbpp.planning.answer import Plan
+from zbpp.planning.request import Recomputing, Split
+from zbpp.schedules.planner.balance import Loads, balance, moved
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
-from zbpp.schedules.planner.layers.balance import Loads, balance, moved
-from zbpp.schedules.planner.limits import check_limits, needs
-
-Split = Literal["balanced", "even"] | Sequence[int] | None
-"""Layers of each chunk, or how to choose them; None: balanced."""
-
-Recomputing = Literal["auto", "all", "none"] | Collection[int]
-"""Layers of the whole model that are recomputed, or how to choose them."""
-
-SplitPlanner = Callable[[Costs, str], Schedule]
-"""A mode with its sizes: plans for the costs of chunks, with an effort.
-
-It raises LimitError if that does not fit the memory limit.
-"""
+from zbpp.schedules.planner.limits import ROUNDING, check_limits, needs
 
 _PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
 _PLANS = {"fast": (2, 30), "default": (8, 60), "best": (0, math.inf)}
@@ -67,65 +56,40 @@ class Choice(NamedTuple):
     recompute: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Trial(PlanFigures):
-    """A choice, its plan, and the costs of its chunks."""
+class Trial(NamedTuple):
+    """A choice, and its plan."""
 
     choice: Choice
-    schedule: Schedule
-    costs: Costs
-    names = "step", "barrier_step", "peak"
+    plan: Plan
 
-
-@dataclass(frozen=True)
-class LayerPlan(Trial):
-    """A plan whose schedule has its choice in it, and what even chunks would take."""
-
-    ideal_step: float
-    """Work of a step, shared evenly by the stages."""
-    even_step: float | None
-    """``step`` of even chunks, with the same mode; None: they do not fit."""
+    def or_better(self, rival: "Trial") -> "Trial":
+        """The better one of two; this one if they tie."""
+        return rival if rival.plan.is_better_than(self.plan) else self
 
 
 def plan_split(
-    planner: SplitPlanner,
+    planner: Callable[[Costs, str], Schedule],
     layers: LayerCosts,
     placement: Placement,
     n_microbatches: int,
     *,
-    split: Split = None,
-    recompute: Recomputing = (),
-    effort: str = "default",
-) -> LayerPlan:
+    mode: str,
+    split: Split,
+    recompute: Recomputing,
+    effort: str,
+) -> Plan:
     """Plan one placement with a split of the layers, and some of them recomputed.
 
-    Args:
-        planner: a mode with its sizes.
-        layers: times, memories and limit; ``m_r`` says what F leaves of a layer that
-            is recomputed.
-        placement: chunk to stage, of the planner's schedules.
-        n_microbatches: in a step.
-        split: see `Split`.
-        recompute: see `Recomputing`.
-        effort: of the plans at the end; ``best:SECONDS`` is shared with the search.
-
-    Raises:
-        LimitError: no choice that was tried fits the memory limits.
-        RequestError: split or layers do not fit the placement, or m_r or the limit is
-            missing.
+    The planner of the mode plans for costs of chunks, with an effort. Seconds of
+    ``best`` are shared by the search and the plan at the end.
     """
-    if isinstance(split, str) and split not in ("balanced", "even"):
-        raise RequestError(
-            f"split is {split!r}; choose balanced or even, or give the layers of each "
-            "chunk"
-        )
     if recompute == "auto":
         _check_auto(layers)
     every = range(layers.n_layers)
     words = {"auto": ((), every), "all": (every,), "none": ((),)}
     sets = words[recompute] if isinstance(recompute, str) else (recompute,)
     kind, seconds = parse_effort(effort)
-    search = _Search(planner, layers, placement, n_microbatches)
+    search = _Search(planner, layers, placement, n_microbatches, mode)
     starts = search.starts(list(map(frozenset, sets)), split)
     chosen = [starts[0], *starts]
     if split in (None, "balanced") or len(sets) > 1:
@@ -136,7 +100,7 @@ def plan_split(
         return search.finished(search.best(chosen, effort), effort)
     best = search.best(chosen, "default")
     last = search.best([best.choice], f"best:{(1 - _SEARCH_SHARE) * seconds:g}")
-    return search.finished(_better(best, last), "default")
+    return search.finished(best.or_better(last), "default")
 
 
 def _check_auto(layers: LayerCosts) -> None:
@@ -152,25 +116,21 @@ def _check_auto(layers: LayerCosts) -> None:
         )
 
 
-def _better(trial: Trial, rival: Trial) -> Trial:
-    """The better one of two; the first if they tie."""
-    return rival if rival.is_better_than(trial) else trial
-
-
 class _Search:
     """Plans and bounds of choices; each is made once for an effort."""
 
     def __init__(
         self,
-        planner: SplitPlanner,
+        planner: Callable[[Costs, str], Schedule],
         layers: LayerCosts,
         placement: Placement,
         n_microbatches: int,
+        mode: str,
     ) -> None:
         self._planner = planner
         self._layers = layers
         self._placement = placement
-        self._m = n_microbatches
+        self._m, self._mode = n_microbatches, mode
         self._even = even_split(layers.n_layers, placement.n_chunks)
         self._error: LimitError | None = None
         self._tried: set[Choice] = set()
@@ -190,8 +150,10 @@ class _Search:
     def _plan(self, choice: Choice, effort: str) -> Trial | None:
         """Plan; None if it does not fit the memory."""
         costs = self._on_chunks(choice)
+        ideal = self.loads(choice.recompute).total / self._placement.n_stages
         try:
-            return Trial(choice, self._planner(costs, effort), costs)
+            schedule = self._planner(costs, effort)
+            return Trial(choice, Plan(schedule, costs, self._mode, ideal_step=ideal))
         except LimitError as error:
             if self._error is None or error.smallest < self._error.smallest:
                 self._error = error
@@ -203,7 +165,7 @@ class _Search:
         if not trials:
             assert self._error is not None
             raise self._error
-        return reduce(_better, trials)
+        return reduce(Trial.or_better, trials)
 
     def budget(self, kind: str, seconds: float, n_sets: int) -> Budget:
         """The plans that climbs may make, from each set and then from all together."""
@@ -261,7 +223,7 @@ class _Search:
         The split is free to change, and what is recomputed if that is automatic.
         """
         tried = [self._quick(choice, budget) for choice in dict.fromkeys(starts)]
-        trials = sorted(filter(None, tried), key=lambda trial: trial.step)
+        trials = sorted(filter(None, tried), key=lambda trial: trial.plan.step)
         if is_auto:
             best = trials[0] if trials else None
             profiles = self._profiles(best.choice.split if best else starts[0].split)
@@ -275,11 +237,11 @@ class _Search:
         ends = []
         for trial in trials:
             end, better = trial, trial
-            while better is not None and (end := better).step > target:
+            while better is not None and (end := better).plan.step > target:
                 moves = self._moves(end, is_free, is_auto)
                 better = self._next(moves, end, budget)
             ends.append(end)
-        return reduce(_better, ends) if ends else None
+        return reduce(Trial.or_better, ends) if ends else None
 
     def _quick(self, choice: Choice, budget: Budget) -> Trial | None:
         budget.spend(1)
@@ -290,7 +252,7 @@ class _Search:
         self, choices: Iterable[Choice], best: Trial | None, budget: Budget
     ) -> Trial | None:
         """The first choice that is better, from the least load on; None: no one is."""
-        step = math.inf if best is None else best.step * (1 + ROUNDING)
+        step = math.inf if best is None else best.plan.step * (1 + ROUNDING)
         for choice in sorted(choices, key=self._load):
             if not budget.is_left or self._load(choice) > step:
                 break
@@ -299,7 +261,7 @@ class _Search:
             budget.spend(_BOUND)
             if self._can_be_shorter(choice, step):
                 trial = self._quick(choice, budget)
-                if trial and (best is None or trial.is_better_than(best)):
+                if trial and (best is None or best.or_better(trial) is trial):
                     return trial
         return None
 
@@ -351,7 +313,7 @@ class _Search:
         chunks = range(len(stage_of))
         if is_free:
             load, _ = self.loads(recompute).by_stage(split)
-            steps = best.steps
+            steps = best.plan.steps
             givers = sorted(chunks, key=lambda c: (-steps[stage_of[c]], c))
             takers = sorted(chunks, key=lambda c: (load[stage_of[c]], c))
             for source, target in product(givers, takers):
@@ -369,19 +331,16 @@ class _Search:
                 if all(0 <= n <= len(chunk) for n, chunk in pairs):
                     yield _choice(split, ranked, after)
 
-    def finished(self, best: Trial, effort: str) -> LayerPlan:
+    def finished(self, best: Trial, effort: str) -> Plan:
         """The plan with its choice, compared with even chunks."""
         split, recompute = best.choice
         even = self.plan(Choice(self._even, recompute), effort)
-        schedule = replace(
-            best.schedule, split=split, recompute=_by_chunk(split, recompute)
-        )
-        return LayerPlan(
-            best.choice,
-            schedule,
-            best.costs,
-            ideal_step=self.loads(recompute).total / self._placement.n_stages,
-            even_step=None if even is None else even.step,
+        chunks = _by_chunk(split, recompute)
+        return replace(
+            best.plan,
+            schedule=replace(best.plan.schedule, split=split, recompute=chunks),
+            split=split,
+            even_step=None if even is None else even.plan.step,
         )
 
 

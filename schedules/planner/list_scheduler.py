@@ -45,11 +45,14 @@ W after it, would not fit.
 
 import ctypes
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from random import Random
+from typing import Any, TypeVar
 
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.compiled.binding import (
+from zbpp.schedules.planner.compiled import (
     Structure,
     check,
     doubles,
@@ -57,7 +60,7 @@ from zbpp.schedules.planner.compiled.binding import (
     pointer,
     whole,
 )
-from zbpp.schedules.planner.search.problem import (
+from zbpp.schedules.planner.problem import (
     PlacementProblem,
     Plan,
     Rows,
@@ -142,3 +145,72 @@ def list_schedule(
         return None
     starts = zip(rows_from, lengths, strict=False)
     return Plan(span.value, [rows[at : at + n] for at, n in starts])
+
+
+_KINDS = "offset", "early", "overrun"
+_LEAST = {"max_in_flight": 1, "most_b": 1}
+_GO_ON = (0.0, 0.25, 0.5, 1.0, 2.0, 20.0)  # in the work of a micro-batch
+_OVERRUNS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_T = TypeVar("_T")
+
+
+def climb(
+    problem: PlacementProblem,
+    plan: Plan,
+    settings: Settings,
+    budget: Budget,
+    draws: Random,
+    kinds: Sequence[str] = _KINDS,
+) -> tuple[Plan, Settings]:
+    """Change settings while plans are not worse.
+
+    Kinds of changes are fields of the settings, or "rank" of any pass of a stage.
+    """
+    while budget.is_left and plan.span > problem.target:
+        tried = _changed(problem, settings, draws, kinds)
+        budget.spend(problem.n_stages)
+        better = list_schedule(problem, tried, plan.span * (1 + 1e-12), budget)
+        if better is not None and better.span <= plan.span * (1 + 1e-9):
+            plan, settings = better, tried
+    return plan, settings
+
+
+def _changed(
+    problem: PlacementProblem, settings: Settings, draws: Random, kinds: Sequence[str]
+) -> Settings:
+    """Change one to three entries, of a stage or of all from it on."""
+    p, numbers = problem.n_stages, problem.numbers
+    for _ in range(_one_of((1, 1, 2, 3), draws)):
+        first = _one_of(range(p), draws)
+        stages = range(first, _one_of((p, first + 1, first + 1), draws))
+        step, kind = _one_of((-2, -1, -1, 1, 1, 2), draws), _one_of(kinds, draws)
+        after: Any
+        if kind in ("offset", "rank"):
+            at, share = 0, 1.0
+            if kind == "rank":
+                at = _one_of(range(len(numbers[first])), draws)
+                share = _one_of((0.25, 1.0), draws)
+            moved = {numbers[stage][at] for stage in stages if at < len(numbers[stage])}
+            kind, by = "offset", step * share * problem.unit
+            after = tuple(
+                old - by * (q in moved) for q, old in enumerate(settings.offset)
+            )
+        elif kind == "go_on":
+            after = _one_of(_GO_ON, draws) * problem.unit
+        elif kind == "most_open":
+            after = _one_of((1, 2, 3, 4), draws)
+        else:
+            entries = list(getattr(settings, kind))
+            if kind in ("overrun", "overrun_tail"):
+                entries[first : stages.stop] = [_one_of(_OVERRUNS, draws)] * len(stages)
+            else:
+                for stage in stages:
+                    entries[stage] = max(_LEAST.get(kind, 0), entries[stage] + step)
+            after = tuple(entries)
+        settings = replace(settings, **{kind: after})
+    return settings
+
+
+def _one_of(choices: Sequence[_T], draws: Random) -> _T:
+    """Draw one; `Random` keeps but `random` the same in all versions of Python."""
+    return choices[int(draws.random() * len(choices))]

@@ -11,15 +11,24 @@ moves any pass of it a little; or, as the steady state repeats, swaps two neighb
 there and the same two at their next 1, 3, 7 or all later meetings. Every result that is
 valid and not worse is taken: steps that change nothing lead to those that do (Balas and
 Vazacopoulos, Management Science 44, 1998, for the job shop).
+
+`improve_top_k`  the best plan is not always the one that can be made best: the moves of
+                 the best three are worth more than all on one
+`travel`         moves that may be worse for a while, in turns with other draws
+`search_on`      the same until the time ends
+
+Budgets are in passes placed, and bounded for large plans, whose moves take long each.
+`benchmarks/planner/ablation.py` measures what each search gives.
 """
 
 import ctypes
 import math
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, count
 
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.compiled.binding import check, loops, pointer, whole
-from zbpp.schedules.planner.search.problem import (
+from zbpp.schedules.planner.compiled import check, loops, pointer, whole
+from zbpp.schedules.planner.problem import (
     PlacementProblem,
     Plan,
     Rows,
@@ -85,3 +94,58 @@ def _run(
     budget.spent = spent.value
     ends = zip(accumulate(lengths), lengths, strict=True)
     return Plan(span.value, [passes[end - n : end] for end, n in ends])
+
+
+def n_moves(n_passes: float) -> float:
+    """Passes placed by moves of effort ``default``: .05 s for 500, .1 s for more."""
+    return min(max(2e5, 200 * n_passes), 4e5)
+
+
+def improve_top_k(
+    problem: PlacementProblem, plans: Sequence[Plan], budget: Budget, k: int = 3
+) -> Plan:
+    """Move the passes of the first k plans, best first; return the best that comes.
+
+    The plans share the budget; what one leaves is there for those after it. None is
+    moved whose like was moved before.
+    """
+    chosen: list[Plan] = []
+    for plan in plans:
+        if len(chosen) < k and all(plan.span != same.span for same in chosen):
+            chosen.append(plan)
+    best = chosen[0]
+    for number, plan in enumerate(chosen):
+        if best.span <= problem.target:
+            break
+        share = Budget((budget.passes - budget.spent) / (len(chosen) - number))
+        better = improve(problem, plan, share, number)
+        budget.spend(share.spent)
+        best = min(best, better, key=lambda plan: plan.span)
+    return best
+
+
+_SMALL = 3000  # passes; larger plans get 2 turns
+_TURNS = 20
+_DETOURS = 0.025, 0.1
+"""Shares by which a step may be longer than the best plan at first, in turns.
+
+Large ones find what small plans lack: many passes that change places at once.
+"""
+
+
+def travel(problem: PlacementProblem, plan: Plan) -> Plan:
+    """Move passes by record-to-record travel, which gets past what no move betters."""
+    for turn in range(_TURNS if problem.n_passes < _SMALL else 2):
+        moves = Budget(n_moves(problem.n_passes))
+        plan = improve(problem, plan, moves, turn, _DETOURS[turn % 2])
+    return plan
+
+
+def search_on(problem: PlacementProblem, plan: Plan, budget: Budget) -> Plan:
+    """Travel with ever other draws, until the budget's time is over."""
+    for turn in count(_TURNS):
+        if plan.span <= problem.target or not budget.is_left:
+            break
+        moves = Budget(200 * problem.n_passes)
+        plan = improve(problem, plan, moves, turn, _DETOURS[turn % 2])
+    return plan
