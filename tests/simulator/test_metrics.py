@@ -79,7 +79,7 @@ MEMORY = Costs(
     m_w=(6, 2),
     m_fixed=(10, 0),
     peak_f=(5, 3),
-    peak_b=(3, 0),
+    peak_b=(3, 1),
     peak_w=(1, 0),
     peak_o=(2, 0),
 )
