@@ -17,7 +17,8 @@ class Train(TrainOptions):
     def run(self, words: Sequence[str]) -> None:
         """Train, and return when it is done."""
         from zbpp.training.launch import start
-        from zbpp.training.train import checked_plan, train
+        from zbpp.training.setup import plan_of
+        from zbpp.training.train import check, train
 
         grace_s = 10 if self.save_dir is None else 60
-        start(train, self, words, plan=checked_plan, grace_s=grace_s)
+        start(train, self, words, plan=plan_of, check=check, grace_s=grace_s)

@@ -37,6 +37,7 @@ def start(
     words: Sequence[str],
     *,
     plan: Callable[[Any], Any],
+    check: Callable[[Any], None] | None = None,
     grace_s: int = 10,
 ) -> None:
     """Run a worker on every rank, and return when all have ended.
@@ -47,6 +48,7 @@ def start(
         words: the command line that asks for it, for new processes.
         plan: makes the plan of the options, before any process is started; refuses
             what cannot run.
+        check: refuses what the plan does not show, once, and not on every rank.
         grace_s: seconds that processes have to end after a signal.
 
     Raises:
@@ -65,6 +67,8 @@ def start(
         options = replace(options, stages=n)
         _run_launched(lambda: worker(options, plan(options)))
     planned = plan(options)
+    if check is not None:
+        check(options)
     if planned.n_stages > 1:
         _launch(words, planned.n_stages, grace_s=grace_s)
     elif code := worker(options, planned):

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, TextIO
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from zbpp.runtime.support.devices import asked_device, runs_ahead
 from zbpp.simulator import bubble_rate, simulate, write_trace
 from zbpp.training.llama import VOCABULARY
 from zbpp.training.options import HF, TrainOptions
-from zbpp.training.setup import build_pipeline, plan_of
+from zbpp.training.setup import build_pipeline
 from zbpp.training.text import Batch, load_corpus
 
 _WARM_UP_STEPS = 10
@@ -45,13 +45,11 @@ _STOP = "zbpp_stop"
 _LOG = logging.getLogger("zbpp")
 
 
-def checked_plan(options: TrainOptions) -> Plan:
-    """Plan a training, and find before any process is started what would stop it."""
-    plan = plan_of(options)
+def check(options: TrainOptions) -> None:
+    """Find before any process is started what would stop a training."""
     _check_model(options.model)
     asked_device(options.device)
     load_corpus(options.data, seq=options.seq)
-    return plan
 
 
 def _check_model(name: str | None) -> None:
@@ -81,6 +79,7 @@ def train(options: TrainOptions, plan: Plan) -> int:
         RequestError: the text cannot be read, or the folder is of another training.
         CheckpointError: the state of the end could not be saved.
     """
+    _check_model(options.model)
     pipeline, _ = build_pipeline(
         options, plan, lr=options.lr, clip_grad_norm=options.clip_grad_norm
     )
@@ -99,6 +98,7 @@ def train(options: TrainOptions, plan: Plan) -> int:
             _resume(pipeline, folder, same)
         first = pipeline.n_steps
         log = _Log(pipeline, options, tokens=n_samples * options.seq)
+        stack.callback(log.close)
         stack.enter_context(log.messages())
         log.print(corpus.line)
         log.print(_describe(pipeline, options))
@@ -275,7 +275,7 @@ def _describe(pipeline: Pipeline, options: TrainOptions) -> str:
 
 
 class _Log:
-    """Lines and a metrics file, both of rank 0.
+    """Lines and a metrics file, both of rank 0; it must be closed.
 
     A result is read when the next step has been issued, as reading waits for it.
     """
@@ -284,12 +284,20 @@ class _Log:
         self._device, self._is_first = pipeline.device, pipeline.rank == 0
         self._bubble = bubble_rate(simulate(pipeline.schedule, pipeline.plan.costs))
         self._first, self._last, self._tokens = pipeline.n_steps, options.steps, tokens
-        self._file = options.metrics if self._is_first else None
-        if self._file is not None and not self._first:  # a run that resumes appends
-            self._file.write_text("", encoding="utf-8")
+        self._file: TextIO | None = None
+        if self._is_first and options.metrics is not None:
+            way: Literal["a", "w"] = (
+                "a" if self._first else "w"
+            )  # a resumed run appends
+            self._file = options.metrics.open(way, encoding="utf-8", buffering=1)
         self._pending: StepResult | None = None
         self._times = [time.perf_counter()]  # of the start, then of each step's end
         self.counts = Counter(rollbacks=0, skipped=0)
+
+    def close(self) -> None:
+        """Close the metrics file."""
+        if self._file is not None:
+            self._file.close()
 
     @contextmanager
     def messages(self) -> Iterator[None]:
@@ -367,5 +375,4 @@ class _Log:
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")

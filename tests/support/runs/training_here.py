@@ -20,9 +20,12 @@ def run_train(*words: str) -> int:
         _: Sequence[str],
         *,
         plan: Callable[[TrainOptions], Plan],
+        check: Callable[[TrainOptions], None],
         grace_s: int,
     ) -> None:
-        assert worker(options, plan(options)) == 0
+        planned = plan(options)
+        check(options)
+        assert worker(options, planned) == 0
 
     with mock.patch.object(launch, "start", start_here):
         return main(["train", *words])
