@@ -60,6 +60,7 @@ from zbpp.schedules.planner.compiled import (
     pointer,
     whole,
 )
+from zbpp.schedules.planner.limits import ROUNDING
 from zbpp.schedules.planner.problem import (
     PlacementProblem,
     Plan,
@@ -170,7 +171,7 @@ def climb(
         tried = _changed(problem, settings, draws, kinds)
         budget.spend(problem.n_stages)
         better = list_schedule(problem, tried, plan.span * (1 + 1e-12), budget)
-        if better is not None and better.span <= plan.span * (1 + 1e-9):
+        if better is not None and better.span <= plan.span * (1 + ROUNDING):
             plan, settings = better, tried
     return plan, settings
 
