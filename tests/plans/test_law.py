@@ -18,20 +18,15 @@ from judge import judge
 from programs import ends_agree, ends_where_all_wait
 
 from zbpp.core import (
-    KINDS,
     Costs,
-    Job,
     Lane,
     LayerCosts,
     LimitError,
     Parts,
-    Pass,
-    PassKind,
     Placement,
     RequestError,
     Schedule,
     lower_bounds,
-    members_of,
     parse_schedule,
     passes_in,
     peaks,
@@ -266,30 +261,17 @@ def hand_made(placement: Placement, m: int) -> list[Schedule]:
     return [one for one in plans if one.placement == placement]
 
 
-def split_of(job: Job) -> list[Job]:
-    """B and W of a BW, and any other job as it is."""
-    if not isinstance(job, Pass) or job.kind is not PassKind.BW:
-        return [job]
-    return [Pass(kind, job.chunk, job.microbatch) for kind in KINDS[job.kind].work]
-
-
 def check_against_hand_made(plan: Plan) -> None:
     """Of orders that fit the limit none is shorter, in modes that are searched.
 
-    They split every backward, so orders must fit with B and W in place of each BW, and
-    run one pass at a time, so pairs gain nothing.
+    They run one pass at a time, so pairs gain nothing.
     """
     costs, schedule = plan.costs, plan.schedule
     if plan.mode not in ("ZB", "ZBV", "ZBVPP") or costs.memory_limit is None:
         return
     on_chunks = costs.on(schedule.placement)
     for other in hand_made(schedule.placement, schedule.n_microbatches):
-        split = [
-            [x for job in order for one in members_of(job) for x in split_of(one)]
-            for order in other.orders
-        ]
-        held = [*peaks(other.orders, on_chunks), *peaks(split, on_chunks)]
-        fits = all(map(le, held, on_chunks.limit * 2))
+        fits = all(map(le, peaks(other.orders, on_chunks), on_chunks.limit))
         if fits and (costs.splits is None or all(costs.splits)):
             alone = simulate(other, replace(costs, fb=None))
             assert plan.span <= span(alone) * NEAR, other.name
