@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.core import Costs, RequestError, Timeline
-from zbpp.core.files.json_text import write_file
+from zbpp.core.files import write_file
 from zbpp.simulator.arguments import takes_timelines
 from zbpp.simulator.boxes import (
     LOOKS,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Costs, RequestError, Timeline, format_memory
-from zbpp.core.files.json_text import write_file
+from zbpp.core.files import write_file
 from zbpp.simulator.arguments import takes_timelines
 from zbpp.simulator.boxes import (
     DARK,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.core import Costs, Part, Slot, Timeline, Value, input_of, output_of, passes_in
-from zbpp.core.files.json_text import write_file
+from zbpp.core.files import write_file
 from zbpp.simulator.arguments import takes_timelines
 from zbpp.simulator.boxes import Drawing, drawings_of, origin_of
 from zbpp.simulator.metrics import memory_over_time

@@ -30,7 +30,7 @@ from zbpp.core import (
     Placement,
     even_split,
 )
-from zbpp.core.costs.columns import spread
+from zbpp.core.columns import spread
 from zbpp.schedules.planner.limits import ROUNDING
 
 _WIDER = 1.25  # the next load that is tried, if no split has a lower one

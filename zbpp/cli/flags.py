@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from zbpp.core import Costs, LayerCosts, RequestError, Schedule, Timeline
-from zbpp.core.sharding import Shard
+from zbpp.core.replicas import Shard
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of

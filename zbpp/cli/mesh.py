@@ -10,7 +10,7 @@ from zbpp.cli.flags import EFFORT, Numbers
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
 from zbpp.core import LayerCosts, Link, RequestError, read_layers
-from zbpp.core.sharding import Shard
+from zbpp.core.replicas import Shard
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, network_of
 from zbpp.simulator import Table

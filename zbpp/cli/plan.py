@@ -10,7 +10,7 @@ from zbpp.cli.outputs import OUT
 from zbpp.cli.report import gain_text, recompute_text
 from zbpp.cli.summary import short_memory, summarize
 from zbpp.core import Schedule
-from zbpp.core.files.json_text import write_file
+from zbpp.core.files import write_file
 from zbpp.planning import Plan as Planned
 from zbpp.planning.answer import plan_text
 from zbpp.schedules import to_torch_csv, torch_schedule_name

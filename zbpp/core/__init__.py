@@ -2,17 +2,8 @@
 
 from zbpp.core.amounts import format_bytes, format_memory
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
-from zbpp.core.costs.chunks import ChunkCosts
-from zbpp.core.costs.collectives import (
-    CollectiveOperation,
-    Link,
-    collective_time,
-    fit_link,
-)
-from zbpp.core.costs.columns import parse_memory
-from zbpp.core.costs.layers import LayerCosts
-from zbpp.core.costs.parts import Parts
-from zbpp.core.costs.table import Costs
+from zbpp.core.columns import parse_memory
+from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.errors import (
     LimitError,
     RequestError,
@@ -20,17 +11,15 @@ from zbpp.core.errors import (
     WorkerError,
     a_kind,
 )
-from zbpp.core.files.costs_file import (
+from zbpp.core.files import (
     parse_costs,
     parse_layers,
+    parse_schedule,
     read_costs,
     read_layers,
-    write_costs,
-)
-from zbpp.core.files.schedule_file import (
-    parse_schedule,
     read_schedule,
     schedule_text,
+    write_costs,
     write_schedule,
 )
 from zbpp.core.graph import JobGraph, JobTimes, Wait
@@ -66,6 +55,8 @@ from zbpp.core.jobs import (
     stage_of,
     writes,
 )
+from zbpp.core.layers import LayerCosts
+from zbpp.core.parts import Parts
 from zbpp.core.placement import Placement, even_split
 from zbpp.core.program import (
     AddTied,
@@ -80,6 +71,12 @@ from zbpp.core.program import (
     at_check,
     begun_by,
     ended_by,
+)
+from zbpp.core.replicas import (
+    CollectiveOperation,
+    Link,
+    collective_time,
+    fit_link,
 )
 from zbpp.core.schedule import Order, Schedule, recomputed
 from zbpp.core.text import draw, format_job, grid, parse_job

@@ -26,9 +26,7 @@ from itertools import accumulate, chain, pairwise
 from math import inf
 from typing import Literal, NamedTuple
 
-from zbpp.core.costs.chunks import ChunkCosts
-from zbpp.core.costs.parts import Parts, PartTimes
-from zbpp.core.costs.table import Costs
+from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.jobs import (
     Check,
     Job,
@@ -52,6 +50,7 @@ from zbpp.core.jobs import (
     reads,
     writes,
 )
+from zbpp.core.parts import Parts, PartTimes
 from zbpp.core.placement import Placement
 from zbpp.core.text import mistake
 from zbpp.core.timeline import Slot

@@ -16,7 +16,7 @@ pass before it started.
 
 from collections.abc import Sequence
 
-from zbpp.core.costs.chunks import ChunkCosts
+from zbpp.core.costs import ChunkCosts
 from zbpp.core.graph import JobGraph, unit_times
 from zbpp.core.jobs import Job, Lane, Part, Pass, lanes_of
 

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zbpp.core.costs.chunks import ChunkCosts
-from zbpp.core.costs.layers import chunk_layers
-from zbpp.core.costs.table import Costs
+from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.graph import LanesOfParts, lanes_of_parts
 from zbpp.core.jobs import (
@@ -22,6 +20,7 @@ from zbpp.core.jobs import (
     PassKind,
     passes_in,
 )
+from zbpp.core.layers import chunk_layers
 from zbpp.core.placement import Placement
 from zbpp.core.timeline import Slot, Timeline
 from zbpp.core.validation import (

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from zbpp.core.amounts import format_memory
-from zbpp.core.costs.chunks import ChunkCosts
-from zbpp.core.costs.table import Costs
+from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.graph import JobGraph, LanesOfParts, lanes_of_parts, unit_times
 from zbpp.core.held import held_during

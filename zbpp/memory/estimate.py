@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule
 from zbpp.core.held import peaks
-from zbpp.core.sharding import Shard
+from zbpp.core.replicas import Shard
 from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
 from zbpp.memory.tracking import bytes_of
 from zbpp.models.entry import AnyModel

@@ -30,7 +30,7 @@ from zbpp.core import (
     Schedule,
     schedule_text,
 )
-from zbpp.core.sharding import reduces_every
+from zbpp.core.replicas import reduces_every
 from zbpp.diagnostics import split_warning
 from zbpp.models import Tie, layered_of
 from zbpp.models.entry import AnyModel

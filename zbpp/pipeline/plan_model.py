@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from zbpp.core import Schedule
-from zbpp.core.sharding import reduces_every
+from zbpp.core.replicas import reduces_every
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
 from zbpp.models.entry import AnyModel

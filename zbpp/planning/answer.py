@@ -34,9 +34,7 @@ from zbpp.core import (
     peaks,
     schedule_text,
 )
-from zbpp.core.files.costs_file import costs_data, table_of
-from zbpp.core.files.json_text import decode, fail, object_of
-from zbpp.core.files.schedule_file import schedule_of
+from zbpp.core.files import costs_data, decode, fail, object_of, schedule_of, table_of
 from zbpp.schedules.planner.balance import is_below
 
 _FORMAT = "zbpp-plan"

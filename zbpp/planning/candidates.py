@@ -42,7 +42,7 @@ from zbpp.core import (
     peaks,
     recomputed,
 )
-from zbpp.core.costs.layers import chunk_layers
+from zbpp.core.layers import chunk_layers
 from zbpp.planning.answer import Plan, Rejected, recomputed_layers
 from zbpp.planning.layers import plan_split
 from zbpp.planning.modes import AUTO, BASELINE, CHUNKED_MODES, JOINT_WORDS, MODES, Mode

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from zbpp.core import RequestError, Schedule, a_kind, parse_schedule
-from zbpp.core.costs.columns import PerRow
-from zbpp.core.files.json_text import read
+from zbpp.core.columns import PerRow
+from zbpp.core.files import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
 from zbpp.planning.candidates import best_plan, within_limit
 from zbpp.planning.modes import MODES, Mode, canonical, is_file

@@ -23,7 +23,7 @@ from zbpp.core import (
     Schedule,
     format_memory,
 )
-from zbpp.core.sharding import Shard
+from zbpp.core.replicas import Shard
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import make_plan
 from zbpp.planning.replicas import (

@@ -41,8 +41,8 @@ from zbpp.core import (
     Schedule,
     collective_time,
 )
-from zbpp.core.costs.columns import PerRow
-from zbpp.core.sharding import SHARDS, Shard, reduces_every
+from zbpp.core.columns import PerRow
+from zbpp.core.replicas import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
 _EXCHANGES = 2

@@ -14,8 +14,8 @@ from zbpp.core import (
     a_kind,
     even_split,
 )
-from zbpp.core.costs.columns import PerRow, listed, whole_number
-from zbpp.core.files.costs_file import either_of
+from zbpp.core.columns import PerRow, listed, whole_number
+from zbpp.core.files import either_of
 from zbpp.planning.answer import Plan
 
 Split = Literal["balanced", "even"] | Sequence[int] | None

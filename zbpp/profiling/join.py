@@ -13,7 +13,7 @@ from itertools import accumulate, cycle, pairwise
 from statistics import fmean
 
 from zbpp.core import Lane, LayerCosts, Parts
-from zbpp.core.costs.parts import PartTimes, merged
+from zbpp.core.parts import PartTimes, merged
 from zbpp.profiling.alone import LayerTimes
 from zbpp.profiling.links import link_list
 from zbpp.profiling.profile import Profile

@@ -178,7 +178,7 @@ def _measure_sum(executors: Mapping[int, Executor], length: int) -> float:
 def link_list(
     links: Mapping[tuple[int, int], Link], n_stages: int, name: str
 ) -> float | tuple[float, ...]:
-    """One figure of every link, as `zbpp.core.costs.columns` lists them.
+    """One figure of every link, as `zbpp.core.columns` lists them.
 
     A link that was not measured takes the median of those that were.
     """

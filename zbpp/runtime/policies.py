@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import RequestError, a_kind
-from zbpp.core.sharding import Shard
+from zbpp.core.replicas import Shard
 
 if TYPE_CHECKING:
     import torch

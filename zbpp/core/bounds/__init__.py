@@ -5,8 +5,8 @@ its docstring; `lower_bound` takes the highest. Read `stage` first:
 
     stage     the way of a micro-batch if nothing waits, memory as the proofs see it,
               and one stage with its chunks
-    ramp      all work, and what a stage waits at first and at last
-    memory    rounds and slots: few micro-batches fit at a time
+    proofs    ramp: all work, and what a stage waits at first and at last
+              rounds, slots: few micro-batches fit in memory at a time
     on_lanes  those of passes in parts, which overlap
 
 Notation: on a stage, F, B and W are sums over its chunks; the loop of a chunk is the
@@ -20,12 +20,10 @@ Every bound is tested against all planners on random costs.
 from collections.abc import Callable
 from operator import attrgetter
 
-from zbpp.core.bounds.memory import rounds, slots
 from zbpp.core.bounds.on_lanes import bounds_on_lanes
-from zbpp.core.bounds.ramp import ramp
+from zbpp.core.bounds.proofs import ramp, rounds, slots
 from zbpp.core.bounds.stage import Stage, stages_of
-from zbpp.core.costs.chunks import ChunkCosts
-from zbpp.core.costs.table import Costs
+from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.placement import Placement
 
 _UNIT = Costs()

@@ -11,7 +11,7 @@ Notation of a stage as in `zbpp.core.bounds`; a is its first chunk, z its last o
 import math
 
 from zbpp.core.bounds.stage import MARGIN, Way
-from zbpp.core.costs.chunks import ChunkCosts
+from zbpp.core.costs import ChunkCosts
 from zbpp.core.jobs import Lane, Pass, PassKind
 
 _F, _B, _W = _KINDS = PassKind.F, PassKind.B, PassKind.W

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zbpp.core.costs.chunks import ChunkCosts
+from zbpp.core.costs import ChunkCosts
 
 MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
 _BUSY = 8  # stages with the most F and B; a micro-batch goes through all, at any price

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.core.sharding import reduces_every
+from zbpp.core.replicas import reduces_every
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import DATA_DIMS, Place, single_dims
 from zbpp.runtime.parallel.broadcast import broadcast_first

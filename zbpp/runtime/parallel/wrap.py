@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.core.sharding import SHARDS
+from zbpp.core.replicas import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import EXPERT_DIM, Place
 from zbpp.runtime.parallel.experts import experts_in

@@ -16,7 +16,7 @@ from functools import partial
 from math import isclose
 from typing import Any
 
-from zbpp.core.costs.columns import PerRow, checked_time, whole_number
+from zbpp.core.columns import PerRow, checked_time, whole_number
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 

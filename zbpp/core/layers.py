@@ -23,7 +23,9 @@ from itertools import accumulate, chain, pairwise
 from operator import add, sub
 from typing import Any
 
-from zbpp.core.costs.columns import (
+import numpy as np
+
+from zbpp.core.columns import (
     Per,
     PerRow,
     column,
@@ -31,10 +33,10 @@ from zbpp.core.costs.columns import (
     spread,
     whole_number,
 )
-from zbpp.core.costs.parts import Parts, PartTimes
-from zbpp.core.costs.table import Costs, Table
+from zbpp.core.costs import Costs, Table
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
+from zbpp.core.parts import Parts, PartTimes
 from zbpp.core.placement import Placement
 
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
@@ -63,7 +65,7 @@ class LayerCosts(Table, _Count):
         message: bytes of a message; a list has one entry per boundary between two
             layers, n_layers - 1. They take message / bandwidth.
         bandwidth: bytes in a unit of time, of all links or of each
-            (`zbpp.core.costs.columns`); None: messages take ``comm`` alone.
+            (`zbpp.core.columns`); None: messages take ``comm`` alone.
         delay: of a link, on top of that; likewise.
         pass_f: time of every F of a chunk on top of its layers', so that many chunks a
             stage take longer than few.
@@ -121,15 +123,9 @@ class LayerCosts(Table, _Count):
         return tuple(self.parts_of(i).on_lane(kind, Lane.COMPUTE) for i in layers)
 
     def of(self, name: str) -> tuple[float, ...]:
-        """One entry per layer; peaks without an entry follow from the rest."""
-        value = getattr(self, name)
-        value = 0.0 if value is None else value
-        values = value if isinstance(value, tuple) else (value,) * self.n_layers
-        if name == "peak_f":
-            return tuple(map(max, values, self.of("m_b")))
-        if name == "peak_b":
-            return tuple(map(max, values, map(sub, self.of("m_w"), self.of("m_b"))))
-        return values
+        """One entry per layer; 0 for None."""
+        value = getattr(self, name) or 0.0
+        return value if isinstance(value, tuple) else (value,) * self.n_layers
 
     def on(
         self,
@@ -279,9 +275,9 @@ def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float
     """Most memory above that at the start while layers run in an order."""
     memory = most = 0.0
     for layer in order:
-        most = max(most, memory + peak[layer])
+        most = max(most, memory + max(peak[layer], change[layer]))
         memory += change[layer]
-    return max(most, memory)
+    return most
 
 
 def chunk_layers(
@@ -299,38 +295,36 @@ def chunk_layers(
             f"stage {costs.splits.index(False)} cannot split its backward (splits of "
             "the costs), and a part that is recomputed must be; leave one of them out"
         )
-    counts = [1] * placement.n_chunks if split is None else list(split)
-    chunk_of = [chunk for chunk, n in enumerate(counts) for _ in range(n)]
-    speed = spread(costs, "speed", placement, 1.0)
-    values: dict[str, Any] = {}
-    for name, about in columns_of(Costs).items():
-        value = getattr(costs, name)
-        if value is not None and about.per is Per.EDGE:
-            column, pairs = spread(costs, name, placement), pairwise(chunk_of)
-            value = tuple(column[a] if a != b else 0.0 for a, b in pairs) or 0.0
-        elif value is not None and about.per is Per.ROW:
-            column = spread(costs, name, placement)
-            if name in _TIMED:
-                times = zip(column, placement.stage_of, strict=True)
-                column = tuple(time / speed[stage] for time, stage in times)
-            value = tuple(column[chunk] / counts[chunk] for chunk in chunk_of)
-        if name in columns_of(LayerCosts):
-            values[name] = value
+    counts = np.array(split or (1,) * placement.n_chunks)
+    chunk_of = np.repeat(np.arange(placement.n_chunks), counts)
+
+    def of(name: str) -> Any:
+        return np.array(spread(costs, name, placement))
+
+    def layers(column: Any) -> Any:
+        return tuple(column[chunk_of].tolist())
+
+    speed = np.array(spread(costs, "speed", placement, 1.0))[list(placement.stage_of)]
+    values = {name: getattr(costs, name) for name in _SAME}
+    for name in (*_TIMED, *_REPLICAS, "m_b", "m_w", "m_fixed", "m_r", "peak_o"):
+        if getattr(costs, name) is not None:
+            column = of(name) / speed if name in _TIMED else of(name)
+            values[name] = layers(column / counts)
     # Above what it leaves, a pass needs as much in one layer as in the chunk.
-    m_b, m_w = spread(costs, "m_b", placement), spread(costs, "m_w", placement)
-    rises = [max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True)]
-    for name, left in ("peak_f", m_b), ("peak_b", rises), ("peak_w", [0.0] * len(m_w)):
-        if values[name] is not None:
-            peak = spread(costs, name, placement)
-            values[name] = tuple(
-                left[x] / counts[x] + max(peak[x], left[x]) - left[x] for x in chunk_of
-            )
+    m_b, m_w = of("m_b"), of("m_w")
+    rises = np.maximum(0.0, m_w - m_b)
+    for name, left in ("peak_f", m_b), ("peak_b", rises), ("peak_w", 0 * m_w):
+        if getattr(costs, name) is not None:
+            values[name] = layers(left / counts + np.maximum(of(name), left) - left)
+    comm = np.zeros(len(chunk_of) - 1)
+    comm[np.flatnonzero(np.diff(chunk_of))] = of("comm")
+    values["comm"] = tuple(comm.tolist()) or 0.0
     if costs.gathers:
         for name in "f", "b":
             values[name] = tuple(map(add, values[name], values["all_gather"]))
         values["all_gather"] = 0.0
-    values["parts"] = _layer_parts(costs, placement, counts)
-    return LayerCosts(n_layers=sum(counts), **values)
+    parts = _layer_parts(costs, placement, counts.tolist())
+    return LayerCosts(n_layers=len(chunk_of), parts=parts, **values)
 
 
 def _layer_parts(
