@@ -287,6 +287,20 @@ def test_times_and_memory_of_replicas_follow_from_the_layers(zbpp):
         assert base["peak_memory"][0] - found["peak_memory"][0] == saved
 
 
+def test_where_passes_gather_they_take_all_gather_longer(zbpp):
+    """3 F's and 3 B's of a stage, each 2 longer; nothing gathers beside them."""
+    costs = {"f": 1, "b": 1, "w": 1, "all_gather": 2, "reduce_scatter": 1}
+    Path("gathered.json").write_text(json.dumps(costs))
+    line = "show ZBH1 -p 1 -m 3 --costs gathered.json"
+    base = zbpp.json(line)
+    for shard, more in (("parameters", 6 * 2), ("gradients", 0)):
+        found = zbpp.json(f"{line} --data_parallel 2 --shard {shard}")
+        assert found["span"] - base["span"] == more
+    Path("gathered.json").write_text(json.dumps(costs | {"f": [1]}))
+    zbpp(f"{line} --data_parallel 2 --shard parameters", code=2)
+    assert "each of the three as one number, or each as a list" in zbpp.err
+
+
 # Comparisons.
 
 

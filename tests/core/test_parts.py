@@ -197,8 +197,6 @@ def test_what_parts_cannot_be_combined_with_is_refused():
     vpp = plan_vpp(n_stages=2, n_microbatches=4, chunks_per_stage=3)
     with pytest.raises(RequestError, match="4 layers of a stage cannot be dealt"):
         moe_costs(0.4).on(vpp.placement)
-    with pytest.raises(RequestError, match="cannot have gathers"):
-        moe_costs(0.4, all_gather=0.1, gathers=True).on(Placement.single(2))
     laid = lay_out(plan_dual_pipe_v(n_stages=2, n_microbatches=4), moe_costs(0.4))
     with pytest.raises(RequestError, match="no place on the network"):
         add_collectives(laid, shards=True)

@@ -132,7 +132,7 @@ def test_parts_of_layers_know_no_collectives_inside_of_passes():
     layers = replace(layers, bandwidth=1.0, parameters=4.0)
     found = meshes(layers, Network(Link(0.1, 1.0)), shard="parameters")
     assert any("'parts'" in one.reason for one in found.values() if one.reason)
-    with pytest.raises(RequestError, match="leave the key 'parts' out of the layers"):
+    with pytest.raises(RequestError, match="leave the key 'parts' out of the file"):
         meshes(layers, Network(Link(0.1, 1.0)), tensor_parallel=(2,))
 
 

@@ -42,7 +42,7 @@ PLANS = {
     "auto": {"costs": COSTS, "memory_limit": 3.0},
     "auto of layers": {"costs": LAYERS},
     "1F1B": {},
-    "ZBV": {"costs": replace(COSTS, all_gather=0.25, gathers=True)},
+    "ZBV": {"costs": replace(COSTS, all_gather=0.25)},
     "ZBH1": {"costs": LAYERS, "recompute": "auto"},
     "ZB": {"costs": replace(COSTS, m_r=0.1), "recompute": (0, 2)},
     "VPP": {"costs": COSTS, "recompute": "none"},

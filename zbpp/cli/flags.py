@@ -10,7 +10,12 @@ from zbpp.core.replicas import Shard
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
-from zbpp.planning.replicas import gathers_in_passes, replicated, with_replicas
+from zbpp.planning.replicas import (
+    gathering,
+    gathers_in_passes,
+    replicated,
+    with_replicas,
+)
 from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
@@ -49,13 +54,12 @@ class PlanFlags(Replicas, Planning):
             if getattr(self, name) is None and not is_file(mode):
                 raise RequestError(f"--{name} is missing; {canonical(mode)} needs it")
         costs = self.read_costs()
-        gathers = gathers_in_passes(self.data_parallel, self.shard)
         if isinstance(costs, LayerCosts):
             costs = with_replicas(costs, self.data_parallel, self.shard)
         elif self.split:
             raise RequestError("--split needs --layers, the costs of each layer")
-        elif gathers and (costs or not is_plan_file(mode)):
-            costs = replace(costs or Costs(), gathers=gathers)
+        elif costs and gathers_in_passes(self.data_parallel, self.shard):
+            costs = gathering(costs)
         split, recompute = ",".join(self.split), ",".join(self.recompute)
         return PlanRequest(
             schedule=mode,

@@ -79,7 +79,7 @@ from zbpp.core.replicas import (
     fit_link,
 )
 from zbpp.core.schedule import Order, Schedule, recomputed
-from zbpp.core.text import draw, format_job, grid, parse_job
+from zbpp.core.text import draw, grid, parse_job
 from zbpp.core.timeline import Slot, Timeline
 from zbpp.core.validation import Recompute
 
@@ -139,7 +139,6 @@ __all__ = [
     "even_split",
     "fit_link",
     "format_bytes",
-    "format_job",
     "format_memory",
     "grid",
     "held_during",

@@ -100,8 +100,8 @@ _COLUMNS: dict[type, dict[str, Column]] = {}
 def columns_of(table: type) -> dict[str, Column]:
     """The columns of a class, by name."""
     if table not in _COLUMNS:
-        columns = [x for x in fields(table) if x.metadata]
-        _COLUMNS[table] = {x.name: x.metadata["column"] for x in columns}
+        about = {x.name: x.metadata.get("column") for x in fields(table)}
+        _COLUMNS[table] = {name: x for name, x in about.items() if x}
     return _COLUMNS[table]
 
 
@@ -133,8 +133,7 @@ def _number(
     name: str, value: Any, about: Column, most: float, index: int | None = None
 ) -> float:
     """Check an entry of a column: it must be small and large enough to count with."""
-    is_small = _LEAST <= value <= most if value.__class__ is float else False
-    if is_small or (value.__class__ is float and value == 0 and not about.is_rate):
+    if value.__class__ is float and _LEAST <= value <= most and not about.is_flag:
         return float(value)
     place = name if index is None else f"{name}[{index}]"
     value = listed(value)

@@ -160,8 +160,6 @@ class Costs(Table):
             other.
         speed: of all stages, or of each: divides the times of f, b, w, parts and
             optimizer; None: 1.
-        gathers: F and B gather the parameters themselves and take ``all_gather``
-            longer, instead of an UNSHARD; nothing runs beside that.
 
     Raises:
         RequestError: as `Table`, or splits holds no booleans.
@@ -170,7 +168,6 @@ class Costs(Table):
     splits: tuple[bool, ...] | None = column(None, Per.STAGE, is_flag=True)
     fb: PerRow | None = column(None, Per.ROW)
     speed: PerRow | None = column(None, Per.STAGE, is_rate=True)
-    gathers: bool = column(False, Per.ALL, is_flag=True)
 
     def __post_init__(self) -> None:
         self._check(None)
@@ -204,9 +201,7 @@ class Costs(Table):
                 splits[stage] = False
         can = splits[stage_of]
         f, b, w = (of(name) / speed[stage_of] for name in ("f", "b", "w"))
-        all_gather, hops = of("all_gather"), of("comm")
-        if self.gathers:
-            f, b = f + all_gather, b + all_gather
+        hops = of("comm")
         f[-1] += self.loss
         b, w = np.where(can, b, b + w), np.where(can, w, 0.0)
         reduction = self.reduction
@@ -224,7 +219,7 @@ class Costs(Table):
             "hops": hops,
             "optimizer": of_stages("optimizer") / speed,
             "splits": splits,
-            "all_gather": all_gather,
+            "all_gather": of("all_gather"),
             "reduce_scatter": of("reduce_scatter"),
             "fb": of("fb")[: 0 if self.fb is None else None],
             "m_b": m_b,
@@ -254,10 +249,6 @@ class Costs(Table):
         every = self.parts
         if every is None:
             return ()
-        if self.gathers:
-            raise RequestError(
-                "costs with parts cannot have gathers; leave one of both out"
-            )
         if isinstance(every, Parts):
             every = tuple(every.dealt(n) for n in placement.n_beside)
         if len(every) != placement.n_chunks:

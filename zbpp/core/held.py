@@ -20,11 +20,6 @@ from zbpp.core.costs import ChunkCosts
 from zbpp.core.graph import JobGraph, unit_times
 from zbpp.core.jobs import Job, Lane, Part, Pass, lanes_of
 
-_Known = tuple[int, int]
-"""Numbers of parts on the two lanes of the stage that have surely ended."""
-
-_LANES = (Lane.COMPUTE, Lane.NETWORK)
-
 
 def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
     """Most that a stage holds while each of its jobs runs, fixed memory included."""
@@ -55,27 +50,30 @@ def peaks(orders: Sequence[Sequence[Job]], costs: ChunkCosts) -> list[float]:
 
 
 def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
-    """Most that a stage holds from each part of a row on, fixed memory included."""
+    """Most that a stage holds from each part of a row on, fixed memory included.
+
+    ``starts`` and ``ends`` count the parts on each lane that have surely ended by then.
+    """
     rows = [row if s == stage else () for s in range(costs.placement.n_stages)]
     graph = JobGraph(rows, unit_times(costs.placement, rows))
     last: dict[Job, int] = {
         part.of: column for column, part in enumerate(row) if isinstance(part, Part)
     }
-    starts: list[_Known] = []
-    ends: list[_Known] = []
+    starts: list[list[int]] = []
+    ends: list[list[int]] = []
     counts = [0, 0]
     settled, running = costs.fixed[stage], dict[Job, tuple[int, int]]()
     during: list[float] = []
     for column, job in enumerate(row):
-        lane = _LANES.index(lanes_of(job)[0])
+        lane = int(lanes_of(job)[0] is Lane.NETWORK)
         of: Job = job.of if isinstance(job, Part) else job
-        n_ended: _Known = (0, 0)
+        n_ended = [0, 0]
         for wait in graph.waits(column):
             if wait.source == graph.all_gradients:
-                n_ended = counts[0], counts[1]
+                n_ended = counts.copy()
             elif wait.source < len(row):  # on this stage
-                known = starts if wait.from_start else ends
-                n_ended = _join(n_ended, known[wait.source])
+                known = (starts if wait.from_start else ends)[wait.source]
+                n_ended = [*map(max, n_ended, known)]
         starts.append(n_ended)
         if isinstance(job, Part) and job.index:
             held = during[-1]
@@ -88,11 +86,8 @@ def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list
             running[of] = (0, 2**62)
         during.append(held)
         counts[lane] += 1
-        ends.append((counts[0], n_ended[1]) if lane == 0 else (n_ended[0], counts[1]))
+        ends.append(n_ended.copy())
+        ends[-1][lane] = counts[lane]
         if last.get(of, column) == column:
             running[of] = lane, counts[lane]
     return during
-
-
-def _join(left: _Known, right: _Known) -> _Known:
-    return max(left[0], right[0]), max(left[1], right[1])

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from operator import add, sub
+from operator import sub
 from typing import Any
 
 import numpy as np
@@ -319,10 +319,6 @@ def chunk_layers(
     comm = np.zeros(len(chunk_of) - 1)
     comm[np.flatnonzero(np.diff(chunk_of))] = of("comm")
     values["comm"] = tuple(comm.tolist()) or 0.0
-    if costs.gathers:
-        for name in "f", "b":
-            values[name] = tuple(map(add, values[name], values["all_gather"]))
-        values["all_gather"] = 0.0
     parts = _layer_parts(costs, placement, counts.tolist())
     return LayerCosts(n_layers=len(chunk_of), parts=parts, **values)
 

@@ -12,11 +12,11 @@ and those of other passes beside them, where a schedule says so (`Schedule.parts
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
-from math import isclose
 from typing import Any
 
-from zbpp.core.columns import PerRow, checked_time, whole_number
+import numpy as np
+
+from zbpp.core.columns import checked_time, whole_number
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 
@@ -152,18 +152,14 @@ def add_up_parts(costs: Any) -> None:
             if isinstance(every, Parts)
             else tuple(parts.time(kind) for parts in every)
         )
-        if time != _NOT_GIVEN and not _is_near(time, total):
+        is_near = np.shape(time) == np.shape(total) and np.allclose(
+            time, total, _MARGIN, 0.0
+        )
+        if time != _NOT_GIVEN and not is_near:
             raise RequestError(
                 f"{name} is {time!r}, but its parts sum up to {total!r}; leave it out"
             )
         object.__setattr__(costs, name, total)
-
-
-def _is_near(time: PerRow, total: PerRow) -> bool:
-    times, sums = (x if isinstance(x, tuple) else (x,) for x in (time, total))
-    return len(times) == len(sums) and all(
-        map(partial(isclose, rel_tol=_MARGIN), times, sums)
-    )
 
 
 _NOT_GIVEN = 1.0

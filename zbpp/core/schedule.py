@@ -184,12 +184,9 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
             f"{schedule.name} recomputes some layers of a chunk, and does not say how "
             "many it has; plan it with --layers, so that it has a split"
         )
-    # What an F computes again in a B finds its parameters gathered.
-    gathers, bare = costs.gathers, replace(costs, gathers=False)
-    layers = chunk_layers(bare, schedule.placement, split)
+    layers = chunk_layers(costs, schedule.placement, split)
     again, first = [], 0
     for chunk, n_layers in enumerate(split):
         again += [first + layer for layer in schedule.recomputes(chunk, n_layers)]
         first += n_layers
-    costs = layers.on(schedule.placement, split, recompute=again)
-    return replace(costs, gathers=gathers)
+    return layers.on(schedule.placement, split, recompute=again)

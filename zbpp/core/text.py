@@ -65,17 +65,6 @@ def parse_job(text: object, *, stage: int) -> Job:
     )
 
 
-def format_job(job: Job, *, with_chunk: bool = True) -> str:
-    """Write a job; pictures of one chunk a stage leave the chunk out.
-
-    >>> format_job(Pass(PassKind.F, 1, 3), with_chunk=False)
-    'F3'
-    """
-    if isinstance(job, Pass) and not with_chunk:
-        return f"{job.kind}{job.microbatch}"
-    return str(job)
-
-
 def grid(
     rows: Sequence[Sequence[object]], *, mark: tuple[int, int] | None = None
 ) -> str:
@@ -163,10 +152,13 @@ def _cells(
 
 
 def _name(job: Job, *, with_chunk: bool) -> str:
+    """Write a job; pictures of one chunk a stage leave the chunk out."""
     if isinstance(job, Pair):
         return "&".join(_name(part, with_chunk=with_chunk) for part in passes_in(job))
     if isinstance(job, Part):
-        return format_job(job.of, with_chunk=with_chunk)
+        return _name(job.of, with_chunk=with_chunk)
     if kind_of(job).is_async:
         return f"{job.kind[0]}{place_of(job)}"
-    return format_job(job, with_chunk=with_chunk)
+    if isinstance(job, Pass) and not with_chunk:
+        return f"{job.kind}{job.microbatch}"
+    return str(job)

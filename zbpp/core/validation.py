@@ -197,7 +197,8 @@ def _state_breaches(order: Sequence[Job]) -> Iterator[tuple[int, str]]:
     in the same order too: what one waits for the others have started, or will.
     """
     jobs = [job for job in order if isinstance(job, Collective)]
-    at_end = (State.GRADIENTS, State.SUM) if any(_adds_up(job) for job in jobs) else ()
+    adds_up = any(job.kind in (REDUCE_GRAD, REDUCE_WAIT) for job in jobs)
+    at_end = (State.GRADIENTS, State.SUM) if adds_up else ()
     gathered = {job.chunk for job in jobs if job.kind is UNSHARD}
     there: dict[tuple[State, int], Job] = {}
     for column, job in enumerate(order):
@@ -226,10 +227,6 @@ def _state_breaches(order: Sequence[Job]) -> Iterator[tuple[int, str]]:
         if state in at_end:
             last = len(order) - isinstance(order[-1], Step)
             yield last, f"{chunk}{_ENDERS[state]} is missing after {job}"
-
-
-def _adds_up(job: Collective) -> bool:
-    return job.kind in (REDUCE_GRAD, REDUCE_WAIT)
 
 
 _SETTERS = {state: [x for x in KINDS if KINDS[x].sets is state] for state in State}
@@ -294,19 +291,14 @@ def check_memory(orders: Orders, costs: ChunkCosts) -> None:
     """No stage may exceed its limit (with a margin for rounding)."""
     for stage, order in enumerate(orders):
         limit = costs.limit[stage]
-        during = held_during(order, costs, stage=stage)
-        if max(during, default=0.0) <= limit:
-            continue
-        for column, held in enumerate(during):
+        for column, held in enumerate(held_during(order, costs, stage=stage)):
             if held > limit * (1 + 1e-9):
                 need, most = format_memory(held), format_memory(limit)
-                raise mistake(
-                    orders,
-                    stage,
-                    column,
+                reason = (
                     f"{order[column]} needs memory {need}, over the limit {most} of "
-                    f"stage {stage}; run a B or W first",
+                    f"stage {stage}; run a B or W first"
                 )
+                raise mistake(orders, stage, column, reason)
 
 
 def check_layers(

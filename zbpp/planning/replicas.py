@@ -31,10 +31,13 @@ hands on is divided by t.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from zbpp.core import (
     CollectiveOperation,
+    Costs,
     LayerCosts,
     Link,
     RequestError,
@@ -45,6 +48,7 @@ from zbpp.core.columns import PerRow
 from zbpp.core.replicas import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
+_C = TypeVar("_C", Costs, LayerCosts)
 _EXCHANGES = 2
 """All-reduces of a layer in F, and as many in B."""
 
@@ -141,8 +145,8 @@ def with_replicas(layers: LayerCosts, n: int, shard: Shard) -> LayerCosts:
     """
     if n == 1:
         return layers
-    if any(layers.of("all_gather")) or any(layers.of("reduce_scatter")):
-        return _gathering(layers) if gathers_in_passes(n, shard) else layers
+    if np.any(layers.all_gather) or np.any(layers.reduce_scatter):
+        return gathering(layers) if gathers_in_passes(n, shard) else layers
     network = network_of(layers)
     if network is None or not any(layers.of("parameters")):
         return layers
@@ -178,24 +182,33 @@ def on_replicas(
         ),
         optimizer=_divided_by(layers.optimizer, n),
     )
-    return _gathering(costs) if gathers_in_passes(n, shard) else costs
+    return gathering(costs) if gathers_in_passes(n, shard) else costs
 
 
-def _gathering(layers: LayerCosts) -> LayerCosts:
-    """Layers whose F and B gather, and take longer for it: no UNSHARD does."""
-    _check_whole(layers, "--shard parameters gathers inside of passes")
-    f, b = (
-        tuple(map(add, layers.of(name), layers.of("all_gather"))) for name in ("f", "b")
+def gathering(costs: _C) -> _C:
+    """Costs whose F and B gather, and take longer for it: no UNSHARD does."""
+    if not np.any(costs.all_gather):
+        return costs
+    _check_whole(costs, "--shard parameters gathers inside of passes")
+    f, b, gather = (
+        costs.of(name) if isinstance(costs, LayerCosts) else getattr(costs, name)
+        for name in ("f", "b", "all_gather")
     )
-    return replace(layers, f=f, b=b, all_gather=0.0)
-
-
-def _check_whole(layers: LayerCosts, why: str) -> None:
-    """Refuse layers with parts."""
-    if layers.parts is not None:
+    if not np.shape(f) == np.shape(b) == np.shape(gather):
         raise RequestError(
-            f"the costs of the layers have parts, and {why}, at places that no part "
-            "tells; leave the key 'parts' out of the layers file"
+            "--shard parameters adds all_gather to f and b; give each of the three as "
+            "one number, or each as a list"
+        )
+    f, b = np.add((f, b), gather).tolist()
+    return replace(costs, f=f, b=b, all_gather=0.0)
+
+
+def _check_whole(costs: Costs | LayerCosts, why: str) -> None:
+    """Refuse costs with parts."""
+    if costs.parts is not None:
+        raise RequestError(
+            f"the costs have parts, and {why}, at places that no part tells; leave the "
+            "key 'parts' out of the file"
         )
 
 
