@@ -2,14 +2,12 @@
 
 engine          from orders and costs to a timeline, of one iteration or of several;
                 the time of a step among many, and of one that is rolled back
-arguments       a Plan for a Schedule; what is no timeline is refused
 metrics         figures of a timeline: spans, bubble rate, memory
 critical_path   jobs and waits as a graph of networkx; the chain that fixed the time
 boxes           a timeline as a list of boxes: what all of these draw:
 plot            pictures of timelines and of modes, by matplotlib
-page            one HTML file to zoom in
+page            one HTML file to zoom in; tables, for a terminal too
 trace           files for Perfetto
-tables          figures in a terminal, or on a page
 """
 
 from zbpp.core import lower_bound, lower_bounds
@@ -32,9 +30,8 @@ from zbpp.simulator.metrics import (
     step_time,
     work,
 )
-from zbpp.simulator.page import charts_html, write_page
+from zbpp.simulator.page import Table, charts_html, write_page
 from zbpp.simulator.plot import plot, plot_comparison
-from zbpp.simulator.tables import Table
 from zbpp.simulator.trace import write_trace
 
 __all__ = [

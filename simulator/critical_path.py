@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zbpp.core import Costs, Kind, Schedule, Slot, kind_of
-from zbpp.simulator.arguments import takes_plans
-from zbpp.simulator.engine import first_step
+from zbpp.simulator.engine import first_step, takes_plans
 
 if TYPE_CHECKING:
     from networkx import DiGraph

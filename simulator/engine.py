@@ -31,10 +31,11 @@ is one period, wherever the stages begin (F. Baccelli et al., "Synchronization a
 Linearity", 1992, chapter 3).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,13 +51,49 @@ from zbpp.core import (
     Slot,
     Step,
     Timeline,
+    a_kind,
 )
-from zbpp.simulator.arguments import takes_plans
 
 _UNIT = Costs()
 _SAME = 1e-9  # of a step time
 _PATIENCE = 6  # iterations before a leap
 _LEAPS = 50
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Planned(Protocol):
+    """A plan: a schedule, and the costs that it was made for."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The orders of all stages."""
+
+    @property
+    def costs(self) -> Costs:
+        """Of the chunks."""
+
+
+def takes_plans(
+    function: Callable[Concatenate[Schedule, _P], _R],
+) -> Callable[Concatenate[Schedule | Planned, _P], _R]:
+    """Let a function of a schedule and costs take a plan, which has both."""
+
+    @wraps(function)
+    def taking(schedule: Any, *args: Any, **more: Any) -> Any:
+        if not isinstance(schedule, Schedule):
+            if not isinstance(getattr(schedule, "schedule", None), Schedule):
+                raise RequestError(
+                    f"{function.__name__} takes a Schedule or a Plan, not "
+                    f"{a_kind(schedule)}; zbpp.plan(mode, n_stages=.., "
+                    "n_microbatches=..) returns a Schedule"
+                )
+            if not args:
+                more.setdefault("costs", schedule.costs)
+            schedule = schedule.schedule
+        return function(schedule, *args, **more)
+
+    return cast(Callable[Concatenate[Schedule | Planned, _P], _R], taking)
 
 
 @takes_plans

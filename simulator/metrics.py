@@ -10,21 +10,45 @@ the step time.
              |<-------------- step time --------------->|
 """
 
+from collections.abc import Callable
+from functools import wraps
 from itertools import chain
 from operator import itemgetter
+from typing import ParamSpec, TypeVar
 
 from zbpp.core import (
     Costs,
     Job,
     Part,
+    RequestError,
     Slot,
     Step,
     Timeline,
+    a_kind,
     passes_in,
     peaks,
 )
 from zbpp.core.timeline import extent
-from zbpp.simulator.arguments import takes_timelines
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def takes_timelines(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function refuse what is neither a timeline nor a list of them."""
+
+    @wraps(function)
+    def taking(*args: _P.args, **more: _P.kwargs) -> _R:
+        first = args[0] if args else ()
+        for entry in first if isinstance(first, list | tuple) else [first]:
+            if not isinstance(entry, Timeline):
+                raise RequestError(
+                    f"{function.__name__} takes a Timeline, not {a_kind(entry)}; "
+                    "zbpp.simulator.simulate(schedule, costs) returns one"
+                )
+        return function(*args, **more)
+
+    return taking
 
 
 @takes_timelines

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Costs, RequestError, Timeline, format_memory
 from zbpp.core.files import write_file
-from zbpp.simulator.arguments import takes_timelines
 from zbpp.simulator.boxes import (
     DARK,
     PALETTE,
@@ -30,6 +29,7 @@ from zbpp.simulator.boxes import (
     ink_on,
     legend_of,
 )
+from zbpp.simulator.metrics import takes_timelines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,8 @@ from typing import Any
 
 from zbpp.core import Costs, Part, Slot, Timeline, Value, input_of, output_of, passes_in
 from zbpp.core.files import write_file
-from zbpp.simulator.arguments import takes_timelines
 from zbpp.simulator.boxes import Drawing, drawings_of, origin_of
-from zbpp.simulator.metrics import memory_over_time
+from zbpp.simulator.metrics import memory_over_time, takes_timelines
 
 _MOMENT = 0.001  # microseconds: the finest time that is written
 

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from zbpp.core import (
     ChunkCosts,
@@ -44,9 +45,17 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.graph import unit_times
-from zbpp.schedules.passes.posting import Columns
 
 F, B, W, BW = PassKind
+
+
+class Columns(NamedTuple):
+    """When the columns of all orders run."""
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    numbers: list[list[float]]
+    """None runs before one with a smaller number, where times are the same."""
 
 
 @dataclass(frozen=True, eq=False)

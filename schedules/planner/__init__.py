@@ -14,6 +14,6 @@ splits layers. Five ideas make plans good:
 5. A lower bound says when to stop (`zbpp.core.bounds`), a span that is too long when to
    give a run up.
 
-The loops of 2 and 3 are in C (`compiled`). `budget` is the effort, `limits` are those
-of memory. What a mode is, and how `auto` chooses, is in `zbpp.planning`.
+The loops of 2 and 3 are in C (`compiled`). `limits` are those of sizes, of memory and
+of the effort. What a mode is, and how `auto` chooses, is in `zbpp.planning`.
 """

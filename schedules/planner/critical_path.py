@@ -26,8 +26,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, count
 
-from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.compiled import check, loops, pointer, whole
+from zbpp.schedules.planner.limits import Budget
 from zbpp.schedules.planner.problem import (
     PlacementProblem,
     Plan,

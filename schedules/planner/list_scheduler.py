@@ -51,7 +51,6 @@ from itertools import accumulate
 from random import Random
 from typing import Any, TypeVar
 
-from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.compiled import (
     Structure,
     check,
@@ -60,7 +59,7 @@ from zbpp.schedules.planner.compiled import (
     pointer,
     whole,
 )
-from zbpp.schedules.planner.limits import ROUNDING
+from zbpp.schedules.planner.limits import ROUNDING, Budget
 from zbpp.schedules.planner.problem import (
     PlacementProblem,
     Plan,

@@ -38,7 +38,7 @@ from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.passes.segments import in_segments
 from zbpp.schedules.patterns.interleaved import plan_combined_1f1b
 from zbpp.schedules.patterns.waves import plan_dual_pipe_v
-from zbpp.schedules.planner.budget import Budget, parse_effort
+from zbpp.schedules.planner.limits import Budget, parse_effort
 from zbpp.schedules.planner.list_scheduler import Settings, climb, list_schedule
 from zbpp.schedules.planner.problem import PlacementProblem, Plan, Row, Rows
 from zbpp.schedules.planner.seeds import rules

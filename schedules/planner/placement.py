@@ -45,7 +45,6 @@ from dataclasses import replace
 from random import Random
 
 from zbpp.core import Costs, Placement, Schedule
-from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.critical_path import (
     improve,
     improve_top_k,
@@ -54,7 +53,14 @@ from zbpp.schedules.planner.critical_path import (
     timed,
     travel,
 )
-from zbpp.schedules.planner.limits import capped, check_limits, check_sizes, needs
+from zbpp.schedules.planner.limits import (
+    Budget,
+    capped,
+    check_limits,
+    check_sizes,
+    needs,
+    parse_effort,
+)
 from zbpp.schedules.planner.list_scheduler import climb
 from zbpp.schedules.planner.parts import plan_in_parts
 from zbpp.schedules.planner.problem import PlacementProblem, Plan

@@ -44,9 +44,8 @@ from zbpp.schedules.patterns import Phases
 from zbpp.schedules.patterns.interleaved import vpp_phases
 from zbpp.schedules.patterns.one_chunk import one_f_one_b_phases, zb_h_phases
 from zbpp.schedules.patterns.waves import zb_v_phases
-from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.critical_path import timed
-from zbpp.schedules.planner.limits import micro_batch
+from zbpp.schedules.planner.limits import Budget, micro_batch
 from zbpp.schedules.planner.list_scheduler import Settings, list_schedule
 from zbpp.schedules.planner.problem import PlacementProblem, Plan, Rows
 

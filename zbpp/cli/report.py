@@ -18,7 +18,7 @@ from zbpp.simulator import (
     step_time,
     work,
 )
-from zbpp.simulator.tables import Table
+from zbpp.simulator.page import Table
 
 _MOST_CELLS = 1e6  # of a picture's line before it is cropped
 

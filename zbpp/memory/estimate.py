@@ -18,7 +18,7 @@ from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
 from zbpp.memory.tracking import bytes_of
 from zbpp.models.entry import AnyModel
 from zbpp.planning import USUAL_MODES, is_file, plan
-from zbpp.planning.pipelines import choose_validation
+from zbpp.planning.make import choose_validation
 from zbpp.planning.replicas import (
     Network,
     check_replicas,

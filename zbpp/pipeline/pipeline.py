@@ -45,7 +45,7 @@ from zbpp.pipeline.arguments import (
 )
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
-from zbpp.planning.pipelines import choose_validation, plan_pipeline
+from zbpp.planning.make import choose_validation, plan_pipeline
 from zbpp.runtime.backward.self_check import check_split
 from zbpp.runtime.driver.agreement import agreement
 from zbpp.runtime.driver.batches import Batches, StepPart, parts_of_step
@@ -68,7 +68,7 @@ from zbpp.runtime.policies import (
 from zbpp.runtime.support.devices import is_out_of_memory
 from zbpp.runtime.ties.plan import TiePlan, check_ties
 from zbpp.schedules import add_collectives, lower, lower_forward
-from zbpp.tuning.watch import make_watcher
+from zbpp.tuning import make_watcher
 
 _forward_programs = lru_cache(maxsize=2)(lower_forward)
 

@@ -15,7 +15,7 @@ from zbpp.models.entry import AnyModel
 from zbpp.pipeline.arguments import Processes, device_of, join, loss_of
 from zbpp.pipeline.pipeline import Pipeline
 from zbpp.planning import Plan, PlanRequest
-from zbpp.planning.pipelines import plan_pipeline
+from zbpp.planning.make import plan_pipeline
 from zbpp.planning.request import (
     CostsLike,
     MemoryLimit,
@@ -27,7 +27,7 @@ from zbpp.runtime.loss import LossFn
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import Execution, Numerics, StepPolicy
-from zbpp.tuning.measure import measure_layers
+from zbpp.tuning import measure_layers
 
 
 def plan_model(

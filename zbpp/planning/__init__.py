@@ -5,11 +5,10 @@ Read in this order:
 request     the question: a mode or orders, sizes, costs, memory, split, recompute
 answer      the answer: a schedule, its figures, why others lost; its file
 make        `make_plan` from one to the other, and `plan`, its short form; orders
-            that are there already
+            that are there already, and requests of `zbpp.Pipeline`
 modes       one row a mode: names, placement, memory, hand-made order or search
 layers      the split of layers, and which of them are recomputed
 candidates  plans of modes on placements, for costs of chunks and of layers: the best
-pipelines   what `zbpp.Pipeline` is asked for, as a request
 replicas    costs and collectives of replicas, and of layers that devices share
 meshes      plans of stages, replicas and shares on a number of devices
 """

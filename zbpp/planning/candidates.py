@@ -54,8 +54,13 @@ from zbpp.planning.request import (
     split_on,
 )
 from zbpp.schedules import lay_out, plan_placement
-from zbpp.schedules.planner.budget import shares
-from zbpp.schedules.planner.limits import ROUNDING, capped, check_limits, check_sizes
+from zbpp.schedules.planner.limits import (
+    ROUNDING,
+    capped,
+    check_limits,
+    check_sizes,
+    shares,
+)
 
 _IN_TURN = sorted(
     (mode for mode in MODES.values() if mode.place is not None),

@@ -38,8 +38,13 @@ from zbpp.core import (
 from zbpp.planning.answer import Plan
 from zbpp.planning.request import Recomputing, Split
 from zbpp.schedules.planner.balance import Loads, balance, moved
-from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.limits import ROUNDING, check_limits, needs
+from zbpp.schedules.planner.limits import (
+    ROUNDING,
+    Budget,
+    check_limits,
+    needs,
+    parse_effort,
+)
 
 _PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
 _PLANS = {"fast": (2, 30), "default": (8, 60), "best": (0, math.inf)}

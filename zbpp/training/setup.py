@@ -12,12 +12,12 @@ from torch.optim import AdamW
 
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan, PlanRequest, is_file
-from zbpp.planning.pipelines import plan_pipeline
+from zbpp.planning.make import plan_pipeline
 from zbpp.runtime.policies import Execution, LossScaler, Numerics, StepPolicy
 from zbpp.runtime.support.devices import asked_device
 from zbpp.training.options import ModelOptions, RunOptions
 from zbpp.training.user_model import UserModel, load_model
-from zbpp.tuning.measure import SAFE_MODE
+from zbpp.tuning import SAFE_MODE
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Compute dtypes by the names that ``--dtype`` has for them."""

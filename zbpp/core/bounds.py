@@ -1,8 +1,231 @@
-"""Bounds for passes in one piece: by work and waits, and by memory."""
+"""Times below which no schedule can go; a plan is judged by its gap to them.
+
+Each bound is on the largest span, holds for any placement, and stands with its proof in
+its docstring; `lower_bound` takes the highest.
+
+Notation: on a stage, F, B and W are sums over its chunks; the loop of a chunk is the
+time from the start of its F to the end of its B on one micro-batch if nothing waits:
+all F and B of later chunks, and messages, between. Until it is through its loop, a
+micro-batch holds the memory m_b of that chunk.
+
+A stage with chunks 0, ..., v-1 (in forward order) runs 2v passes of every micro-batch:
+q = 0, 1, ... are F of 0, ..., v-1, then B of v-1, ..., 0; and there are W's. Of the
+outer stage of a V, if nothing waits:
+
+    start[q]   0     start[1]      start[2]          start[3]
+               F0 .. F1 .......... B1 .............. B0        end(-1)
+               |---- loop of chunk 0 ----------------|
+                     |---- loop of chunk 1 |
+
+M_c is m_b of the chunks 0 to c, what a micro-batch holds at least from the start of F
+of c to the end of B of c.
+
+Every bound is tested against all planners on random costs.
+"""
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 
-from zbpp.core.bounds.stage import Stage, count
+from zbpp.core.costs import ChunkCosts, Costs
+from zbpp.core.jobs import Lane, Pass, PassKind
+from zbpp.core.placement import Placement
+
+MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
+_BUSY = 8  # stages with the most F and B; a micro-batch goes through all, at any price
+
+
+class Way:
+    """The passes of a micro-batch if nothing waits: F of each chunk, and B of it.
+
+    ``start`` and ``time`` are of pass q of the whole model, in that order; ``passes``
+    has the passes of each stage, the stage of chunk 0 first.
+    """
+
+    def __init__(self, costs: ChunkCosts) -> None:
+        last = costs.placement.n_chunks - 1
+        self.time = [*costs.f, *reversed(costs.b)]
+        self.start = [0.0]
+        chunks = [*range(last + 1), *range(last, -1, -1)]
+        for q, time in enumerate(self.time[:-1]):
+            delay = costs.delay(chunks[q], chunks[q + 1])
+            self.start.append(self.start[-1] + time + delay)
+        self.chunks_of = sorted(costs.placement.chunks_of)
+        self.passes = [
+            (*chunks, *(2 * last + 1 - c for c in reversed(chunks)))
+            for chunks in self.chunks_of
+        ]
+
+    def end(self, q: int) -> float:
+        """The earliest end of a pass."""
+        return self.start[q] + self.time[q]
+
+    def around(self, q: int) -> float:
+        """The way of a micro-batch before pass q, an F, and after its B."""
+        return self.start[q] + self.end(-1) - self.end(-1 - q)
+
+    def through(self, first: int, last: int, passes: Sequence[int]) -> "Through":
+        """The least time from pass ``first`` to ``last``, of n micro-batches.
+
+        On a stage each micro-batch has those of its passes that are on this way: n
+        times their work. The way to the first of them, and from the last, lie outside.
+        It is a constant, and a time for each micro-batch.
+        """
+        between = [q for q in passes if first <= q <= last]
+        if not between:
+            return 0.0, 0.0
+        way = self.start[between[0]] - self.start[first]
+        way += self.end(last) - self.end(between[-1])
+        return way, sum(self.time[q] for q in between)
+
+
+Through = tuple[float, float]
+
+
+def _relaxed(costs: ChunkCosts) -> ChunkCosts:
+    """Memory as the proofs of the bounds see it: with few peaks.
+
+    Every schedule that keeps the true model keeps this one too, so that a bound under
+    this one holds under the true one:
+
+    - Right after an F of c, at least peak_f - m_b of c less than the limit is held. So
+      the least of these is taken off the limit. It holds right after each F; and the
+      sum of all m_b that are held keeps it at all times, as only F's add to it.
+    - Right after a B more may be held, where m_w is above m_b: up to the whole limit.
+    - F of c starts only where peak_f of c fits beside all that is held, and B or BW of
+      c where peak_b of c does.
+    """
+    placement = costs.placement
+    inside = [peak - left for peak, left in zip(costs.peak_f, costs.m_b, strict=True)]
+    off = [max(0.0, min(inside[c] for c in cs)) for cs in placement.chunks_of]
+    off_of = [off[stage] for stage in placement.stage_of]
+    peaks = zip(costs.peak_f, costs.m_b, costs.peak_b, off_of, strict=True)
+    both = [(max(b, f - less), max(0.0, peak - less)) for f, b, peak, less in peaks]
+    limits = zip(costs.limit, off, strict=True)
+    return replace(
+        costs,
+        limit=tuple(max(0.0, limit - less) for limit, less in limits),
+        peak_f=tuple(peak for peak, _ in both),
+        peak_b=tuple(peak for _, peak in both),
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: times and memories by chunk, and what follows from them at once.
+
+    Most bounds are on the *length* of a stage, from its first F to the end of its last
+    B of chunk 0. They cost other stages time as well: those whose first chunk is
+    earlier in the model. Their span starts before the length, by the way from their
+    first F to that of the stage; after it there are the way back and a W:
+
+        earlier stage   F---------------------------------B-W
+                        |way|                         |way|
+        stage               F-------------------------B
+                            |-------- length ---------|
+
+    Args:
+        f, b, w: times of its chunks.
+        m_b, m_w, peak_f, peak_b: memories of its chunks, those of `_relaxed`.
+        limit: that of `_relaxed`.
+        net: the true one, above what is fixed.
+        m: micro-batches.
+        start: earliest start of each pass, after that of pass 0.
+        around: what an earlier stage, or this one, needs beside the length, at most.
+        through: per chunk, `Way.through` busy stages from its F to the B of chunk 0.
+    """
+
+    f: list[float]
+    b: list[float]
+    w: list[float]
+    m_b: list[float]
+    m_w: list[float]
+    peak_f: list[float]
+    peak_b: list[float]
+    limit: float
+    net: float
+    m: int
+    start: list[float]
+    around: float
+    through: list[list[Through]]
+
+    @cached_property
+    def v(self) -> int:
+        """Number of chunks."""
+        return len(self.f)
+
+    @cached_property
+    def time(self) -> list[float]:
+        """Time of each pass q."""
+        return [*self.f, *reversed(self.b)]
+
+    @property
+    def work(self) -> float:
+        """All that the stage does: m (F + B + W)."""
+        return self.m * (sum(self.f) + sum(self.b) + sum(self.w))
+
+    @cached_property
+    def held(self) -> list[float]:
+        """M_c of each chunk c."""
+        return [sum(self.m_b[: c + 1]) for c in range(self.v)]
+
+    def chunk(self, q: int) -> int:
+        """The chunk of pass q."""
+        return q if q < self.v else 2 * self.v - 1 - q
+
+    def end(self, q: int) -> float:
+        """The earliest end of pass q."""
+        return self.start[q] + self.time[q]
+
+
+def stages_of(costs: ChunkCosts, m: int) -> list[Stage]:
+    """The stages, in the order of their first chunks; costs are above what is fixed."""
+    way, relaxed = Way(costs), _relaxed(costs)
+    by_work = sorted(way.passes, key=lambda qs: (sum(way.time[q] for q in qs), qs[0]))
+    busy, around = by_work[-_BUSY:], math.inf
+    stages: list[Stage] = []
+    for chunks, passes in zip(way.chunks_of, way.passes, strict=True):
+        index, first = costs.placement.stage_of[chunks[0]], chunks[0]
+        around = min(around, way.around(first) - costs.w[first])
+
+        def of(column: Sequence[float], chunks: Sequence[int] = chunks) -> list[float]:
+            return [column[c] for c in chunks]
+
+        stages.append(
+            Stage(
+                f=of(costs.f),
+                b=of(costs.b),
+                w=of(costs.w),
+                m_b=of(relaxed.m_b),
+                m_w=of(relaxed.m_w),
+                peak_f=of(relaxed.peak_f),
+                peak_b=of(relaxed.peak_b),
+                limit=relaxed.limit[index] * (1 + MARGIN),
+                net=costs.limit[index] * (1 + MARGIN),
+                m=m,
+                start=[way.start[q] - way.start[first] for q in passes],
+                around=way.around(first) - around,
+                through=[
+                    [way.through(c, passes[-1], qs) for qs in busy] for c in chunks
+                ],
+            )
+        )
+    return stages
+
+
+def count(room: float, amount: float) -> float:
+    """Number of times that an amount fits in the room."""
+    if room < 0:
+        return 0
+    if amount <= 0 or math.isinf(room):
+        return math.inf
+    return math.floor(room / amount)
+
+
+# ---- Passes in one piece: by work and waits, and by memory.
+
 
 _MOST_COUNTED = 64  # above this number of chunks in memory, parts of one are no matter
 
@@ -27,7 +250,7 @@ def ramp(stage: Stage) -> float:
     holds: b + w hold m_b (F's may be left too if j is an F), and w holds m_w. Therefore
     the length is at least all work, less the most that can be left, plus that way.
     Right after a B of a chunk that keeps m_w > m_b, ``net`` bounds this sum (see
-    `stage._relaxed`), and the limit one in which m_w counts as m_b.
+    `_relaxed`), and the limit one in which m_w counts as m_b.
 
     The idle time of the front adds to it if the last j ends after the first i starts.
     So it is for i <= j. For i > j it can be otherwise only if all micro-batches have
@@ -348,3 +571,162 @@ class _Queue:
         before = self.first * slow * (slow - 1) / 2
         after = self.least * (n * (n - 1) - fast * (fast - 1)) / 2
         return before + (fast - slow) * self.way + after
+
+
+# ---- Passes in parts, which overlap on the two lanes of a stage.
+
+
+_F, _B, _W = _KINDS = PassKind.F, PassKind.B, PassKind.W
+
+
+def bounds_on_lanes(costs: ChunkCosts, n_microbatches: int) -> dict[str, float]:
+    """Bound the largest span of every schedule of parts, one entry per proof."""
+    way = Way(costs)
+    stages = [
+        _LaneStage(costs, way, chunks, n_microbatches) for chunks in way.chunks_of
+    ]
+    bounds = (_LaneStage.ramp, _LaneStage.network, _LaneStage.rounds)
+    return {bound.__name__: max(map(bound, stages)) for bound in bounds}
+
+
+class _LaneStage:
+    """One stage, and the sums that its bounds share.
+
+    Times of a pass are of two kinds here: its *length*, all parts in a row, is what a
+    micro-batch needs on its way (`Way`), and its *compute* is what it takes of the lane
+    that computes. Parts of several passes may alternate, so nothing here says that a
+    pass keeps others from running. a is its first chunk, z its last one.
+    """
+
+    def __init__(
+        self, costs: ChunkCosts, way: Way, chunks: tuple[int, ...], m: int
+    ) -> None:
+        self.costs, self.way, self.chunks, self.m = costs, way, chunks, m
+        limit = costs.limit[costs.placement.stage_of[chunks[0]]]
+        self.limit = limit * (1 + MARGIN)
+
+    def _sum(self, kind: PassKind, chunk: int, lane: Lane = Lane.COMPUTE) -> float:
+        return self.costs.parts[chunk].on_lane(kind, lane)
+
+    def _loop(self, c: int) -> float:
+        return self.way.end(-1 - c) - self.way.start[c]
+
+    def ramp(self) -> float:
+        """Bound by the work, and what the stage waits before its first B computes.
+
+        The first B is one of z. It starts when a micro-batch has gone the way from F of
+        a to there; and what it exchanges first is still to come. Until then the stage
+        computes F's alone, no more than there are, and than fit in memory.
+        """
+        a, z = self.chunks[0], self.chunks[-1]
+        way = self.way.start[-1 - z] - self.way.start[a]
+        way += _lead(self.costs, Pass(_B, z, 0), Lane.COMPUTE)
+        each = [self._sum(_F, c) for c in self.chunks]
+        forwards = self.m * sum(each)
+        least = min(self.costs.m_b[c] for c in self.chunks)
+        if least > 0 and self.limit < math.inf:
+            forwards = min(forwards, math.floor(self.limit / least) * max(each))
+        work = self.m * sum(self._sum(kind, c) for kind in _KINDS for c in self.chunks)
+        return work + max(0.0, way - forwards)
+
+    def network(self) -> float:
+        """Bound by all that it exchanges, and what comes before.
+
+        The span starts with an F of a (all other passes need one), so with its parts
+        before the first exchange.
+        """
+        lanes = [(kind, c, Lane.NETWORK) for kind in _KINDS for c in self.chunks]
+        exchanged = self.m * sum(self._sum(*each) for each in lanes)
+        lead = _lead(self.costs, Pass(_F, self.chunks[0], 0), Lane.NETWORK)
+        return exchanged + lead if exchanged else 0.0
+
+    def rounds(self) -> float:
+        """Bound by memory, which lets few micro-batches into the loop of a at a time.
+
+        If K fit, then when the (i + K)-th F of a starts, i B's of a have ended, each a
+        loop or more after its F: so that start is a loop or more after the i-th. From
+        the last of these rounds on, the micro-batches that are left go the way; or all
+        do, after none.
+        """
+        a = self.chunks[0]
+        held = self.costs.m_b[a]
+        longest = self._way_of(self.m)
+        if held > 0 and self.limit < math.inf:
+            fits = math.floor(self.limit / held)
+            n_rounds, rest = divmod(self.m - 1, max(1, fits))
+            longest = max(longest, n_rounds * self._loop(a) + self._way_of(rest + 1))
+        return longest
+
+    def _way_of(self, n: int) -> float:
+        """Least time from the first F of a to the last B of a, of n micro-batches.
+
+        Of every stage whose first chunk c is not before a: all that it computes for F's
+        and B's lies between the first F of c and the last B of c; and the ways from a's
+        F to c's, and back from c's B to a's, lie outside. Or one goes the way.
+        """
+        a, way = self.chunks[0], self.way
+        longest = self._loop(a)
+        for chunks in way.chunks_of:
+            if chunks[0] >= a:
+                busy = sum(self._sum(kind, c) for kind in (_F, _B) for c in chunks)
+                outside = way.around(chunks[0]) - way.around(a)
+                longest = max(longest, outside + n * busy)
+        return longest
+
+
+def _lead(costs: ChunkCosts, of: Pass, lane: Lane) -> float:
+    """Time of the parts of a pass before the first one on a lane."""
+    lead = 0.0
+    for on, time in costs.parts_of(of):
+        if on is lane:
+            break
+        lead += time
+    return lead
+
+
+# ---- All bounds.
+
+_UNIT = Costs()
+_BOUNDS: dict[str, Callable[[Stage], float]] = {
+    "work": attrgetter("work"),
+    "ramp": ramp,
+    "rounds": rounds,
+    "slots": slots,
+}
+
+
+def lower_bound(
+    placement: Placement, n_microbatches: int, costs: Costs = _UNIT
+) -> float:
+    """Return the best of `lower_bounds`."""
+    return max(lower_bounds(placement, n_microbatches, costs).values())
+
+
+def lower_bounds(
+    placement: Placement, n_microbatches: int, costs: Costs = _UNIT
+) -> dict[str, float]:
+    """Bound the largest span of every schedule of a placement, one entry per proof.
+
+    Without a limit in the costs memory is no constraint. On a stage that cannot split
+    its backward, B stands for BW, W takes no time and keeps nothing: the proofs hold
+    as they stand.
+
+    >>> lower_bounds(Placement.single(4), 8)["work"]
+    24.0
+
+    Raises:
+        RequestError: the costs do not fit the placement.
+    """
+    return _all_bounds(costs.on(placement).without_pairs(), n_microbatches)
+
+
+def lower_bound_on(costs: ChunkCosts, n_microbatches: int) -> float:
+    """Return the best bound of schedules without pairs, for costs on a placement."""
+    return max(_all_bounds(costs, n_microbatches).values())
+
+
+def _all_bounds(costs: ChunkCosts, n_microbatches: int) -> dict[str, float]:
+    if costs.parts:
+        return bounds_on_lanes(costs.above_fixed(), n_microbatches)
+    stages = stages_of(costs.above_fixed(), n_microbatches)
+    return {name: max(map(bound, stages)) for name, bound in _BOUNDS.items()}
