@@ -151,7 +151,7 @@ LAYERS = LayerCosts(
 
 
 def test_times_and_memories_of_layers_add_up_to_those_of_a_split():
-    costs = LAYERS.on(TWO, [1, 3])
+    costs = LAYERS.on(TWO, [1, 3], n_microbatches=4)
     assert (costs.f, costs.b, costs.comm) == ((1.0, 9.0), (1.0, 3.0), (0.1,))
     assert (costs.m_b, costs.m_w) == ((10.0, 90.0), (5.0, 15.0))
     assert (costs.all_gather, costs.reduce_scatter) == ((1.0, 9.0), (0.5, 1.5))
@@ -161,16 +161,16 @@ def test_times_and_memories_of_layers_add_up_to_those_of_a_split():
 
 def test_every_pass_of_a_chunk_has_an_overhead():
     layers = replace(LAYERS, pass_f=0.5, pass_b=0.25, pass_w=0.125)
-    one = layers.on(TWO, [1, 3])
+    one = layers.on(TWO, [1, 3], n_microbatches=4)
     assert (one.f, one.b, one.w) == ((1.5, 9.5), (1.25, 3.25), (1.125, 3.125))
-    four = layers.on(V, [1, 1, 1, 1])
+    four = layers.on(V, [1, 1, 1, 1], n_microbatches=4)
     assert sum(four.f) == sum(one.f) + 2 * 0.5, "two more passes"
-    again = layers.on(TWO, [2, 2], recompute=[1])
+    again = layers.on(TWO, [2, 2], n_microbatches=4, recompute=[1])
     assert again.b == (2.0 + 2.0 + 0.25, 2.25), "one pass, its layer's f once more"
 
 
 def test_a_recomputed_layer_leaves_little_and_its_b_runs_f_again():
-    costs = LAYERS.on(TWO, [2, 2], recompute=[1])
+    costs = LAYERS.on(TWO, [2, 2], n_microbatches=4, recompute=[1])
     assert (costs.f, costs.b) == ((3.0, 7.0), (2.0 + 2.0, 2.0))
     assert costs.m_b == (10.0 + 1.0, 70.0)
     assert costs.peak_b == (21.0, 0.0)  # 22 - 1 of the forward that runs again
@@ -178,8 +178,30 @@ def test_a_recomputed_layer_leaves_little_and_its_b_runs_f_again():
 
 def test_messages_take_a_delay_and_their_bytes():
     layers = LayerCosts(3, message=(100.0, 300.0), bandwidth=(50.0, 200.0), delay=0.5)
-    assert layers.on(Placement.single(3), [1, 1, 1]).comm == (2.5, 2.0)
-    assert layers.on(ONE, [3]).comm == 0.0
+    single = Placement.single(3)
+    assert layers.on(single, [1, 1, 1], n_microbatches=4).comm == (2.5, 2.0)
+    assert layers.on(ONE, [3], n_microbatches=4).comm == 0.0
+
+
+def test_stages_hold_their_messages_and_their_batch():
+    """Of a V on two stages, both cuts join the stages; the turn is on one."""
+    layers = LayerCosts(
+        4, m_b=0.0, message=(10.0, 20.0, 30.0), messages_at_once=3,
+        batch=(1.0, 0.0, 0.0, 2.0),
+    )  # fmt: skip
+    split = [1, 1, 1, 1]
+    assert layers.on(V, split, n_microbatches=4).on(V).fixed == (90.0 + 12.0, 90.0)
+    sent = replace(layers, keeps_sent=True).on(V, split, n_microbatches=4)
+    assert sent.on(V).fixed == (90.0 + 4 * 40.0 + 12.0, 90.0 + 4 * 40.0)
+    assert layers.on(ONE, [4], n_microbatches=4).on(ONE).fixed == (12.0,)
+    assert LayerCosts(4, message=9.0).on(V, split, n_microbatches=4).m_fixed == (0,) * 4
+
+
+def test_what_replicas_have_whole_for_a_while_is_that_of_the_largest():
+    layers = LayerCosts(4, whole_gradients=(1, 2, 4, 8), whole_parameters=(5, 1, 1, 3))
+    assert layers.on(TWO, [2, 2], n_microbatches=4).m_fixed == (3.0 + 5.0, 12.0 + 3.0)
+    on_v = layers.on(V, [1, 1, 1, 1], n_microbatches=4).on(V)
+    assert on_v.fixed == (8.0 + 5.0, 4.0 + 1.0), "a chunk, a layer at a time"
 
 
 @pytest.mark.parametrize(
@@ -196,19 +218,19 @@ def test_messages_take_a_delay_and_their_bytes():
 )
 def test_delays_of_links(delay, placement, edges):
     n = placement.n_chunks
-    costs = LayerCosts(n, delay=delay).on(placement, [1] * n)
+    costs = LayerCosts(n, delay=delay).on(placement, [1] * n, n_microbatches=4)
     assert costs.on(placement).hops == edges
 
 
 def test_a_link_that_is_missing_is_named():
     with pytest.raises(RequestError, match="none for the link of stages 3 and 0"):
-        LayerCosts(8, delay=(1, 2, 3)).on(ROUND, [1] * 8)
+        LayerCosts(8, delay=(1, 2, 3)).on(ROUND, [1] * 8, n_microbatches=8)
 
 
 @pytest.mark.parametrize("split", ([4], [2, 1], [0, 4]))
 def test_a_split_that_does_not_fit_is_refused(split):
     with pytest.raises(RequestError, match="must have 2 entries"):
-        LAYERS.on(TWO, split)
+        LAYERS.on(TWO, split, n_microbatches=4)
 
 
 COSTS = Costs(

@@ -113,7 +113,9 @@ LAYERS = LayerCosts(3, parts=(QUIET, TALKING, TALKING), pass_f=0.5, pass_b=0.25,
 
 
 def test_a_chunk_has_the_parts_of_its_layers_and_w_in_one():
-    costs = LAYERS.on(Placement.single(1), (3,)).on(Placement.single(1))
+    costs = LAYERS.on(Placement.single(1), (3,), n_microbatches=1).on(
+        Placement.single(1)
+    )
     assert costs.parts == (
         Parts(
             ((C, 0.5 + 7 + 3), (N, 2), (C, 5 + 3), (N, 2), (C, 5)),
@@ -127,7 +129,7 @@ def test_a_chunk_has_the_parts_of_its_layers_and_w_in_one():
 
 def test_a_forward_that_is_run_again_is_one_part_of_b():
     one = Placement.single(1)
-    (again,) = LAYERS.on(one, (3,), recompute=[0, 1]).on(one).parts
+    (again,) = LAYERS.on(one, (3,), n_microbatches=1, recompute=[0, 1]).on(one).parts
     assert again.b == ((C, 6.25), (N, 4), (C, 1 + 10 + 6), (N, 4), (C, 1 + 7 + 8))
     placement = Placement.wave(2, 2)
     order = replace(

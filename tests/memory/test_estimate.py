@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import zbpp
 from zbpp.core import LayerCosts, Placement, RequestError, write_schedule
 from zbpp.memory import StageEstimate, estimate, layer_memory
-from zbpp.planning import PlanRequest
+from zbpp.planning import PlanRequest, make_plan
 from zbpp.simulator import peak_memory, simulate
 
 N, D = 32, 16
@@ -47,6 +47,29 @@ def test_the_columns_of_blocks_are_those_of_a_pencil() -> None:
     assert costs.of("peak_f") == (2 * SIZE, *(3 * SIZE,) * 4, 4 * SIZE)
     assert costs.of("peak_w")[1:-1] == (WEIGHT,) * 4
     assert costs.of("m_r")[1:-1] == (SIZE,) * 4
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBV"])
+def test_planner_and_estimate_give_one_answer(mode: str, tmp_path: Path) -> None:
+    layers = [block() for _ in range(8)]
+    costs = layer_memory(layers, batch(), mse_loss, optimizer=sgd)
+    request = PlanRequest(
+        schedule=mode, n_stages=2, n_microbatches=4, costs=costs, split="even"
+    )
+    plan = make_plan(request)
+    path = str(tmp_path / "schedule.json")
+    write_schedule(plan.schedule, path)
+    found = estimate(
+        layers, batch(), mse_loss, n_stages=2, n_microbatches=4, modes=[path],
+        optimizer=sgd, post_validation=True,
+    )  # fmt: skip
+    assert plan.peak == found.peak(path)
+    exact = replace(request, memory_limit=plan.peak)
+    assert make_plan(exact).peak == plan.peak
+    with pytest.raises(RequestError, match="limit"):  # messages and batch do not fit
+        least = found.modes[path][0]
+        without = plan.peak - least.messages - least.other
+        make_plan(replace(request, memory_limit=without))
 
 
 def test_an_estimate_is_the_same_whatever_memory_torch_takes_anew() -> None:
@@ -102,7 +125,8 @@ def test_a_builder_allocates_nothing_and_any_size_of_micro_batches_is_traced() -
     costs = layer_memory(model, (x, x), mse_loss, microbatch_size=3)
     assert costs.of("m_b")[50] == 3 * 4 * wide
     placement = Placement((0, 1))
-    assert costs.on(placement, [50, 50]).on(placement).fixed[0] > 250 * 2**46
+    chunks = costs.on(placement, [50, 50], n_microbatches=4)
+    assert chunks.on(placement).fixed[0] > 250 * 2**46
 
 
 def test_a_model_stays_as_it_is() -> None:

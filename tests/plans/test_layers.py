@@ -44,7 +44,9 @@ def all_splits(n_layers: int, n_chunks: int):
 
 def judged(layers, placement, m, split, recompute=(), in_flight=None):
     """Largest load of a stage, and memory of each, from the costs of the chunks."""
-    times = layers.on(placement, split, recompute=recompute).on(placement)
+    times = layers.on(placement, split, n_microbatches=m, recompute=recompute).on(
+        placement
+    )
     loads, stages = list(times.optimizer), list(times.fixed)
     for chunk, stage in enumerate(placement.stage_of):
         loads[stage] += m * (times.f[chunk] + times.b[chunk] + times.w[chunk])
@@ -156,9 +158,12 @@ def test_the_plan_carries_its_split_and_its_costs():
     assert found.schedule.split == found.split and sum(found.split) == 32
     assert len(found.split) == 8 and found.schedule.placement == Placement.wave(4)
     assert found.schedule.costs == found.costs
-    assert found.costs.f == llama(None).on(Placement.wave(4), found.split).f
+    assert (
+        found.costs.f
+        == llama(None).on(Placement.wave(4), found.split, n_microbatches=8).f
+    )
     even = plan_layers("zbv", LayerCosts(8), 2, 4)
-    costs = LayerCosts(8).on(Placement.wave(2), (2, 2, 2, 2))
+    costs = LayerCosts(8).on(Placement.wave(2), (2, 2, 2, 2), n_microbatches=8)
     direct = plan("ZBV", n_stages=2, n_microbatches=4, costs=costs, effort="fast")
     assert even.even_step == even.step and even.schedule.orders == direct.orders
 

@@ -57,7 +57,7 @@ from zbpp.core.jobs import (
 )
 from zbpp.core.layers import LayerCosts
 from zbpp.core.parts import Parts
-from zbpp.core.placement import Placement, even_split
+from zbpp.core.placement import Placement, even_split, ranges_of
 from zbpp.core.program import (
     AddTied,
     Instruction,
@@ -158,6 +158,7 @@ __all__ = [
     "passes_in",
     "peaks",
     "place_of",
+    "ranges_of",
     "read_costs",
     "read_layers",
     "read_schedule",

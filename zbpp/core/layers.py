@@ -19,8 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
-from operator import sub
+from itertools import chain, pairwise
+from operator import add, sub
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from zbpp.core.costs import Costs, Table
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.parts import Parts, PartTimes
-from zbpp.core.placement import Placement
+from zbpp.core.placement import Placement, ranges_of
 
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
@@ -64,6 +64,15 @@ class LayerCosts(Table, _Count):
         n_layers: layers of the model.
         message: bytes of a message; a list has one entry per boundary between two
             layers, n_layers - 1. They take message / bandwidth.
+        messages_at_once: messages that a stage has room for all the time, each as
+            large as its largest.
+        keeps_sent: messages stay until the end of the step that sends them.
+        batch: memory of a micro-batch's inputs or targets, where a layer reads them;
+            those of all micro-batches are there all the time.
+        whole_gradients: memory of gradients that replicas have whole from a W to the
+            end of its sum: of a chunk at a time.
+        whole_parameters: memory of parameters that replicas have whole in a pass: of a
+            layer at a time.
         bandwidth: bytes in a unit of time, of all links or of each
             (`zbpp.core.columns`); None: messages take ``comm`` alone.
         delay: of a link, on top of that; likewise.
@@ -85,6 +94,11 @@ class LayerCosts(Table, _Count):
     """
 
     message: PerRow = column(0.0, Per.EDGE, is_memory=True)
+    messages_at_once: float = column(0.0, Per.ALL, is_memory=True)
+    keeps_sent: bool = column(False, Per.ALL, is_memory=True, is_flag=True)
+    batch: PerRow = column(0.0, Per.ROW, is_memory=True)
+    whole_gradients: PerRow = column(0.0, Per.ROW, is_memory=True)
+    whole_parameters: PerRow = column(0.0, Per.ROW, is_memory=True)
     bandwidth: PerRow | None = column(None, Per.LINK, is_rate=True)
     delay: PerRow = column(0.0, Per.LINK)
     pass_f: float = column(0.0, Per.ALL)
@@ -132,6 +146,7 @@ class LayerCosts(Table, _Count):
         placement: Placement,
         split: Sequence[int],
         *,
+        n_microbatches: int,
         recompute: Collection[int] = (),
     ) -> Costs:
         """Costs of the chunks of a split.
@@ -139,6 +154,7 @@ class LayerCosts(Table, _Count):
         Args:
             placement: chunk to stage.
             split: layers of each chunk, in the order of the chunks.
+            n_microbatches: of a step; their inputs and targets are there all the time.
             recompute: layers that are recomputed.
 
         Raises:
@@ -164,9 +180,8 @@ class LayerCosts(Table, _Count):
                 f"layer {outside[0]} shall be recomputed; the layers are 0 to "
                 f"{self.n_layers - 1}"
             )
-        ends = list(accumulate(split, initial=0))
-        chunks = [range(first, end) for first, end in pairwise(ends)]
-        cuts = [end - 1 for end in ends[1:-1]]
+        chunks = ranges_of(split)
+        cuts = [chunk[-1] for chunk in chunks[:-1]]
         columns = self._columns(recompute)
 
         def total(name: str) -> tuple[float, ...]:
@@ -178,6 +193,12 @@ class LayerCosts(Table, _Count):
         fields |= {name: total(name) for name in _REPLICAS if getattr(self, name)}
         if self.tied:
             self._add_ties(fields, placement, chunks)
+        fixed = list(map(add, fields["m_fixed"], self.batches(split, n_microbatches)))
+        messages = self.messages_on(placement, split, n_microbatches)
+        whole = self.whole_on(placement, split)
+        for on_stage, *more in zip(placement.chunks_of, messages, whole, strict=True):
+            fixed[on_stage[0]] += sum(more)
+        fields["m_fixed"] = tuple(fixed)
         m_b, m_w = columns["m_b"], columns["m_w"]
         left = {"f": m_b, "b": [*map(sub, m_w, m_b)], "w": [-memory for memory in m_w]}
         for name, change in left.items():
@@ -190,6 +211,37 @@ class LayerCosts(Table, _Count):
         if self.parts is not None:
             fields["parts"] = tuple(self._chunk_parts(x, recompute) for x in chunks)
         return Costs(**fields, comm=self._edges(placement, cuts))
+
+    def batches(self, split: Sequence[int], n_microbatches: int) -> tuple[float, ...]:
+        """Memory of the inputs and targets that each chunk of a split reads."""
+        batch = self.of("batch")
+        return tuple(
+            n_microbatches * sum(batch[i] for i in chunk) for chunk in ranges_of(split)
+        )
+
+    def messages_on(
+        self, placement: Placement, split: Sequence[int], n_microbatches: int
+    ) -> tuple[float, ...]:
+        """Memory of the messages that each stage sends and receives."""
+        sizes: list[list[float]] = [[0.0] for _ in range(placement.n_stages)]
+        message = self._of_edges("message")
+        cuts = (chunk[-1] for chunk in ranges_of(split)[:-1])
+        for ends, cut in zip(pairwise(placement.stage_of), cuts, strict=True):
+            if ends[0] != ends[1]:
+                for stage in ends:
+                    sizes[stage].append(message[cut])
+        n_sent = n_microbatches if self.keeps_sent else 0
+        return tuple(self.messages_at_once * max(x) + n_sent * sum(x) for x in sizes)
+
+    def whole_on(self, placement: Placement, split: Sequence[int]) -> tuple[float, ...]:
+        """Memory that each stage needs for what replicas have whole for a while."""
+        gradients, parameters = map(self.of, ("whole_gradients", "whole_parameters"))
+        chunks = ranges_of(split)
+        return tuple(
+            max(sum(gradients[i] for i in chunks[chunk]) for chunk in on_stage)
+            + max(parameters[i] for chunk in on_stage for i in chunks[chunk])
+            for on_stage in placement.chunks_of
+        )
 
     def _add_ties(
         self, fields: dict[str, Any], placement: Placement, chunks: Sequence[range]
@@ -250,16 +302,17 @@ class LayerCosts(Table, _Count):
             columns["b"][i] += columns["f"][i]
         return columns
 
+    def _of_edges(self, name: str) -> tuple[float, ...]:
+        """One entry per boundary between two layers."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * (self.n_layers - 1)
+
     def _edges(self, placement: Placement, cuts: Sequence[int]) -> PerRow:
         """Time of a message on each edge between chunks; cuts are after these layers.
 
         One chunk has no edge: then it is a number, not a list of none.
         """
-        n_cuts = self.n_layers - 1
-        comm, message = (
-            value if isinstance(value, tuple) else (value,) * n_cuts
-            for value in (self.comm, self.message)
-        )
+        comm, message = map(self._of_edges, ("comm", "message"))
         delays = spread(self, "delay", placement)
         bands = spread(self, "bandwidth", placement, math.inf)
         return (

@@ -1,7 +1,9 @@
 """Placement of the chunks on the stages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from zbpp.core.errors import RequestError
 
@@ -87,3 +89,12 @@ def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
         )
     base, more = divmod(n_layers, n_chunks)
     return tuple(base + (chunk < more) for chunk in range(n_chunks))
+
+
+def ranges_of(split: Sequence[int]) -> list[range]:
+    """Layers of each chunk of a split.
+
+    >>> ranges_of((3, 2))
+    [range(0, 3), range(3, 5)]
+    """
+    return [range(*ends) for ends in pairwise(accumulate(split, initial=0))]

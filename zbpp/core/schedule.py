@@ -189,4 +189,5 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
     for chunk, n_layers in enumerate(split):
         again += [first + layer for layer in schedule.recomputes(chunk, n_layers)]
         first += n_layers
-    return layers.on(schedule.placement, split, recompute=again)
+    m = schedule.n_microbatches
+    return layers.on(schedule.placement, split, n_microbatches=m, recompute=again)

@@ -1,8 +1,7 @@
 """Memory of every stage under every mode, before a step has run.
 
 The bytes of a stage are the planner's own: `zbpp.core.held.peaks` of the layers'
-columns. On top come three of its largest messages (two are announced, one leaves), and
-the inputs and targets of all micro-batches where the stage reads them.
+columns, messages and batch included.
 """
 
 import math
@@ -15,7 +14,6 @@ from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule
 from zbpp.core.held import peaks
 from zbpp.core.replicas import Shard
 from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
-from zbpp.memory.tracking import bytes_of
 from zbpp.models.entry import AnyModel
 from zbpp.planning import USUAL_MODES, is_file, plan
 from zbpp.planning.make import choose_validation
@@ -23,17 +21,12 @@ from zbpp.planning.replicas import (
     Network,
     check_replicas,
     on_replicas,
-    whole_for_a_while,
 )
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
-from zbpp.runtime.support.devices import runs_ahead
-from zbpp.runtime.support.pytree import tensors_in
 
 _MOST_SAMPLES = 2**20
-_MESSAGES = 3
-"""Two that are announced, and one that leaves."""
 _AT_ONCE = Network(Link(0.0, math.inf))
 
 
@@ -185,20 +178,8 @@ def estimate_modes(layers: Layers, request: Request, modes: Sequence[str]) -> Es
 def costs_of_chunks(
     layers: Layers, request: Request, mode: str, limit: float | None
 ) -> Costs:
-    """Costs of a mode's chunks, with their bytes.
-
-    Planners know no messages and no batch: ``m_fixed`` holds them, dealt to the chunks
-    of a stage alike.
-    """
-    stages = _Stages.of(layers, request, mode)
-    placement = stages.schedule.placement
-    chunks = stages.costs.on(placement, [*map(len, stages.ranges)])
-    assert isinstance(chunks.m_fixed, tuple)
-    fixed = list(chunks.m_fixed)
-    for stage, indices in enumerate(placement.chunks_of):
-        for index in indices:
-            fixed[index] += stages.beside(stage) / len(indices)
-    chunks = replace(chunks, m_fixed=tuple(fixed), memory_limit=limit)
+    """Costs of a mode's chunks, with their bytes."""
+    chunks = _Stages.of(layers, request, mode).on_chunks().with_limit(limit)
     return (request.costs or Costs()).with_memory_of(chunks)
 
 
@@ -253,50 +234,41 @@ class _Stages:
         chunks = self.schedule.placement.chunks_of[stage]
         return [i for chunk in chunks for i in self.ranges[chunk]]
 
-    def other(self, stage: int) -> int:
-        """Bytes of the batch that a stage reads, and of what is whole for a while."""
-        fake, here, request = self.layers.fake, self.indices(stage), self.request
-        read = [fake.inputs] * (0 in here)
-        read += [fake.targets] * (len(self.layers.rows) - 1 in here)
-        size = bytes_of(tensors_in(read), self.layers.block)
-        split = [*map(len, self.ranges)]
-        whole = whole_for_a_while(
-            self.costs, split, request.data_parallel, request.shard
+    @property
+    def split(self) -> list[int]:
+        """Layers of each chunk."""
+        return [*map(len, self.ranges)]
+
+    def on_chunks(self) -> Costs:
+        """Costs of the chunks."""
+        schedule = self.schedule
+        return self.costs.on(
+            schedule.placement, self.split, n_microbatches=schedule.n_microbatches
         )
-        return size * self.schedule.n_microbatches + int(whole)
-
-    def messages(self, stage: int) -> int:
-        """Bytes of the messages that are under way.
-
-        On CPUs gloo keeps what a step sends until the sums of the step have come.
-        """
-        placement = self.schedule.placement
-        sizes = [0]
-        for chunk in placement.chunks_of[stage]:
-            for cut in (chunk - 1, chunk):  # between chunks `cut` and `cut + 1`
-                ends = placement.stage_of[max(0, cut) : cut + 2]
-                if cut >= 0 and len(ends) == 2 and ends[0] != ends[1]:
-                    sizes.append(self.layers.rows[self.ranges[cut][-1]].message)
-        if runs_ahead(self.layers.fake.device):
-            return _MESSAGES * max(sizes)
-        sent = self.schedule.n_microbatches * sum(sizes)
-        return (_MESSAGES - 1) * max(sizes) + sent
-
-    def beside(self, stage: int) -> int:
-        """Bytes that the planner's sums leave out."""
-        return self.messages(stage) + self.other(stage)
 
     def estimates(self) -> list[StageEstimate]:
         """Estimate every stage."""
-        placement = self.schedule.placement
-        chunks = self.costs.on(placement, [*map(len, self.ranges)]).on(placement)
-        most = peaks(self.schedule.orders, chunks)
+        schedule, split = self.schedule, self.split
+        placement, m = schedule.placement, schedule.n_microbatches
+        chunks = self.on_chunks().on(placement)
+        messages = self.costs.messages_on(placement, split, m)
+        other = [*self.costs.whole_on(placement, split)]
+        for stage, of_chunk in zip(
+            placement.stage_of, self.costs.batches(split, m), strict=True
+        ):
+            other[stage] += of_chunk
         return [
-            self._estimate(stage, peak, chunks.fixed[stage])
-            for stage, peak in enumerate(most)
+            self._estimate(
+                stage,
+                messages=int(messages[stage]),
+                other=int(other[stage]),
+                activations_peak=int(peak - chunks.fixed[stage]),
+                peak=int(peak),
+            )
+            for stage, peak in enumerate(peaks(schedule.orders, chunks))
         ]
 
-    def _estimate(self, stage: int, peak: float, fixed: float) -> StageEstimate:
+    def _estimate(self, stage: int, **sums: int) -> StageEstimate:
         layers, here, request = self.layers, self.indices(stage), self.request
         n = 1 if request.shard == "none" else request.data_parallel
         validates = self.schedule.is_post_validated
@@ -307,10 +279,7 @@ class _Stages:
             optimizer=sum(step.state for step in steps) // n,
             buffers=layers.buffers(here),
             rollback=sum(step.rollback for step in steps) // n,
-            messages=self.messages(stage),
-            other=self.other(stage),
-            activations_peak=int(peak - fixed),
-            peak=int(peak) + self.beside(stage),
+            **sums,
         )
 
 

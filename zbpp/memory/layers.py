@@ -44,6 +44,8 @@ _UNKNOWN = (
     UnsupportedOperatorException,
 )
 _GPU_BLOCK = 512  # bytes; torch's allocators for CUDA and XPU round up to it
+_MESSAGES = 3
+"""Of a stage at any time: two that are announced, and one that leaves."""
 _N_MICROBATCHES = 3
 """The first one makes gradients; the last one counts."""
 
@@ -235,12 +237,26 @@ class Layers:
             "m_r": [0, *messages],
             "message": messages,
             "parameters": [size for *_, size in sums],
+            "batch": [self._batch(i) for i in range(n)],
         }
         floats: dict[str, Any] = {
             name: tuple(map(float, column)) or 0.0 for name, column in columns.items()
         }
         tied = tuple((tuple(of), *amounts[p]) for p, of in holders.items() if of[1:])
-        return LayerCosts(n_layers=n, tied=tied, **floats)
+        runs = runs_ahead(self.fake.device)
+        return LayerCosts(
+            n_layers=n,
+            tied=tied,
+            messages_at_once=_MESSAGES if runs else _MESSAGES - 1,
+            keeps_sent=not runs,  # gloo does, until the sums of the step have come
+            **floats,
+        )
+
+    def _batch(self, layer: int) -> int:
+        """Bytes of the batch that a layer reads."""
+        read = [self.fake.inputs] * (layer == 0)
+        read += [self.fake.targets] * (layer == len(self.rows) - 1)
+        return bytes_of(tensors_in(read), self.block)
 
     def operations(self) -> list[float]:
         """Floating-point operations of each layer's forward of one micro-batch.

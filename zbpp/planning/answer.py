@@ -17,7 +17,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from zbpp.core import (
     Schedule,
     lower_bound,
     peaks,
+    ranges_of,
     schedule_text,
 )
 from zbpp.core.files import costs_data, decode, fail, object_of, schedule_of, table_of
@@ -203,8 +203,7 @@ class _File:
 def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int]:
     """Layers of the whole model that a schedule recomputes, split into its chunks."""
     layer_numbers: set[int] = set()
-    firsts = accumulate(split, initial=0)
-    for chunk, (first, n_layers) in enumerate(zip(firsts, split, strict=False)):
+    for chunk, (n_layers, here) in enumerate(zip(split, ranges_of(split), strict=True)):
         layers = schedule.recomputes(chunk, n_layers)
         if layers and max(layers) >= n_layers:
             raise RequestError(
@@ -212,7 +211,7 @@ def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int
                 f"chunk has {n_layers} layers; plan for this split, or give the "
                 f"schedule's: {list(schedule.split or ()) or 'it has none'}"
             )
-        layer_numbers |= {first + layer for layer in layers}
+        layer_numbers |= {here[layer] for layer in layers}
     return frozenset(layer_numbers)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, reduce
-from itertools import accumulate, pairwise, permutations, product
+from itertools import permutations, product
 from typing import NamedTuple
 
 from zbpp.core import (
@@ -34,6 +34,7 @@ from zbpp.core import (
     Schedule,
     even_split,
     lower_bound,
+    ranges_of,
 )
 from zbpp.planning.answer import Plan
 from zbpp.planning.request import Recomputing, Split
@@ -150,7 +151,9 @@ class _Search:
 
     def _on_chunks(self, choice: Choice) -> Costs:
         split, recompute = choice
-        return self._layers.on(self._placement, split, recompute=recompute)
+        return self._layers.on(
+            self._placement, split, n_microbatches=self._m, recompute=recompute
+        )
 
     def _plan(self, choice: Choice, effort: str) -> Trial | None:
         """Plan; None if it does not fit the memory."""
@@ -290,10 +293,10 @@ class _Search:
 
         return [
             sorted(
-                (i for i in range(first, end) if m_b[i] > m_r[i]),
+                (i for i in chunk if m_b[i] > m_r[i]),
                 key=lambda i: (-worth(i), i),
             )
-            for first, end in pairwise(accumulate(split, initial=0))
+            for chunk in ranges_of(split)
         ]
 
     def _profiles(self, split: tuple[int, ...]) -> list[Choice]:
@@ -358,14 +361,14 @@ def _choice(
 
 
 def _by_chunk(
-    split: Iterable[int], recompute: Collection[int]
+    split: Sequence[int], recompute: Collection[int]
 ) -> tuple[Recompute, ...] | None:
     """Layers that are recomputed, as a `Schedule` has them; None: none."""
     if not recompute:
         return None
     chunks: list[Recompute] = []
-    for first, end in pairwise(accumulate(split, initial=0)):
-        numbers = tuple(i - first for i in range(first, end) if i in recompute)
-        is_part = 0 < len(numbers) < end - first
+    for chunk in ranges_of(split):
+        numbers = tuple(i - chunk.start for i in chunk if i in recompute)
+        is_part = 0 < len(numbers) < len(chunk)
         chunks.append(numbers if is_part else bool(numbers))
     return tuple(chunks)

@@ -17,11 +17,9 @@ from dataclasses import dataclass, replace
 from zbpp.core import (
     Costs,
     LayerCosts,
-    LimitError,
     PassKind,
     RequestError,
     Schedule,
-    format_memory,
 )
 from zbpp.core.replicas import Shard
 from zbpp.planning.answer import Plan
@@ -33,7 +31,6 @@ from zbpp.planning.replicas import (
     on_replicas,
     on_shared_layers,
     replicated,
-    whole_for_a_while,
 )
 from zbpp.planning.request import PlanRequest
 from zbpp.schedules import post_validated, without_collectives
@@ -159,7 +156,7 @@ def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
 def _planned(
     mesh: MeshPlan, layers: LayerCosts, network: Network, mode: str, effort: str
 ) -> MeshPlan:
-    """Plan a mesh; what is whole for a while must fit the memory too."""
+    """Plan a mesh."""
     n, shard = mesh.data_parallel, mesh.shard
     plan = make_plan(
         PlanRequest(
@@ -174,15 +171,12 @@ def _planned(
     assert split is not None
     schedule = replicated(bare, data_parallel=n, shard=shard)
     peak = max(peak_memory(simulate(schedule, plan.costs), plan.costs))
-    peak += whole_for_a_while(layers, split, n, shard)
-    limit = _any_stages(layers).memory_limit
-    if isinstance(limit, int | float) and peak > limit * (1 + 1e-9):
-        raise LimitError(
-            f"a device needs memory {format_memory(peak)} with what is whole for "
-            f"a while, over the limit {format_memory(limit)}",
-            smallest=peak,
-        )
-    alone = _any_stages(layers).on(bare.placement, split, recompute=plan.recompute)
+    alone = _any_stages(layers).on(
+        bare.placement,
+        split,
+        n_microbatches=bare.n_microbatches,
+        recompute=plan.recompute,
+    )
     alone = replace(alone, optimizer=plan.costs.optimizer)
     step = _step(schedule, plan.costs)
     return replace(

@@ -28,7 +28,6 @@ arXiv 2205.05198, section 4.2). With the latter all that a layer computes, keeps
 hands on is divided by t.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, TypeVar
@@ -160,7 +159,7 @@ def on_replicas(
 
     Of ``m_fixed`` there are parameters and as much of gradients; the rest, optimizer
     state as a rule, has parts as they have. What a step holds whole for most of its
-    time counts whole; `whole_for_a_while` is the rest.
+    time counts whole; ``whole_gradients`` and ``whole_parameters`` are the rest.
     """
     if n == 1:
         return layers
@@ -180,6 +179,10 @@ def on_replicas(
             (both - (whole == 2) * size) / n + whole * size
             for size, both in zip(sizes, fixed, strict=True)
         ),
+        whole_gradients=tuple(
+            reduces_every(shard) * size * (1 - 1 / n) for size in sizes
+        ),
+        whole_parameters=sizes if gathers_in_passes(n, shard) else 0.0,
         optimizer=_divided_by(layers.optimizer, n),
     )
     return gathering(costs) if gathers_in_passes(n, shard) else costs
@@ -210,23 +213,6 @@ def _check_whole(costs: Costs | LayerCosts, why: str) -> None:
             f"the costs have parts, and {why}, at places that no part tells; leave the "
             "key 'parts' out of the file"
         )
-
-
-def whole_for_a_while(
-    layers: LayerCosts, split: Sequence[int], n: int, shard: Shard
-) -> float:
-    """Memory of what is whole from a W to its sum's end, or inside a pass.
-
-    The gradients of the largest chunk, where they are summed after every W, and the
-    largest layer's parameters, where passes gather them.
-    """
-    if n == 1 or shard not in ("gradients", "parameters"):
-        return 0.0
-    sizes = layers.of("parameters")
-    each = iter(sizes)
-    chunk = max(sum(next(each) for _ in range(count)) for count in split)
-    layer = max(sizes) if shard == "parameters" else 0.0
-    return chunk * (1 - 1 / n) + layer
 
 
 def _divided_by(value: PerRow, n: int) -> PerRow:

@@ -9,10 +9,10 @@ that are recomputed, and shorter by the cut of the graph. All that computes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, cycle, pairwise
+from itertools import cycle
 from statistics import fmean
 
-from zbpp.core import Lane, LayerCosts, Parts
+from zbpp.core import Lane, LayerCosts, Parts, ranges_of
 from zbpp.core.parts import PartTimes, merged
 from zbpp.profiling.alone import LayerTimes
 from zbpp.profiling.links import link_list
@@ -39,7 +39,7 @@ def join(
     """
     placement = times.last.placement
     rows = [alone[i] for i in range(sum(split))]
-    inside = [range(*ends) for ends in pairwise(accumulate(split, initial=0))]
+    inside = ranges_of(split)
     chunks = times.costs(joint=False).on(placement)
     measured = {"f": chunks.f, "b": chunks.b, "w": chunks.w}
     # at most half of the shortest pass: the rest is that of its layers

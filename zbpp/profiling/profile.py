@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
-from zbpp.core import Costs, Lane, LayerCosts, PassKind, Placement
+from zbpp.core import Costs, Lane, LayerCosts, PassKind, Placement, ranges_of
 from zbpp.profiling.links import FASTEST
 from zbpp.profiling.means import spread
 from zbpp.profiling.steps import StepTimes
@@ -48,7 +47,11 @@ class Profile:
             RequestError: the split does not fit the placement.
         """
         placement = placement or self.placement
-        costs = self.layers.on(placement, split or self.split)
+        costs = self.layers.on(
+            placement,
+            split or self.split,
+            n_microbatches=self.steps.last.n_microbatches,
+        )
         splits = self.steps.splits
         if not all(splits) and placement == self.placement:
             costs = replace(costs, splits=splits)
@@ -56,13 +59,12 @@ class Profile:
 
     def chunks(self) -> list[dict[str, Any]]:
         """First and last layer of each chunk, and the times of its passes in steps."""
-        ends = accumulate(self.split, initial=0)
         return [
             {
-                "layers": [first, end - 1],
+                "layers": [chunk[0], chunk[-1]],
                 "times": {k: spread(self.steps.passes[PassKind(k), c]) for k in "FBW"},
             }
-            for c, (first, end) in enumerate(pairwise(ends))
+            for c, chunk in enumerate(ranges_of(self.split))
         ]
 
     @property

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from zbpp.core import RequestError, a_kind, even_split
+from zbpp.core import RequestError, a_kind, even_split, ranges_of
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 
 
@@ -26,12 +26,7 @@ def partition_layers(
             f"split {list(split)} must have {n_chunks} entries from 1 on that add up "
             f"to {n_layers} layers; it has {len(split)}, with the sum {sum(split)}"
         )
-    ranges = []
-    first = 0
-    for count in split:
-        ranges.append(range(first, first + count))
-        first += count
-    return tuple(ranges)
+    return tuple(ranges_of(split))
 
 
 def build_chunks(
