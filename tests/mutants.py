@@ -63,7 +63,7 @@ SIMULATED = "tests/simgpu/everywhere", "tests"
 EXAMPLES = "tests/repo/test_doctests.py"
 """Of every room: it runs what docstrings show."""
 
-SLOW = {"parallel", "models", "bench", "comm", "cli", "training"}
+SLOW = {"parallel", "support", "models", "bench", "comm", "cli", "training"}
 """Rooms in which some mistakes show only in tests that are slow."""
 
 

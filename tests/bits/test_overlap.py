@@ -7,7 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 import zbpp
 from zbpp import diagnostics
-from zbpp.core import Pair, passes_in
+from zbpp.core import Pair, Part, passes_in
 
 PATIENCE_S = 30.0
 """For another pass's computation, which comes at once where it comes at all."""
@@ -445,3 +447,38 @@ def test_real_exchanges_have_the_same_bits_and_one_order(pool: Pool) -> None:
             assert all(map(torch.equal, turns[1], row[1]))
             assert sorted(turns[2]) == sorted(row[2])
             assert turns[2] != row[2]
+
+
+# ---- Sums.
+
+
+def trained(plan: Any) -> list[Tensor]:
+    layers = [Layer(i, Log(), 0) for i in range(2)]
+    with pipeline_of(layers, plan) as pipeline:
+        for step in range(2):
+            pipeline.step(*batch(step))
+        return [p.detach().clone() for _, p in pipeline.named_parameters()]
+
+
+def test_a_w_waits_while_the_gradients_of_an_early_b_are_set_aside() -> None:
+    """Parts of W1 stand between those of B4, and W2 runs before the turn of B4."""
+    plan = plan_in_parts("ZB", **IN_PARTS)
+    (planned,) = plan.schedule.parts
+    numbers = (0, 1, 4, 2, 3, 5)
+
+    def parts(kind: str, microbatch: int) -> list[Any]:
+        name = f"0{kind}{microbatch}"
+        return [x for x in planned if isinstance(x, Part) and str(x.of) == name]
+
+    row = [part for i in numbers for part in parts("F", i)] + parts("B", 0)
+    for i, after in pairwise(numbers):  # a B's exchange, part of a W, of the B, ..
+        b, w = parts("B", after), parts("W", i)
+        row += [
+            x for at, of_w in enumerate(w) for x in (b[2 * at], of_w, b[2 * at + 1])
+        ]
+    row += [*parts("W", numbers[-1]), *(x for x in planned if not isinstance(x, Part))]
+    order = dict.fromkeys(x.of if isinstance(x, Part) else x for x in row)
+    schedule = replace(plan.schedule, orders=(tuple(order),), parts=(tuple(row),))
+    early = trained(replace(plan, schedule=schedule))
+    for ours, usual in zip(early, trained("ZB"), strict=True):
+        assert torch.equal(ours, usual)
