@@ -564,6 +564,8 @@ UNSEEN = {
     "self._hosts.wait(work, context, peer)": "for gloo, where the host waits",
     'self._hosts.wait(work, ("the numbers of", value, "to"), peer)': "for gloo",
     "self.optimizer.wait(job)": "the job waits itself, which then counts as its time",
+    "self._pending.result.wait(job)": "it is all that optimizer.wait does",
+    "self.flush()": "reading the sum of the step has done so",
     "self._link.flush()": "reading the sum of the step has done so",
     "self._waits.confirm(sent.work)": "sums of the last steps have been read",
     "executor.transport.flush()": "sums of the last steps have been read",
