@@ -111,6 +111,24 @@ def test_costs_of_an_estimate_count_what_ends_of_a_tie_receive(zbpp):
     assert read_costs("c.json").peak_o == (512 * 16 * 4,) * 2
 
 
+@pytest.mark.needs("transformers")
+def test_estimate_takes_a_configuration_of_transformers(zbpp):
+    """The weights have no values, by which a cut is checked otherwise."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=16,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    config.save_pretrained("llama")
+    model = "--model hf:llama/config.json --seq 16 --microbatch_size 1"
+    data = zbpp.json(f"estimate -p 2 -m 2 {model} --modes 1F1B ZBV")
+    n = transformers.LlamaForCausalLM(config).num_parameters()
+    for stages in data["modes"].values():
+        assert sum(stage["parameters"] for stage in stages) == 4 * n
+
+
 @pytest.mark.slow
 def test_a_mesh_is_chosen_by_the_bytes_and_operations_of_a_model(zbpp):
     one, two = zbpp.json(
