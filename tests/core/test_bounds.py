@@ -99,16 +99,16 @@ def test_some_hand_made_schedules_are_proved_optimal(mode, p, m, costs):
             3 * 5 + 9,
         ),
         # Inner stage, 4 chunks at a time, no W beside them: loops 8 and 6, W's 2; of
-        # these 5 run after the length. Ends 0 + 1 + 2 + 3, way to and from stage 0: 5.
+        # these 5 run after the length. Way to and from stage 0: 5.
         (
             "slots",
             (0, 1, 1, 0),
             6,
             Costs(2, 2, 2, 1, m_b=2, m_w=1, memory_limit=4),
-            (6 * (8 + 6 + 2) - 5 + 6 + 6) / 4 + 5,
+            (6 * (8 + 6 + 2) - 5) / 4 + 5,
         ),
-        # One chunk, a W fits beside two: loop 6, F before the second, B after it, W.
-        ("slots", (0, 1), 4, Costs(comm=1, memory_limit=2.5), (24 + 2) / 2 + 1),
+        # One chunk, a W fits beside two: loop 6, and a W.
+        ("slots", (0, 1), 4, Costs(comm=1, memory_limit=2.5), 24 / 2 + 1),
         # One at a time, by BW's, as what B keeps for W does not fit: 6 times 3.
         ("slots", (0,), 6, Costs(m_w=2, memory_limit=1), 6 * 3),
         # The loss is work of the last stage, and on the way of every loop.
