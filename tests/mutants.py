@@ -567,6 +567,7 @@ UNSEEN = {
     "self._pending.result.wait(job)": "the decision waits too, and names no job",
     "result.wait(job)": "the decision waits too, and names no job",
     "self.flush()": "reading the sum of the step has done so",
+    "before.wait()": "it orders hosts: a row of room executor",
     "self._thread.join()": "after an error, which tests/bits/test_overlap.py sees",
     "self._link.flush()": "reading the sum of the step has done so",
     "self._waits.confirm(sent.work)": "sums of the last steps have been read",
