@@ -4,6 +4,7 @@ That results do not change is shown by the rows of `test_one_process`.
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -238,6 +239,26 @@ def test_parts_run_in_the_order_of_their_plan() -> None:
             pipeline.step(*batch())
     assert logs[True].computed == planned != logs[False].computed
     assert sorted(logs[False].computed) == sorted(planned)
+
+
+def test_a_recomputed_forward_waits_until_nobody_communicates() -> None:
+    """It communicates within its B, while the F of the pair may have begun to."""
+    busy = threading.Lock()
+
+    def send(x: Tensor) -> Tensor:
+        assert busy.acquire(blocking=False), "two communications at a time"
+        time.sleep(0.01)
+        busy.release()
+        return x.clone()
+
+    for recompute in (None, "all"):
+        layers = [Layer(i, Log(), i // 2, send=send) for i in range(4)]
+        request = zbpp.PlanRequest(
+            schedule="DualPipeV", n_stages=1, n_microbatches=M, n_layers=4,
+            recompute=recompute,
+        )  # fmt: skip
+        with pipeline_of(layers, zbpp.make_plan(request)) as pipeline:
+            pipeline.step(*batch())
 
 
 # ---- Times.
