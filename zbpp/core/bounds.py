@@ -511,9 +511,6 @@ class _LaneStage:
     def _sum(self, kind: PassKind, chunk: int, lane: Lane = Lane.COMPUTE) -> float:
         return self.costs.parts[chunk].on_lane(kind, lane)
 
-    def _loop(self, c: int) -> float:
-        return self.way.end(-1 - c) - self.way.start[c]
-
     def ramp(self) -> float:
         """Bound by the work, and what the stage waits before its first B computes.
 
@@ -547,34 +544,13 @@ class _LaneStage:
         """Bound by memory, which lets few micro-batches into the loop of a at a time.
 
         If K fit, then when the (i + K)-th F of a starts, i B's of a have ended, each a
-        loop or more after its F: so that start is a loop or more after the i-th. From
-        the last of these rounds on, the micro-batches that are left go the way; or all
-        do, after none.
+        loop or more after its F: so that start is a loop or more after the i-th. The
+        last of these rounds ends with a loop.
         """
         a = self.chunks[0]
-        held = self.costs.m_b[a]
-        longest = self._way_of(self.m)
-        if held > 0 and self.limit < math.inf:
-            fits = math.floor(self.limit / held)
-            n_rounds, rest = divmod(self.m - 1, max(1, fits))
-            longest = max(longest, n_rounds * self._loop(a) + self._way_of(rest + 1))
-        return longest
-
-    def _way_of(self, n: int) -> float:
-        """Least time from the first F of a to the last B of a, of n micro-batches.
-
-        Of every stage whose first chunk c is not before a: all that it computes for F's
-        and B's lies between the first F of c and the last B of c; and the ways from a's
-        F to c's, and back from c's B to a's, lie outside. Or one goes the way.
-        """
-        a, way = self.chunks[0], self.way
-        longest = self._loop(a)
-        for chunks in way.chunks_of:
-            if chunks[0] >= a:
-                busy = sum(self._sum(kind, c) for kind in (_F, _B) for c in chunks)
-                outside = way.around(chunks[0]) - way.around(a)
-                longest = max(longest, outside + n * busy)
-        return longest
+        fits = count(self.limit, self.costs.m_b[a])
+        n_rounds = 0 if fits == math.inf else (self.m - 1) // max(1, int(fits))
+        return (n_rounds + 1) * (self.way.end(-1 - a) - self.way.start[a])
 
 
 def _lead(costs: ChunkCosts, of: Pass, lane: Lane) -> float:
