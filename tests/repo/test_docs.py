@@ -43,6 +43,7 @@ OTHERS = (
 )
 
 DEAR_SESSIONS = {
+    "README.md",  # draws
     "docs/how_to/models.md",  # loads transformers
     "docs/how_to/memory.md",  # measures a model
     "docs/how_to/overlap.md",  # trains one
@@ -293,13 +294,11 @@ def test_the_schemas_of_costs_and_of_plans_for_them(
 
 
 def test_the_readme_is_short_and_opens_with_what_a_reader_needs():
-    prose = re.sub(r"^```.*?^```$", "", README.text, flags=re.DOTALL | re.MULTILINE)
-    assert len(prose.split()) <= 900
-    assert len(README.text.split()) <= 1000
-    first = "\n".join(README.text.splitlines()[:35])
-    for shown in ("schedules.svg", "pip install", "zbpp.Pipeline(", "pipeline.step("):
-        assert shown in first
-    assert "torchrun " in first
+    assert len(README.text.split()) <= 700
+    first = "\n".join(README.text.splitlines()[:45])
+    needed = ("Status: ", "No GPU", "schedules.svg", "pip install", "plot(")
+    for shown in (*needed, "zbpp.Pipeline(", "pipeline.step(", "torchrun "):
+        assert shown in first, shown
 
 
 def test_the_modes_have_the_figures_that_the_readme_gives():
@@ -308,7 +307,7 @@ def test_the_modes_have_the_figures_that_the_readme_gives():
     for mode, rate, memory in rows:
         timeline = simulate(plan(mode, n_stages=4, n_microbatches=8))
         if mode != "auto":
-            assert f"{bubble_rate(timeline):.2%}".replace("%", " %") == rate
+            assert f"{bubble_rate(timeline):.2%}" == rate
             assert f"{max(peak_memory(timeline, Costs())):g}" == memory
 
 
