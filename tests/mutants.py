@@ -572,6 +572,7 @@ UNSEEN = {
     "self.flush()": "reading the sum of the step has done so",
     "before.wait()": "it orders hosts: a row of room executor",
     "self._overlap.network_is_free.wait()": "likewise",
+    "self._tied.wait()": "the references lose a sum too: tests/bits/test_meshes",
     "self._thread.join()": "after an error, which tests/bits/test_overlap.py sees",
     "self._link.flush()": "reading the sum of the step has done so",
     "self._waits.confirm(sent.work)": "sums of the last steps have been read",
