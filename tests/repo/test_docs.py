@@ -84,13 +84,16 @@ def test_every_page_is_in_the_menu():
 @pytest.mark.parametrize("page", GUIDES, **by_name)
 def test_every_block_is_of_a_kind_that_is_tested(page):
     languages = set(re.findall(r"^```(\w+)$", page.text, re.MULTILINE))
-    assert languages <= {"bash", "python", "json", "text"}
+    assert languages <= {"bash", "python", "diff", "json", "text"}
     assert page.text.count("```") == 2 * sum(
         len(page.blocks(language)) for language in languages
     )
     for block in page.blocks("python"):
         assert ">>>" in block.text or block.file, block.before
         assert ">>>" in block.text or compile(block.text, page.name, "exec")
+    for block in page.blocks("diff"):
+        assert block.file and all(line[:1] in "-+ " for line in block.text.split("\n"))
+        assert all(compile(block.side(mark), block.file, "exec") for mark in "-+")
     programs = {first for first, *_ in page.commands()}
     assert programs <= {"make", "pip", "zbpp", "torchrun", "python"}
 
@@ -373,3 +376,24 @@ def test_the_scripts_print_the_same_under_torchrun(
     if file not in ("torch_zbv.py", "mesh_train.py"):  # these need processes
         run_script(tmp_path / file, *alone[0][1:])
         assert capsys.readouterr().out == printed
+
+
+MIGRATED = {
+    block.file: block
+    for page in DOCS
+    if page.name.startswith("docs/coming_from/")
+    for block in page.blocks("diff")
+}
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("file", MIGRATED)
+def test_a_migrated_script_trains_as_before(file, tmp_path):
+    printed = {}
+    for mark in "-+" if file == "from_torch.py" else "+":  # the others need packages
+        (tmp_path / file).write_text(MIGRATED[file].side(mark))
+        printed[mark] = run_on_ranks(2, tmp_path, file)
+    losses = re.findall(r"^step \d  loss (\d\.\d+)$", printed["+"], re.MULTILINE)
+    assert len(losses) == 5 and len({*losses}) > 3
+    assert set(printed.values()) == {printed["+"]}

@@ -4,6 +4,7 @@ A code block is read by its language:
 
     bash    lines to type; those of zbpp run in their order, in one folder a page
     python  with >>>: a session, one a page; else a file
+    diff    a script before and after, as a file
     json    a file; parsed as a schedule, as costs, or as costs of layers
     text    begins with "$ zbpp ...": what the command prints, in part
 
@@ -65,6 +66,11 @@ class Block:
         named = re.search(r"`([\w.]+)`:$", self.before)
         return named[1] if named else None
 
+    def side(self, mark: str) -> str:
+        """Of a diff, the text before (``-``) or after (``+``) the change."""
+        lines = self.text.splitlines(keepends=True)
+        return "".join(line[1:] or line for line in lines if line[0] in f"{mark} \n")
+
 
 @dataclass(frozen=True)
 class Page:
@@ -95,7 +101,8 @@ class Page:
 
     def files(self) -> dict[str, str]:
         blocks = self.blocks("python") + self.blocks("json")
-        return {block.file: block.text for block in blocks if block.file}
+        texts = {block.file: block.text for block in blocks if block.file}
+        return texts | {x.file: x.side("+") for x in self.blocks("diff") if x.file}
 
     def save_files(self, folder: Path) -> None:
         for name, text in self.files().items():
@@ -242,7 +249,7 @@ def _anchors(path: Path) -> set[str]:
 def unknown_flags(page: Page) -> list[str]:
     """Flags that no zbpp command has."""
     text = page.text
-    if page.name == "docs/coming_from.md":  # first columns have the flags of others
+    if page.name.startswith("docs/coming_from"):  # flags of others on the left
         text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - _NOT_OURS
     known = _flags()
