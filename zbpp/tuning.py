@@ -49,6 +49,8 @@ from zbpp.runtime.support.random_state import random_state, set_random_state
 from zbpp.runtime.values import as_value
 from zbpp.schedules import without_checks, without_collectives
 
+__all__ = ["Watch", "Watcher", "replan"]
+
 SAFE_MODE = "ZBH1"
 """Splits the backward, and holds no more than 1F1B."""
 
