@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Three workers for two cores, as a third of the time tests wait.
+# Three workers for two cores, because tests wait for a third of the time.
 # `make test ARGS="-n 0"` runs all in one process.
 SPREAD := -n 3
 
