@@ -1,0 +1,63 @@
+"""Words of a private dialect, which plain English of the field replaces."""
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+MOST = {
+    "anew": (1, 5),
+    "as ever": (0, 0),
+    "beside": (0, 57),
+    "dear": (1, 0),
+    "hand on": (0, 1),
+    "held": (3, 27),
+    "hold": (17, 76),
+    "likewise": (2, 6),
+    "mend": (0, 2),
+    "nobody": (8, 19),
+    "own": (9, 129),
+    "say": (13, 24),
+    "seldom": (0, 0),
+    "shall": (0, 5),
+    "stands": (6, 25),
+    "told": (0, 3),
+    "whoever": (0, 1),
+}
+"""Most uses in the documents, and in texts of the source: numbers only fall."""
+DOCUMENTS = "README.md CONTRIBUTING.md CHANGELOG.md benchmarks/README.md"
+CODE = re.compile(r"```.*?```", re.DOTALL)
+
+
+def prose_of_documents() -> str:
+    paths = [*(ROOT / "docs").rglob("*.md"), *(ROOT / x for x in DOCUMENTS.split())]
+    return "\n".join(CODE.sub("", path.read_text()) for path in paths)
+
+
+def texts_of(paths: Iterable[Path]) -> str:
+    """Docstrings, errors and help texts: strings of several words."""
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
+    values = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return "\n".join(x for x in values if isinstance(x, str) and " " in x)
+
+
+def texts_of_source() -> str:
+    folders = ("zbpp", "schedules", "simulator")
+    found = {path.resolve() for x in folders for path in (ROOT / x).rglob("*.py")}
+    return texts_of(sorted(found))
+
+
+def count(word: str, text: str) -> int:
+    pattern = rf"\b{word}\b".replace(" ", r"\s+")
+    return len(re.findall(pattern, text, re.IGNORECASE))
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["documents", "source"])
+def test_words_are_not_used_more_often(place: int) -> None:
+    text = (prose_of_documents, texts_of_source)[place]()
+    counts = {word: count(word, text) for word in MOST}
+    assert not {word: n for word, n in counts.items() if n > MOST[word][place]}
+    assert count("as ever", text + " As\never ") == counts["as ever"] + 1
