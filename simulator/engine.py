@@ -102,7 +102,7 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
 
     O waits for the last weight gradient of every stage, but the time of the sum over
     the stages is counted between iterations only. In a schedule with V's this is the
-    first iteration: O and V wait for nobody. UNSHARD and REDUCE_GRAD go on beside the
+    first iteration: O and V wait for nobody. UNSHARD and REDUCE_GRAD run alongside the
     jobs of their stage, one after the other. The result has the same type as a
     measured run.
 

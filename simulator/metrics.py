@@ -76,7 +76,7 @@ def makespan(timeline: Timeline) -> float:
 def step_time(timeline: Timeline) -> float:
     """Time from the first start to the last end of any job, optimizer included.
 
-    What goes on beside the jobs counts too. Of one iteration alone: among many it may
+    What runs alongside the jobs counts too. Of one iteration alone: among many it may
     be less (`steady_step_time`).
     """
     return extent(chain.from_iterable(timeline.lines))

@@ -124,7 +124,7 @@ MODELS = [
     (lambda: planned(split="equal"), "split 'equal' is not known; choose"),
     (
         lambda: planned(recompute=(9,)),
-        "layer 9 shall be recomputed; the layers are 0 to 3",
+        "layer 9 is to be recomputed; the layers are 0 to 3",
     ),
     (
         lambda: pipeline(schedule=replace(planned().schedule, recompute=((0, 7), 1))),

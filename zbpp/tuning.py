@@ -249,7 +249,7 @@ class Watcher:
         if not self._watch.looks_after(self._n_steps):
             return
         schedule = pipeline.schedule
-        if schedule.runs(PassKind.BW):  # B and W cannot be told apart
+        if schedule.runs(PassKind.BW):  # B and W cannot be distinguished
             return
         measured = self._measure(pipeline, self._watch.window)
         text: str | None = None

@@ -6,7 +6,7 @@ their own. Replicated parameters only need their gradients added up:
     0F0 0F1 0B0 0W0 0B1 0W1 0REDUCE_GRAD .. (other chunks) .. 0REDUCE_WAIT O
 
 The sum starts when the last weight gradient of the chunk is done, by the order of the
-stage, and is awaited as late as the optimizer allows: it runs beside all that is left.
+stage, and is awaited as late as the optimizer allows: all that is left runs meanwhile.
 Sharded parameters are gathered before as well, a pass ahead of their first use:
 
     0UNSHARD 0F0 3UNSHARD 0F1 3F0 3BW0 .. 3BW1 3REDUCE_GRAD 3RESHARD 0B1 0RESHARD 0W1 ..

@@ -1,8 +1,8 @@
 """Cut passes into segments, as the runtime runs a plan with parts on two lanes.
 
-A plan with parts says what computes beside what communicates. The runtime stops a pass
+A plan with parts pairs what computes with what communicates. The runtime stops a pass
 where the pass itself begins to communicate, and nowhere else. So a segment runs a pass
-up to there, and the next segment, of another pass, computes beside the communication:
+up to there, and the next segment, of another pass, computes during the communication:
 
     compute   0F0.0 0B1.1    0F0.2 0W1.0 0B1.3           planned
     network   0B1.0~ 0F0.1~  0B1.2~      0F0.3~

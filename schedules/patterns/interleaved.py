@@ -17,7 +17,7 @@ so m is dealt evenly to m // p groups (one group if m < p), and m need not divid
 Idle time (p-1)(F+B+W)/v for v chunks a stage when m >= p (Narayanan et al., arXiv
 2104.04473; with these groups checked for every m from p on).
 
-Combined 1F1B: interleaved 1F1B whose steady state runs F beside a backward. Every pass
+Combined 1F1B: interleaved 1F1B whose steady state runs F alongside a backward. Every pass
 of a chunk takes 1, a pair 2 (``-`` is its second half):
 
     0 | 0F0      0F1      2F0      2F1      0F2      .        0F3&2BW0 -        2F2&2BW1 -        2F3&0BW0 -        0BW1     -        2BW2     -        2BW3     -        0BW2     -        0BW3     -
@@ -106,7 +106,7 @@ def plan_combined_1f1b(
         forwards, backwards, n = _cells(stage, placement, n_microbatches)
         n_warm_up = min(n + 1, len(forwards))
         yield 1, forwards[:n_warm_up]  # warm-up: one F more than VPP
-        yield 1, [*zip(forwards[n_warm_up:], backwards, strict=False)]  # one beside one
+        yield 1, [*zip(forwards[n_warm_up:], backwards, strict=False)]  # pairs
         yield 1, backwards[len(forwards) - n_warm_up :]  # cool-down: drain
 
     return in_phases("Combined1F1B", placement, n_microbatches, phases)

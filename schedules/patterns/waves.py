@@ -16,7 +16,7 @@ at once, save the last ones of each stage, which fill the end.
 No idle time when F = B = W, no communication and m >= 2p-1 (Qi et al., arXiv
 2401.10241, section 6; the pattern is fixed, for other times it must adapt).
 
-DualPipeV: F of one micro-batch beside the backward of another; a pair takes 2 (``-`` is
+DualPipeV: F of one micro-batch alongside the backward of another; a pair takes 2 (``-`` is
 its second half):
 
     0 | 0F0      0F1      0F2      3F0      3B0      3W0      3F1      0F3&3BW1 -        .        3F2&0BW0 -        3BW2     -        3F3&0BW1 -        3BW3     -        0B2      0W2      0B3      0W3
@@ -24,7 +24,7 @@ its second half):
 
 A pair hides what either of its passes exchanges (the all-to-alls of a mixture of
 experts) behind what the other computes. In steady state a stage does nothing else: down
-beside up, up beside down. W's are split off only to fill warm-up and cool-down.
+alongside up, up alongside down. W's are split off only to fill warm-up and cool-down.
 
 Idle time of the slowest stage (p-1)(FB-2F) + (3F-FB)/2 when F = B = W and m >= 2p, if
 the pairs of a stage's two chunks take FB, from 2F to 3F (checked on a grid). Layers
@@ -99,7 +99,7 @@ def _dual_phases(stage: int, n_stages: int, n_microbatches: int) -> Phases:
     yield 2 * below, [f]
     yield stage + 1, [f, f_up]
     yield below, [b_up, w, f_up]
-    # steady: one micro-batch goes down beside one that comes back, and the reverse
+    # steady: one micro-batch goes down alongside one that comes back, and the reverse
     at_turn = int(below == 0)  # the other stages wait for this F
     yield at_turn, [f, bw_up, (f_up, bw)]
     n_steady = n_microbatches - 2 * n_stages + stage + 1

@@ -37,7 +37,7 @@ if after it the first micro-batch with no B on this stage could still run all it
 once those before it have given back what they hold. It then comes to its B's, and
 when it is through, it leaves as much memory as the next one may need.
 
-Passes with peaks, and B's that add memory, need room beside that: as much as the most
+Passes with peaks, and B's that add memory, need more room: as much as the most
 of them is left free by every F (`PlacementProblem.forward_limits`). Where the limit is
 too low for this, one micro-batch is in flight at a time. A B waits for W's if it, or a
 W after it, would not fit.

@@ -121,7 +121,7 @@ CHECKED = (Slot(Pass(F, 0, 0), 0, 1), Slot(Check(0), 1, 1), Slot(Pass(B, 0, 0), 
         # It starts at the first job, in cells of the unit.
         (LATE, 5.0, "0 | F0 .  F1"),
         (LATE, 2.5, "0 | F0 -  .  .  F1 -"),
-        # Chunks of a stage are told apart; a V without time is before the next job.
+        # Chunks of a stage are distinguished; a V without time is before the next job.
         (
             timeline(
                 (Slot(Pass(F, 0, 0), 0, 1), Slot(Pass(F, 1, 0), 1, 2)),

@@ -69,7 +69,7 @@ class InADict(Encoder):
 
 
 class ChainedBlock(Block):
-    """Puts out a bias beside the hidden state; makes it if it gets none."""
+    """Puts out a bias in addition to the hidden state; makes it if it gets none."""
 
     def forward(self, hidden: Tensor, bias: Any = None, scale: Any = 1.0) -> Any:
         bias = torch.tanh(self.linear(hidden)) if bias is None else bias

@@ -11,21 +11,21 @@ from pages import ROOT
 MOST = {
     "anew": (1, 5),
     "as ever": (0, 0),
-    "beside": (0, 57),
+    "beside": (0, 9),
     "dear": (1, 0),
-    "hand on": (0, 1),
-    "held": (3, 27),
+    "hand on": (0, 0),
+    "held": (3, 26),
     "hold": (17, 76),
     "likewise": (2, 6),
-    "mend": (0, 2),
+    "mend": (0, 0),
     "nobody": (8, 19),
     "own": (9, 129),
     "say": (13, 24),
     "seldom": (0, 0),
-    "shall": (0, 5),
+    "shall": (0, 0),
     "stands": (6, 25),
-    "told": (0, 3),
-    "whoever": (0, 1),
+    "told": (0, 0),
+    "whoever": (0, 0),
 }
 """Most uses in the documents, and in texts of the source: numbers only fall."""
 DOCUMENTS = "README.md CONTRIBUTING.md CHANGELOG.md benchmarks/README.md"

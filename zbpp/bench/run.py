@@ -1,7 +1,7 @@
 """A bench: its start, and one process's share of it.
 
 Contenders take turns: built, warmed up, timed, closed. So a slow spell of the machine
-hits all of them, and the memory of one does not lie beside another's. In the first turn
+hits all of them, and no contender adds to the memory of another. In the first turn
 the loss and the gradient norm of a contender's first step must be those of the first
 contender; else it is not timed. In the last turn the jobs of ours are read too.
 

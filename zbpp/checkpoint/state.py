@@ -219,7 +219,7 @@ class Checkpoints:
         extra: Mapping[str, Any],
         trainable_only: bool,
     ) -> None:
-        """Begin to save; ``about`` describes the schedule to whoever reads it."""
+        """Begin to save; ``about`` describes the schedule to its readers."""
         if keep is not None and keep < 1:
             raise RequestError(f"keep is {keep}; it must be at least 1, or None")
         self._stages.synchronize()

@@ -53,7 +53,7 @@ class Plan(PlanFlags):
 
 
 def _split_lines(planned: Planned) -> list[str]:
-    """Three lines: layers of each chunk; step and idle share beside even chunks'."""
+    """Three lines: layers of each chunk; step and idle share next to even chunks'."""
     step, even, ideal = planned.step, planned.even_step, planned.ideal_step or 0.0
     lines = {
         "split": f"{' '.join(map(str, planned.split or ()))} layers",

@@ -95,7 +95,7 @@ def _relaxed(costs: ChunkCosts) -> ChunkCosts:
       the least of these is taken off the limit. It holds right after each F; and the
       sum of all m_b that are held keeps it at all times, as only F's add to it.
     - Right after a B more may be held, where m_w is above m_b: up to the whole limit.
-    - F of c starts only where peak_f of c fits beside all that is held, and B or BW of
+    - F of c starts only where peak_f of c fits with all that is held, and B or BW of
       c where peak_b of c does.
     """
     placement = costs.placement
@@ -134,7 +134,7 @@ class Stage:
         net: the true one, above what is fixed.
         m: micro-batches.
         start: earliest start of each pass, after that of pass 0.
-        around: what an earlier stage, or this one, needs beside the length, at most.
+        around: what an earlier stage, or this one, needs in addition to it, at most.
         through: per chunk, `Way.through` busy stages from its F to the B of chunk 0.
     """
 
@@ -235,7 +235,7 @@ def ramp(stage: Stage) -> float:
     """Bound by how little can be done at first, and how little be left at last.
 
     Front: before the first F of c only F's of chunks before c can run, and before the
-    first B only F's: all of them are held beside its peak, and every chunk has had one.
+    first B only F's: its peak comes on top of all of them, and every chunk has had one.
     That pass i starts at start[i] or later. So up to start[i] the stage does no more
     than this; for the rest of that time it is idle.
 
@@ -300,7 +300,7 @@ def _left(stage: Stage, j: int) -> float:
     """Most work that is left at the end of the last pass j.
 
     The micro-batch of that pass has its own part; all others together have what fits
-    beside it. The W's of its chunks whose B is done count among those of the others.
+    with it. The W's of its chunks whose B is done count among those of the others.
     Another one is right after pass q >= j: with n chunks held, its W's from there on
     can run, and its other work is left.
     """
@@ -457,7 +457,7 @@ def slots(stage: Stage) -> float:
 
     A chunk of a micro-batch is *held* from the start of its F to the end of its B. A
     stage holds at most K at a time, as each takes the least m_b of its chunks. If a
-    pending W does not fit beside K, at most K - 1 are held while a W runs: then the W
+    pending W does not fit with K, at most K - 1 are held while a W runs: then the W
     counts as held too. All that is held over the length is at least all loops, one for
     each chunk and micro-batch, and the W's that run before its end where they count. It
     is at most K times the length. After it the way back and a W remain (`Stage`), and
@@ -469,7 +469,7 @@ def slots(stage: Stage) -> float:
         return 0.0
     k = int(fits)
     used = m * sum(stage.end(2 * v - 1 - c) - stage.start[c] for c in range(v))
-    if k * least + min(stage.m_w) > stage.net:  # no W beside k
+    if k * least + min(stage.m_w) > stage.net:  # no W with k
         # at least one, of a BW, for which nothing is kept
         after = max(stage.w) * max(1.0, count(stage.net, min(stage.m_w)))
         used += m * sum(stage.w) - min(stage.around, after)

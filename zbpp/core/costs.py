@@ -155,7 +155,7 @@ class Costs(Table):
 
     Args:
         splits: for each stage, can its backward be split into B and W? None: all can.
-        fb: time of an F beside the backward of another micro-batch, without their
+        fb: time of an F alongside the backward of another micro-batch, without their
             messages; a list is by the chunk of the F; None: as long as one after the
             other.
         speed: of all stages, or of each: divides the times of f, b, w, parts and

@@ -1,10 +1,10 @@
-"""Errors that are the caller's to mend."""
+"""Errors that the caller can correct."""
 
 from zbpp.core.amounts import format_memory
 
 
 class RequestError(ValueError):
-    """The request was wrong or cannot be met; the message says how to mend it."""
+    """The request was wrong or cannot be met; the message says how to correct it."""
 
 
 class LimitError(RequestError):

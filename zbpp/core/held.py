@@ -11,7 +11,7 @@ pass before it started.
     network        B0.0~                     finds the memory that B0 gives back
 
     compute  F0.0        F1.0                F1.0 may start while B0.1~ still runs: it
-    network        B0.0~ B0.1~               needs room beside B0
+    network        B0.0~ B0.1~               needs room next to B0
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The kinds of jobs, as rows of one table, and the values that jobs hand on.
+"""The kinds of jobs, as rows of one table, and the values that jobs pass on.
 
 A model is cut into chunks 0, 1, 2, ... in forward order. On one micro-batch:
 
@@ -20,7 +20,7 @@ and add up gradients between the passes, by jobs of their own:
     0UNSHARD 0F0 .. 0B3 0RESHARD .. 0W3 0REDUCE_GRAD .. 0REDUCE_WAIT O
 
 Where a pass exchanges data with other processes in between, as the layers of a mixture
-of experts do, its parts occupy one lane each, and those of other passes go on beside
+of experts do, its parts occupy one lane each, and those of other passes go on alongside
 them (`Part`):
 
     compute  0F0.0          0F0.2 0F1.0          0F1.2
@@ -89,7 +89,7 @@ class PairKind(StrEnum):
     """Two passes of a stage at the same time: ``(0F4;3BW1)OVERLAP_F_B``."""
 
     FB = "OVERLAP_F_B"
-    """A forward beside the backward of another micro-batch, in torch's word."""
+    """A forward alongside the backward of another micro-batch, in torch's word."""
 
 
 Kind = PassKind | CollectiveKind | StageKind | PairKind
@@ -274,7 +274,7 @@ KINDS: Mapping[Kind, JobKind] = {
         colour="#CC79A7",
     ),
     PairKind.FB: JobKind(
-        "forward beside a backward",
+        "forward alongside a backward",
         lanes=(Lane.COMPUTE, Lane.NETWORK),
         times=("fb",),
         torch="OVERLAP_F_B",

@@ -177,7 +177,7 @@ class LayerCosts(Table, _Count):
         outside = [i for i in recompute if not 0 <= i < self.n_layers]
         if outside:
             raise RequestError(
-                f"layer {outside[0]} shall be recomputed; the layers are 0 to "
+                f"layer {outside[0]} is to be recomputed; the layers are 0 to "
                 f"{self.n_layers - 1}"
             )
         chunks = ranges_of(split)

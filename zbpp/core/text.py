@@ -103,7 +103,7 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
 
     Starts and ends are rounded to whole cells; jobs shorter than half a cell vanish.
     A V that vanishes is written in front of the job after it: ``VB0``. Below a stage
-    (``+``) is what goes on beside its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
+    (``+``) is what goes on alongside its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
     adds up its gradients (REDUCE_GRAD), and a pass is there while it exchanges data.
 
     Raises:

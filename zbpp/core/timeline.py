@@ -50,7 +50,7 @@ class Timeline:
 
     @cached_property
     def collectives(self) -> tuple[tuple[Slot, ...], ...]:
-        """What goes on beside the jobs of each stage; empty: nothing does."""
+        """What goes on alongside the jobs of each stage; empty: nothing does."""
         beside = self._on(computes=False)
         return beside if any(beside) else ()
 
@@ -62,7 +62,7 @@ class Timeline:
 
     @property
     def lines(self) -> tuple[tuple[Slot, ...], ...]:
-        """All rows of slots: the jobs of each stage, then what goes on beside them.
+        """All rows of slots: the jobs of each stage, then what goes on alongside them.
 
         Line ``lane * n_stages + stage`` is one lane of one stage; lane 0 has its jobs.
         """

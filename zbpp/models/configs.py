@@ -1,7 +1,7 @@
 """Causal language models of transformers from files alone, and a batch of tokens.
 
     config.json    random weights
-    a folder       a checkpoint: config.json beside safetensors files
+    a folder       a checkpoint: config.json next to safetensors files
 
 Weights are made or read layer by layer, where they are needed. They are fp32, whatever
 the files say: less is a matter of autocast.

@@ -98,7 +98,7 @@ class _Skeleton(nn.Module):
     Args:
         model: of transformers.
         path: of its blocks.
-        modules: those of this layer beside the path, by name. Others put out NaN, so
+        modules: those of this layer outside the path, by name. Others put out NaN, so
             that nothing can use them without being seen.
         tables: modules without parameters, in eval mode.
     """
@@ -320,7 +320,7 @@ class _Cut:
     ) -> None:
         self._model, self._path, self._blocks = model, path, blocks
         self._beside: dict[str, nn.Module] = {}
-        """Modules beside the path to the blocks, by name."""
+        """Modules outside the path to the blocks, by name."""
         for prefix, module in modules_above(model, path):
             if module._parameters:
                 names = ", ".join(prefix + key for key in module._parameters)

@@ -1,4 +1,4 @@
-"""One question, one answer: what shall run, for these times and this memory?
+"""One question, one answer: what to run, for these times and this memory?
 
 Read in this order:
 

@@ -48,7 +48,7 @@ class Rejected:
 
     Args:
         mode: that it was made by.
-        reason: that it lost for: what it takes beside the best one.
+        reason: that it lost for: what it takes compared with the best one.
         is_planned: it was planned; else it could not be had or not be the best.
     """
 
@@ -207,7 +207,7 @@ def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int
         layers = schedule.recomputes(chunk, n_layers)
         if layers and max(layers) >= n_layers:
             raise RequestError(
-                f"layer {max(layers)} of chunk {chunk} shall be recomputed, but the "
+                f"layer {max(layers)} of chunk {chunk} is to be recomputed, but the "
                 f"chunk has {n_layers} layers; plan for this split, or give the "
                 f"schedule's: {list(schedule.split or ()) or 'it has none'}"
             )

@@ -471,7 +471,7 @@ def _asked(
         for part in () if isinstance(recompute, str) else recompute or ():
             if not 0 <= part < n:
                 raise RequestError(
-                    f"{what} {part} shall be recomputed; the {what}s are 0 to {n - 1}"
+                    f"{what} {part} is to be recomputed; the {what}s are 0 to {n - 1}"
                 )
         layers = chunk_layers(request.chunk_costs, placement, parts)
         return layers, parts, recompute or ()

@@ -39,7 +39,7 @@ class Mode:
         order: makes the orders, from n_stages, n_microbatches and, where any number is
             allowed, chunks_per_stage; None: they are searched for the costs.
         splits: the backward is split into B and W.
-        pairs: passes run beside one another, which pays where the costs have ``fb`` or
+        pairs: passes run in pairs, which pays where the costs have ``fb`` or
             ``parts``.
         is_usual: one of those that are compared where none is named.
     """
@@ -154,7 +154,7 @@ _ROWS = (
     ),
     Mode(
         name="DualPipeV",
-        summary="F beside backwards on a V (costs fb or parts); memory p + 1/2",
+        summary="F alongside backwards on a V (costs fb or parts); memory p + 1/2",
         place=Placement.wave,
         chunks=2,
         order=plan_dual_pipe_v,
@@ -163,7 +163,7 @@ _ROWS = (
     ),
     Mode(
         name="Combined1F1B",
-        summary="VPP, F beside backwards (costs fb or parts); memory 3p/2",
+        summary="VPP, F alongside backwards (costs fb or parts); memory 3p/2",
         place=Placement.interleaved,
         chunks=None,
         order=plan_combined_1f1b,

@@ -1,4 +1,4 @@
-"""The one question: what shall be planned, for which times and memory."""
+"""The one question: what to plan, for which times and memory."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,7 +6,7 @@
     alone        every layer as a chunk of its own, on what it reads in a step
     join         what the ranks have found: layers scaled to their chunks
     profile      the result: costs per layer, and a table
-    prediction   the simulated step beside the measured one, at the end of a run
+    prediction   the simulated step next to the measured one, at the end of a run
 
 `zbpp.diagnostics` calls them: `measured_costs`, `profile`, `prediction`.
 """

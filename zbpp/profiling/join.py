@@ -3,7 +3,7 @@
     F of a layer, alone   2.0 | 1.0 | 2.0 | 1.0 | 0.2    computes, communicates, ...
     F in a step, 6.6      2.2 | 1.0 | 2.2 | 1.0 | 0.2    its parts
 
-In a step a pass takes longer than alone for what the host does beside it, or for layers
+In a step a pass takes longer than alone for what the host does then, or for layers
 that are recomputed, and shorter by the cut of the graph. All that computes.
 """
 

@@ -33,7 +33,7 @@ _SMALL, _LARGE = 64, 2**20
 _ROUNDS = {_SMALL: 30}
 _FEW = 10
 _LOSSES = 64
-"""Numbers of a step's sum beside the norms, more or less."""
+"""Numbers of a step's sum in addition to the norms, more or less."""
 _MS = 1e3
 FASTEST = 1e15
 """Bytes in a ms where a large message took no longer than a small one."""

@@ -48,7 +48,7 @@ class StepTimes:
     Args:
         last: the last step.
         passes: all durations, by kind and chunk; of those in pairs only where these ran
-            in a row; of those in segments without what they have communicated beside
+            in a row; of those in segments without what they have communicated alongside
             others.
         pairs: all durations of pairs in turns, by the chunk of the forward.
         gaps: of each stage, mean from a pass to the next that waits for nothing.
@@ -83,7 +83,7 @@ class StepTimes:
         if is_joint and not joint:
             raise RequestError(
                 f"{self.last.name} runs B and W as one pass, so their times cannot be "
-                "told apart; measure with a mode that splits them, such as ZBH1"
+                "distinguished; measure with a mode that splits them, such as ZBH1"
             )
         f, b, w, fb = [], [], [], []
         for chunk, stage in enumerate(placement.stage_of):

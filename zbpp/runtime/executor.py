@@ -315,7 +315,7 @@ class Executor:
         drop.expected.receive(Check(0))
 
     def _run_collective(self, job: Collective) -> None:
-        """Run it; those that go on beside other jobs get their times as a whole."""
+        """Run it; those that go on alongside other jobs get their times as a whole."""
         times, start = self.times, self.times.now()
         with record_function(str(job)) if times.is_profiled else _NOTHING:
             self.collectives.run(job)

@@ -25,7 +25,7 @@ Weigh = Callable[[Any], float | Tensor]
 WeighName = Literal["samples", "tokens", "sum"]
 
 IGNORED = -100
-"""Target that torch's losses leave out unless they are told otherwise."""
+"""Target that torch's losses leave out by default."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def split_targets(batch: Batch, n: int) -> list[object]:
 
 
 def count_samples(micro_batch: object) -> int:
-    """Samples of a micro-batch; 1 where that cannot be told."""
+    """Samples of a micro-batch; 1 where that is unknown."""
     n = _known_samples(micro_batch)
     return 1 if n is None else n
 

@@ -1,4 +1,4 @@
-"""Passes that stop where their layers communicate, and let others compute beside that.
+"""Passes that stop where their layers communicate, and let others compute meanwhile.
 
     compute    | F attention | B experts'  | F experts   | B attention'
     network    | B combine'  | F dispatch  | B dispatch' | F combine
@@ -79,7 +79,7 @@ class _Watched:
         """Run the communication of a forward, which reads tensors."""
         self.has_points = True
         if not self.is_forward:
-            # A recomputed forward: an F beside it would draw its random numbers.
+            # A recomputed forward: an F alongside it would draw its random numbers.
             self.await_network()
             return run()
         if self.network is None or not on_device:
@@ -131,7 +131,7 @@ class OpenPass(_Watched):
         self._back.acquire()
         is_over = self._is_over
         if is_over:
-            self._thread.join()  # else the next pass may begin beside its last moments
+            self._thread.join()  # else the next pass may begin before it has ended
         if self._error is not None:
             raise self._error
         return is_over
@@ -170,7 +170,7 @@ class OpenPass(_Watched):
         try:
             compute()
         except PassStoppedError:
-            pass  # whoever has stopped it raises what has failed
+            pass  # the code that stopped it raises what has failed
         except BaseException as error:
             self._error = error
         self._is_over = True
@@ -222,7 +222,7 @@ def marked(now: Callable[[], T], *, is_forward: bool) -> Iterator[list[T]]:
 def overlap_point(
     communicate: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Call a function that communicates; what a plan has put beside it runs meanwhile.
+    """Call a function that communicates; what a plan pairs with it runs meanwhile.
 
     A mixture of experts has two such calls in a layer, dispatch and combine:
 
@@ -302,7 +302,7 @@ class _Point(torch.autograd.Function):
         if here is not None and not here.is_forward:
             if ctx.is_behind and not ctx.on_device:
                 # A recomputed layer runs again now: in the communication it would wait
-                # for its end, or draw numbers beside an F.
+                # for its end, or draw numbers alongside an F.
                 _ = ctx.saved_tensors
             if ctx.is_behind != ctx.on_device:  # where it is issued, on a device
                 here.leave()

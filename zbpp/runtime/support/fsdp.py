@@ -46,7 +46,7 @@ _NAMES = {
 """Names of torch 2.13 to 2.15, by the object that has them.
 
 Of the last two rows one is there: a parameter of torch 2.13 and 2.14 has a sum of more
-bits beside its gradient, and from torch 2.15 on the gradient itself gets more bits.
+bits next to its gradient, and from torch 2.15 on the gradient itself gets more bits.
 """
 
 
@@ -231,7 +231,7 @@ def _do_nothing(**_: Any) -> None:
 
 
 def _has_sum(parameter: Any) -> bool:
-    """True if torch has a sum of more bits beside the gradient, as up to torch 2.14."""
+    """True if torch has a sum of more bits than the gradient, as up to torch 2.14."""
     names = _NAMES["widened parameter"]
     return all(hasattr(parameter, name) for name in names)
 
