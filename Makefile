@@ -1,6 +1,8 @@
 # `make train` and `make test` set up what they need; `make gpu` needs a GPU.
+# RELEASES=newest or RELEASES=lowest takes those releases of every dependency that
+# pyproject.toml allows, in an environment of their own.
 PYTHON ?= python3
-VENV := .venv
+VENV := $(if $(RELEASES),build/$(RELEASES),.venv)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -14,7 +16,7 @@ SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 # The instructions of an older processor.
 OLDER := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: train test test-slow test-nightly test-simgpu test-other-kernels test-pythons test-newest test-lowest mutants check format docs dist gpu clean
+.PHONY: train test test-nightly test-simgpu test-pythons mutants check docs dist gpu
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -22,54 +24,38 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
 
-test-slow: $(READY)
-	$(BIN)/pytest -m "slow and not nightly" --durations 20 $(SPREAD) $(ARGS)
+# What takes long and repeats, with more cases, what the others have shown; and that
+# results do not depend on the kernels that a processor chooses for a shape.
+KERNEL_ROOMS := tests/bits tests/models tests/split
 
-# What takes long and repeats, with more cases, what the others have shown.
 test-nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m nightly --durations 20 $(SPREAD) $(ARGS)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
 	HYPOTHESIS_PROFILE=nightly $(OLDER) $(BIN)/pytest -m "not slow and not gpu" \
 	  $(SPREAD) $(ARGS)
-	$(MAKE) test-other-kernels test-python3.13
+	$(OLDER) PYTHONPATH=$(CURDIR)/tests/other_kernels $(BIN)/pytest \
+	  -m "not slow and not gpu" $(SPREAD) $(KERNEL_ROOMS) $(ARGS)
 
 # Built by g++ for the installed torch, once.
 test-simgpu: $(READY)
 	@$(SIMULATED) $(BIN)/python -c "" # one builds it, not two at once
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
 
-# Results must not depend on the kernels that a processor chooses for a shape.
-KERNEL_ROOMS := tests/bits tests/models tests/split
-
-test-other-kernels: $(READY)
-	$(OLDER) PYTHONPATH=$(CURDIR)/tests/other_kernels $(BIN)/pytest \
-	  -m "not slow and not gpu" $(SPREAD) $(KERNEL_ROOMS) $(ARGS)
-
 # Planning and its data, without torch, under other Pythons.
 PYTHONS := 3.12 3.13
 TORCHLESS := tests/core tests/plans
 WITH_TORCH := model_memory plan_files requests
 
-test-pythons: $(PYTHONS:%=test-python%)
-
-test-python%:
-	PYENV_VERSION=$* python$* -m venv --clear build/python$*
-	build/python$*/bin/pip install --quiet -e . \
-	  hypothesis jsonschema psutil pytest pytest-timeout pytest-xdist
-	build/python$*/bin/pytest -m "not slow" $(SPREAD) $(TORCHLESS) \
-	  tests/test_public_names.py tests/repo/test_layers.py \
-	  $(WITH_TORCH:%=--ignore=tests/plans/test_%.py) $(ARGS)
-
-# The types and the default tests with the newest release of every dependency, or with
-# the lowest that pyproject.toml allows. ARGS="tests/runtime" takes one room.
-test-newest test-lowest: test-%:
-	$(PYTHON) -m venv --clear build/$*
-	build/$*/bin/pip install --quiet uv
-	build/$*/bin/uv pip install --quiet --python build/$*/bin/python \
-	  --compile-bytecode --resolution $(if $(filter newest,$*),highest,lowest-direct) -e ".[dev]"
-	@build/$*/bin/pip list | grep -E "^(torch|numpy|transformers|matplotlib|pytest) "
-	$(if $(filter newest,$*),build/$*/bin/mypy -p zbpp)
-	build/$*/bin/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
+test-pythons:
+	set -e; for python in $(PYTHONS); do \
+	  export PYENV_VERSION=$$python; \
+	  python$$python -m venv --clear build/python$$python; \
+	  build/python$$python/bin/pip install --quiet -e . \
+	    hypothesis jsonschema psutil pytest pytest-timeout pytest-xdist; \
+	  build/python$$python/bin/pytest -m "not slow" $(SPREAD) $(TORCHLESS) \
+	    tests/test_public_names.py tests/repo/test_layers.py \
+	    $(WITH_TORCH:%=--ignore=tests/plans/test_%.py) $(ARGS); \
+	done
 
 # Mistakes put into the code, one at a time: some hours; ARGS="--room core" tries those
 # of one room, "--room simgpu" those of the code for GPUs (an hour).
@@ -82,10 +68,6 @@ check: $(READY)
 	$(BIN)/mypy -p zbpp
 	PYTHONPATH=src $(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/mutants.py --list
-
-format: $(READY)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
 
 # What is uploaded: build/dist/ holds the sdist, and the wheel that was built of it, with
 # the oldest glibc that its symbols allow in its name. Nothing is uploaded.
@@ -113,12 +95,12 @@ gpu:
 # All cores compile what is installed: pip takes one, and three times as long; left to
 # the tests, each of their processes does it. What is for newer Pythons stays as it is,
 # and large packages of which tests import little.
+NEWEST_OR_LOWEST = $(BIN)/pip install --quiet uv && $(BIN)/uv pip install --quiet \
+	  --python $(BIN)/python -e ".[dev]" \
+	  --resolution $(if $(filter newest,$(RELEASES)),highest,lowest-direct)
 SELDOM := /(transformers|pandas|peft|pip|debugpy|IPython|prompt_toolkit|fontTools)/
 $(READY): pyproject.toml setup.py constraints/cpu.txt $(wildcard schedules/planner/compiled/*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile -c constraints/cpu.txt -e ".[dev]"
+	$(if $(RELEASES),$(NEWEST_OR_LOWEST),$(BIN)/pip install --quiet --no-compile -c constraints/cpu.txt -e ".[dev]")
 	$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
 	touch $(READY)
-
-clean:
-	rm -rf $(VENV) build dist *.egg-info

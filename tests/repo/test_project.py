@@ -46,6 +46,10 @@ def test_a_workflow_makes_what_the_makefile_has(path: Any) -> None:
     assert unknown(workflow) == ["test-nothing"]
 
 
+def test_the_makefile_has_at_most_ten_targets() -> None:
+    assert 5 < len(targets()) <= 10
+
+
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_a_form_has_what_github_asks_for(path: Any) -> None:
     form = yaml.safe_load(path.read_text())
