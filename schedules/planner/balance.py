@@ -75,10 +75,7 @@ class Loads:
         overhead = layers.pass_f + layers.pass_b + layers.pass_w
         return cls(
             time=_sums(time),
-            fixed=_sums(
-                np.array(layers.of("m_fixed"))
-                + n_microbatches * np.array(layers.of("batch"))
-            ),
+            fixed=_sums(layers.fixed(n_microbatches)),
             left=_sums(np.where(again, layers.of("m_r"), layers.of("m_b"))),
             in_flight=np.array(in_flight or (1.0,) * placement.n_chunks),
             limit=np.array(spread(layers, "memory_limit", placement, math.inf)),

@@ -183,6 +183,7 @@ class LayerCosts(Table, _Count):
         chunks = ranges_of(split)
         cuts = [chunk[-1] for chunk in chunks[:-1]]
         columns = self._columns(recompute)
+        columns["m_fixed"] = [*self.fixed(n_microbatches)]
 
         def total(name: str) -> tuple[float, ...]:
             column = columns[name]
@@ -193,9 +194,9 @@ class LayerCosts(Table, _Count):
         fields |= {name: total(name) for name in _REPLICAS if getattr(self, name)}
         if self.tied:
             self._add_ties(fields, placement, chunks)
-        fixed = list(map(add, fields["m_fixed"], self.batches(split, n_microbatches)))
-        messages = self.messages_on(placement, split, n_microbatches)
-        whole = self.whole_on(placement, split)
+        fixed = list(fields["m_fixed"])
+        messages = self.messages_on(placement, chunks, n_microbatches)
+        whole = self.whole_on(placement, chunks)
         for on_stage, *more in zip(placement.chunks_of, messages, whole, strict=True):
             fixed[on_stage[0]] += sum(more)
         fields["m_fixed"] = tuple(fixed)
@@ -212,31 +213,29 @@ class LayerCosts(Table, _Count):
             fields["parts"] = tuple(self._chunk_parts(x, recompute) for x in chunks)
         return Costs(**fields, comm=self._edges(placement, cuts))
 
-    def batches(self, split: Sequence[int], n_microbatches: int) -> tuple[float, ...]:
-        """Memory of the inputs and targets that each chunk of a split reads."""
-        batch = self.of("batch")
-        return tuple(
-            n_microbatches * sum(batch[i] for i in chunk) for chunk in ranges_of(split)
-        )
+    def fixed(self, n_microbatches: int) -> tuple[float, ...]:
+        """Memory of each layer that is there all the time of a step, with its batch."""
+        batch = (n_microbatches * size for size in self.of("batch"))
+        return tuple(map(add, self.of("m_fixed"), batch))
 
     def messages_on(
-        self, placement: Placement, split: Sequence[int], n_microbatches: int
+        self, placement: Placement, chunks: Sequence[range], n_microbatches: int
     ) -> tuple[float, ...]:
         """Memory of the messages that each stage sends and receives."""
         sizes: list[list[float]] = [[0.0] for _ in range(placement.n_stages)]
         message = self._of_edges("message")
-        cuts = (chunk[-1] for chunk in ranges_of(split)[:-1])
-        for ends, cut in zip(pairwise(placement.stage_of), cuts, strict=True):
+        for ends, chunk in zip(pairwise(placement.stage_of), chunks, strict=False):
             if ends[0] != ends[1]:
                 for stage in ends:
-                    sizes[stage].append(message[cut])
+                    sizes[stage].append(message[chunk[-1]])
         n_sent = n_microbatches if self.keeps_sent else 0
         return tuple(self.messages_at_once * max(x) + n_sent * sum(x) for x in sizes)
 
-    def whole_on(self, placement: Placement, split: Sequence[int]) -> tuple[float, ...]:
+    def whole_on(
+        self, placement: Placement, chunks: Sequence[range]
+    ) -> tuple[float, ...]:
         """Memory that each stage needs for what replicas have whole for a while."""
         gradients, parameters = map(self.of, ("whole_gradients", "whole_parameters"))
-        chunks = ranges_of(split)
         return tuple(
             max(sum(gradients[i] for i in chunks[chunk]) for chunk in on_stage)
             + max(parameters[i] for chunk in on_stage for i in chunks[chunk])

@@ -21,7 +21,7 @@ from zbpp.core.jobs import (
     passes_in,
 )
 from zbpp.core.layers import chunk_layers
-from zbpp.core.placement import Placement
+from zbpp.core.placement import Placement, ranges_of
 from zbpp.core.timeline import Slot, Timeline
 from zbpp.core.validation import (
     Recompute,
@@ -185,9 +185,10 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
             "many it has; plan it with --layers, so that it has a split"
         )
     layers = chunk_layers(costs, schedule.placement, split)
-    again, first = [], 0
-    for chunk, n_layers in enumerate(split):
-        again += [first + layer for layer in schedule.recomputes(chunk, n_layers)]
-        first += n_layers
+    again = [
+        here.start + layer
+        for chunk, here in enumerate(ranges_of(split))
+        for layer in schedule.recomputes(chunk, len(here))
+    ]
     m = schedule.n_microbatches
     return layers.on(schedule.placement, split, n_microbatches=m, recompute=again)

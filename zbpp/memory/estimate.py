@@ -234,34 +234,27 @@ class _Stages:
         chunks = self.schedule.placement.chunks_of[stage]
         return [i for chunk in chunks for i in self.ranges[chunk]]
 
-    @property
-    def split(self) -> list[int]:
-        """Layers of each chunk."""
-        return [*map(len, self.ranges)]
-
     def on_chunks(self) -> Costs:
         """Costs of the chunks."""
-        schedule = self.schedule
+        schedule, split = self.schedule, [*map(len, self.ranges)]
         return self.costs.on(
-            schedule.placement, self.split, n_microbatches=schedule.n_microbatches
+            schedule.placement, split, n_microbatches=schedule.n_microbatches
         )
 
     def estimates(self) -> list[StageEstimate]:
         """Estimate every stage."""
-        schedule, split = self.schedule, self.split
+        costs, schedule = self.costs, self.schedule
         placement, m = schedule.placement, schedule.n_microbatches
         chunks = self.on_chunks().on(placement)
-        messages = self.costs.messages_on(placement, split, m)
-        other = [*self.costs.whole_on(placement, split)]
-        for stage, of_chunk in zip(
-            placement.stage_of, self.costs.batches(split, m), strict=True
-        ):
-            other[stage] += of_chunk
+        messages = costs.messages_on(placement, self.ranges, m)
+        whole, batch = costs.whole_on(placement, self.ranges), costs.of("batch")
         return [
             self._estimate(
                 stage,
                 messages=int(messages[stage]),
-                other=int(other[stage]),
+                other=int(
+                    whole[stage] + m * sum(batch[i] for i in self.indices(stage))
+                ),
                 activations_peak=int(peak - chunks.fixed[stage]),
                 peak=int(peak),
             )

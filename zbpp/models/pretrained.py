@@ -456,7 +456,7 @@ class _Cut:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and not (_has_values(a) and not torch.equal(a, b))
+    return a.shape == b.shape and (not _has_values(a) or torch.equal(a, b))
 
 
 def _has_values(x: Tensor) -> bool:
