@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # Three workers for two cores, because tests wait for a third of the time.
-# `make test ARGS="-n 0"` runs all in one process.
-SPREAD := -n 3
+# `make test ARGS="-n 0"` runs all in one process. A process that crashes ends the run:
+# pytest-xdist 3.8 would replace it, and may then wait without an end.
+SPREAD := -n 3 --max-worker-restart 0
 
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
