@@ -50,7 +50,12 @@ DEAR_SESSIONS = {
     "docs/how_to/simulating.md",  # draws
     "docs/how_to/your_script.md",  # measures a model
 }
-PLANS_LONG = {"docs/how_to/planning.md", "docs/how_to/data_parallel.md"}
+PLANS_LONG = {
+    "docs/how_to/planning.md",
+    "docs/how_to/data_parallel.md",
+    "docs/reference/costs.md",
+    "docs/reference/data_parallel.md",
+}
 AT_NIGHT = {
     "docs/how_to/benchmarking.md",  # repeats tests/bench
     "docs/how_to/data_parallel.md",  # repeats tests/memory

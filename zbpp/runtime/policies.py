@@ -229,7 +229,7 @@ class DataParallel:
         shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each holds all.
         alternating_buffers: for ``shard="parameters"``; see
-            docs/how_to/data_parallel.md.
+            docs/reference/data_parallel.md.
     """
 
     mesh: "DeviceMesh | None" = None
