@@ -8,7 +8,7 @@ and each micro-batch there are three pieces of work:
 
     F   the forward pass
     B   the gradient of the chunk's input: the chunk before waits for it
-    W   the gradients of the chunk's weights: nobody waits for them until the optimizer
+    W   the gradients of the chunk's weights: not needed until the optimizer
 
 Autograd computes B and W together. The whole idea of zero bubble is to take them apart,
 and to run W where a stage would otherwise wait for another one (Qi et al., arXiv
@@ -152,7 +152,7 @@ def parse(picture: str) -> list[dict[int, Job]]:
         reads = {"F": [(chunk - 1, "F", i)], "W": [(chunk, "B", i)]}
         for job in reads.get(kind, [(chunk, "F", i), (chunk + 1, "B", i)]):
             if times.get(job, -1) >= t:  # the ends of the model have no neighbour
-                raise ValueError(f"{(chunk, kind, i)} stands before {job} has ended")
+                raise ValueError(f"{(chunk, kind, i)} comes before {job} has ended")
     return stages
 
 

@@ -203,7 +203,7 @@ def _style(job: Job, timeline: Timeline) -> Style:
 
 
 def origin_of(timeline: Timeline) -> float:
-    """Start of the first job, in the timeline's own clock."""
+    """Start of the first job, in the timeline's clock."""
     slots = chain.from_iterable(timeline.lines)
     return min((slot.start for slot in slots), default=0.0)
 

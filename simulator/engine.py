@@ -15,11 +15,11 @@ stages under ZB-H2 and the start of their second iteration; O and V take 1:
 The sum of the gradient norms starts when a stage has ended its last pass, and is known
 `Costs.reduction` after the last stage has. Behind a barrier O waits for it. In a
 schedule with V (see `zbpp.schedules.post_validated`) O starts at once, and V of the
-next iteration waits. A stage starts an iteration when its own O has ended.
+next iteration waits. A stage starts an iteration when its O has ended.
 
 If V finds the step invalid, every stage rolls it back, steps again and replays its
-passes before V. These read nothing that is computed after a V, so they form a part of
-their own: the first attempts end, then the second ones begin.
+passes before V. These read nothing that is computed after a V, so they form a separate
+part: the first attempts end, then the second ones begin.
 
 The time of a step among many is the period of the iterations. What an iteration leaves
 to the next is, for each stage, when it is free and when its V knows the sum. If all of
@@ -102,7 +102,7 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
 
     O waits for the last weight gradient of every stage, but the time of the sum over
     the stages is counted between iterations only. In a schedule with V's this is the
-    first iteration: O and V wait for nobody. UNSHARD and REDUCE_GRAD run alongside the
+    first iteration: O and V do not wait. UNSHARD and REDUCE_GRAD run alongside the
     jobs of their stage, one after the other. The result has the same type as a
     measured run.
 
@@ -138,7 +138,7 @@ def simulate_iterations(
     """Time iterations that follow one another on one time axis, a timeline each.
 
     Args:
-        schedule: with V's, O waits for nobody; without, O stands behind a barrier. A
+        schedule: with V's, O does not wait; without, O comes after a barrier. A
             schedule without O steps at its end.
         costs: times of the jobs, of messages, and of the sum over the stages.
         n_iterations: how many; the first one finds every stage free at 0.
@@ -253,7 +253,7 @@ def _is_even(late: _State) -> bool:
 def steady_step_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     """Time of an iteration among many, optimizer included, in the unit of the costs.
 
-    With V's in the schedule O waits for nobody; without, it stands behind a barrier
+    With V's in the schedule O does not wait; without, it comes after a barrier
     (see `simulate_iterations`).
 
     Raises:

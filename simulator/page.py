@@ -203,7 +203,7 @@ def _resource(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Row:
-    """The cells of a row; a note stands in place of all but the first of them."""
+    """The cells of a row; a note replaces all but the first of them."""
 
     cells: Sequence[str]
     look: Literal["", "bold", "dim"] = ""

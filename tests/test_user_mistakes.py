@@ -82,7 +82,7 @@ SETTINGS = [
     ),
     ({"optimizer": None, "post_validation": True}, "optimizer is None: there is no st"),
     # the loss
-    ({"loss_fn": None}, "no loss of its own; give loss_fn"),
+    ({"loss_fn": None}, "the model has no loss; give loss_fn"),
     ({"loss_fn": "mse"}, "loss_fn is 'mse'; give a function"),
     (
         {"loss_fn": SUM, "weigh": "tokens"},

@@ -151,7 +151,7 @@ def _delay_jobs(executor: Executor, times: ChunkCosts, stage: int) -> None:
 
 
 class _SleepingCollectives(Collectives):
-    """Collectives of one stage: one after the other, beside its jobs."""
+    """Collectives of one stage: one after the other, parallel to its jobs."""
 
     def __init__(self, times: ChunkCosts) -> None:
         super().__init__({})

@@ -189,7 +189,7 @@ def replan(schedule: Schedule, costs: Costs, *, effort: str) -> Replanned:
     """Plan the order of a schedule again, for other costs.
 
     Both spans are those of bare passes and their messages: V's and collectives are
-    placed anew in the order that is chosen.
+    placed in the order that is chosen.
 
     Raises:
         RequestError: nothing fits the memory limit.

@@ -1,7 +1,7 @@
 """Add the collectives of data parallelism to a schedule.
 
-Replicas of a stage hold the same chunks and run the same order on micro-batches of
-their own. Replicated parameters only need their gradients added up:
+Replicas of a stage hold the same chunks and run the same order on different
+micro-batches. Replicated parameters only need their gradients added up:
 
     0F0 0F1 0B0 0W0 0B1 0W1 0REDUCE_GRAD .. (other chunks) .. 0REDUCE_WAIT O
 

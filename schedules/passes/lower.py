@@ -20,8 +20,9 @@ All stages fail together. So what is sent before a V is received, even if it is 
 read, before the V of the other end, and what is sent after it, after it: then each
 channel carries the same messages in the same order at both ends in either case.
 
-A parameter that several chunks hold has a gradient in each. A chunk sends its own after
-its last W, to every other stage that holds the parameter, and all add them up:
+A parameter that several chunks hold has a gradient in each. A chunk sends its
+gradient after its last W, to every other stage that holds the parameter, and all
+add them up:
 
     chunk 0 on stage 0 | ... 0W7 send(tie) ... +tie add reduce O
     chunk 3 on stage 3 | ... 3W7 send(tie) ... +tie add reduce O
@@ -34,7 +35,7 @@ receive is posted, and that word takes as long as the value that follows it:
 
     stage 0 |         F0 . . .         both take 3 jobs: a receive that is posted
                 .--'     `-.           6 jobs before its reader, and some more in
-    stage 1 | +F0 . . . . . . F0       case, holds up nobody
+    stage 1 | +F0 . . . . . . F0       case, delays no job
 
 What receives on the device (NCCL) stops every job that waits for the whole device. So
 all jobs of all stages are put in one order in which they can end, and a receive is
@@ -134,7 +135,7 @@ def lower(
             behind its last W; orders of whole passes say so by their collectives.
 
     Raises:
-        ScheduleError: before its V a stage reads what another computes after its own.
+        ScheduleError: before its V a stage reads what another one computes after its V.
     """
     columns = None
     orders: Sequence[list[Job | Segment]]
@@ -293,7 +294,7 @@ def _check_validation(placement: Placement, orders: Orders) -> None:
                     stage,
                     column,
                     f"{job} comes before V, but reads the {value}, which stage "
-                    f"{source} computes after its own V; move the V of stage {stage} "
+                    f"{source} computes after its V; move the V of stage {stage} "
                     f"before {job}",
                 )
 
@@ -340,7 +341,7 @@ def when_sent(
 
 
 def _goes_on(job: Job | Segment) -> bool:
-    """True of what is no job of its own: a collective, or more of a pass."""
+    """True of what is no separate job: a collective, or more of a pass."""
     return isinstance(job, Collective) or (isinstance(job, Segment) and not job.begins)
 
 
@@ -360,7 +361,7 @@ def _columns_of(orders: Orders, times: ChunkCosts) -> Columns:
 def _in_order_of_ends(orders: Orders, columns: Columns) -> list[list[int]]:
     """Number all jobs in an order in which they can end; by stage and column.
 
-    What stands before the V's comes first, as it may be replayed without the rest, and
+    What comes before the V's comes first, as it may be replayed without the rest, and
     the Steps last, as they wait for all stages.
     """
     jobs: list[tuple[int, float, float, int, int]] = []

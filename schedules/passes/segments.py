@@ -9,14 +9,14 @@ up to there, and the next segment, of another pass, computes during the communic
 
     segments  0B1.0~ 0F0.0 0B1.1 0F0.2 0W1.0 0B1.3 0F0.3~
 
-A part on the network begins where the segment before it ends. It has a segment of its
-own at the begin of a pass only, and at its end, where the rest of the pass is run: as
-soon as the stage is free behind it, by the times of the parts.
+A part on the network begins where the segment before it ends. It has a
+separate segment at the begin of a pass only, and at its end, where the rest of the pass
+is run: as soon as the stage is free behind it, by the times of the parts.
 
 The segments of a stage are in the order of the plan, but for three rules: one F of a
 stage and one backward of a chunk are open at a time, and what begins before a V ends
 before it. Where a plan has it otherwise, the pass that is open ends first. It waits for
-nothing but its own communication, so no stages wait for one another in a circle.
+its communication only, so no stages wait for one another in a circle.
 """
 
 from collections import Counter
@@ -62,7 +62,7 @@ class Columns(NamedTuple):
 class _Stretch:
     """A pass up to its next call, with the call, or what is left behind its last one.
 
-    It begins with a part of the plan. The parts of the W of a BW are among its own.
+    It begins with a part of the plan. The parts of the W of a BW are among its parts.
     """
 
     of: Pass

@@ -241,7 +241,7 @@ def test_parts_run_in_the_order_of_their_plan() -> None:
     assert sorted(logs[False].computed) == sorted(planned)
 
 
-def test_a_recomputed_forward_waits_until_nobody_communicates() -> None:
+def test_a_recomputed_forward_waits_for_the_network() -> None:
     """It communicates within its B, while the F of the pair may have begun to."""
     busy = threading.Lock()
 

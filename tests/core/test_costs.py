@@ -272,7 +272,7 @@ def test_a_part_of_a_chunk_is_a_share_of_its_layers() -> None:
 @pytest.mark.parametrize(
     ("costs", "again", "message"),
     [
-        (COSTS, replace(PARTS_AGAIN, split=None), "does not say how many"),
+        (COSTS, replace(PARTS_AGAIN, split=None), "does not name how many"),
         (replace(COSTS, m_r=None), ALL_AGAIN, "no m_r"),
         (replace(COSTS, splits=(True, False)), ALL_AGAIN, "stage 1 cannot split"),
     ],

@@ -57,7 +57,7 @@ OF_PASSES = """
 0F0 0F1 0F2 0BW0 | .
 0 2 0F2: the micro-batches are 0 to 1
 . | 1F0 1B0 0F1
-1 2 0F1 stands on stage 1, but chunk 0 is on stage 0; move it there
+1 2 0F1 is on stage 1, but chunk 0 is on stage 0; move it there
 0F0 0F1 0F0 0BW0 0BW1 O | .
 0 2 0F0 repeats 0F0 of column 0; remove one
 . | 1F0 1B0 1F1 1BW0 1BW1
@@ -115,7 +115,7 @@ OF_COLLECTIVES = """
 . | 1UNSHARD 1F0 V 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O 1RESHARD
 1 7 1RESHARD comes after O
 . | 1UNSHARD 1F0 V 0UNSHARD 1BW0 1REDUCE_GRAD 1REDUCE_WAIT O
-1 3 0UNSHARD stands on stage 1, but chunk 0 is on stage 0; move it there
+1 3 0UNSHARD is on stage 1, but chunk 0 is on stage 0; move it there
 . | 2UNSHARD 1F0 V 1BW0 O
 1 0 2UNSHARD: the chunks are 0 to 1
 """

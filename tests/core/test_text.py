@@ -137,7 +137,7 @@ def test_a_timeline_is_drawn(drawn, unit, picture):
     assert draw(drawn, unit=unit) == picture
 
 
-def test_a_picture_that_nobody_could_look_at_is_refused():
+def test_a_picture_too_large_to_read_is_refused():
     huge = timeline((Slot(Pass(F, 0, 0), 0.0, 1e12),))
     with pytest.raises(RequestError, match=r"a picture of 1e.12 cells a stage; take"):
         draw(huge)

@@ -49,7 +49,7 @@ def test_the_pictures_of_minimal_zb_have_each_job_once_and_idle_as_promised(name
     idle = [max(stage) - min(stage) + 1 - len(stage) for stage in stages]
     assert idle == ([1, 0] if name == "ZB-H1" else [0, 0])
     early = minimal_zb.ZB_H1.replace(".   1F0 1B0", "1F0 .   1B0")
-    with pytest.raises(ValueError, match=r"\(1, 'F', 0\) stands before \(0, 'F', 0\)"):
+    with pytest.raises(ValueError, match=r"\(1, 'F', 0\) comes before \(0, 'F', 0\)"):
         minimal_zb.parse(early)
 
 

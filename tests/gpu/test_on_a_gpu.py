@@ -151,7 +151,7 @@ def test_jobs_take_the_time_of_their_kernels() -> None:
 
 
 @of_kernels
-def test_nobody_waits_for_a_micro_batch_that_may_be_changed_at_once() -> None:
+def test_a_micro_batch_may_be_changed_at_once_without_a_wait() -> None:
     case = on_gpu("ZBH1")
     pipeline, plain = make(case), make(case)
     for step in range(3):

@@ -4,7 +4,7 @@ To be read in this order:
 
 format      files: shards with hashes, and JSON; nothing is ever unpickled
 folder      of checkpoints: the newest whole one, how many stay, the lock
-local       the state of a process, by the model's own names; compared and loaded
+local       the state of a process, by the model's names; compared and loaded
 save        in the background, all or nothing
 state       the state of a run, and of the stages of a pipeline
 plain       without a pipeline

@@ -115,7 +115,7 @@ def publish(partial: Path, step: int, *, keep: int | None) -> None:
     """Give a finished checkpoint its name, at once and for good; remove old ones.
 
     ``partial`` is complete and on the disk. ``keep`` checkpoints stay: this one and the
-    newest others; None: all but those of the same step, of a run that began anew.
+    newest others; None: all but those of the same step, of a run that restarted.
     """
     folder, final = partial.parent, partial.with_name(f"step-{step:08}")
     others = {path: _number(path) or (0, 0) for path in candidates(folder)}

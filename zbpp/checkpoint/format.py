@@ -156,7 +156,7 @@ def sync_folder(folder: Path) -> None:
 
 # ---- Values.
 
-# JSON's own types stay as they are. Everything else is an object with one key:
+# JSON's types stay as they are. Everything else is an object with one key:
 #
 #     {"tuple": [...]}   {"dict": [[key, value], ...]}   {"counter": ...}
 #     {"float": "inf"}   {"tensor": "optimizer/0.weight/0/exp_avg"}
@@ -242,7 +242,7 @@ def shard_of(tensor: Tensor) -> Shard:
 def write_shards(
     folder: Path, rank: int, shards: Mapping[str, Shard]
 ) -> FileHash | None:
-    """Write the shards of a process, in memory of their own; wait for the disk."""
+    """Write the shards of a process, in separate memory; wait for the disk."""
     if not shards:
         return None
     from safetensors import SafetensorError

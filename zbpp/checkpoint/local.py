@@ -5,7 +5,7 @@
                                  "options": {"lr": ...}}]},
      "schedulers": {"StepLR 0 of AdamW 0": {...}}}
 
-Names are the model's own. A parameter that several layers share is saved once, under
+Names are those of the model. A parameter that several layers share is saved once, under
 its first name. Several optimizers may step one parameter, hence the list. Options are
 saved per parameter, as another number of stages has other groups.
 
@@ -50,8 +50,8 @@ _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 class Slot:
     """A parameter, a persistent buffer or an extra state of a module.
 
-    ``name`` is the model's own, ``saved_as`` that of the first layer that has it: there
-    ``saves`` is true. ``set_extra`` is None for tensors.
+    ``name`` is that of the model, ``saved_as`` that of the first layer that has it:
+    there ``saves`` is true. ``set_extra`` is None for tensors.
     """
 
     name: str
@@ -70,7 +70,7 @@ class LocalModel:
     """The layers, optimizers and schedulers of one process, or of a plain model.
 
     ``layers`` come with their global index, ``optimizers`` are by stage. ``own_name``
-    gives the model's own name of what a layer has under a name.
+    gives the model's name of what a layer has under a name.
     """
 
     def __init__(

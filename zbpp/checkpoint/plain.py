@@ -96,7 +96,7 @@ def _local_model(
 
 
 def read_model(path: str | Path) -> dict[str, Tensor]:
-    """Parameters and buffers of a checkpoint, by the model's own names, tied ones too.
+    """Parameters and buffers of a checkpoint, by the model's names, tied ones too.
 
     Args:
         path: a checkpoint, or a folder of them (the newest undamaged one counts).

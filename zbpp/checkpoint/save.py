@@ -5,7 +5,7 @@
     rank 0's thread  |   all parts there: manifest, rename, remove old ones
 
 The processes of a pipeline meet in the file system only, so a save that fails or hangs
-holds up nobody but itself, and until the rename there is no new checkpoint.
+delays only itself, and until the rename there is no new checkpoint.
 """
 
 import shutil

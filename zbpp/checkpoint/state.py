@@ -3,7 +3,7 @@
     {"step": 12, "model": {...}, "optimizer": {...}, "schedulers": {...},
      "run": {"scaler": ..., ...}, "aliases": {...}, "extra": {...}}
 
-Names are the model's own, so a state fits any schedule and any number of stages.
+Names are those of the model, so a state fits any schedule and any number of stages.
 
 Every process compares the state with what it has, all refuse it if it fits one of them
 not, and only then is anything changed. Parameters, buffers and moments of a checkpoint
@@ -48,7 +48,7 @@ from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.support.sharded import layout_of, local_part, whole
 
 _BY_NAME = ("model", "optimizer", "schedulers")
-"""The parts of a state that every stage has for its own names."""
+"""The parts of a state that every stage has for its names."""
 
 _MAX_SHOWN = 8  # misfits in an error
 _log = logging.getLogger("zbpp")

@@ -34,7 +34,7 @@ class Replicas:
     data_parallel: Count = 1
     """Replicas of every stage."""
     shard: Shard = "none"
-    """State that replicas hold in parts; each word includes those before."""
+    """State that replicas shard; each word includes those before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class ScheduleFlags(PlanFlags):
     """To draw; of several, behind a barrier and without."""
 
     def load(self) -> list[Plan]:
-        """Plan or read the schedules, with V's and collectives as the flags say."""
+        """Plan or read the schedules, with V's and collectives by the flags."""
         if not self.pipeline_schedule_mode:
             raise RequestError(
                 "no schedule is named; give a schedule file, or a mode with --stages "

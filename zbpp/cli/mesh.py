@@ -46,7 +46,7 @@ class Mesh:
     memory_limit: Memory | None = None
     """Of a device: 40GiB, or in the unit of the costs."""
     shard: Shard = "none"
-    """State that replicas hold in parts; each word includes those before."""
+    """State that replicas shard; each word includes those before."""
     tensor_parallel: Numbers = (1,)
     """Devices that share layers; several are compared."""
     replica_bandwidth: float | None = None
@@ -99,7 +99,7 @@ class Mesh:
         elif network is not None:
             link = network.link
         elif self.devices == 1:
-            link = Link(0.0, 1.0)  # of nobody
+            link = Link(0.0, 1.0)  # unused
         else:
             raise RequestError(
                 "--replica_bandwidth is missing: the bytes between two devices in a "

@@ -17,7 +17,7 @@ class Profile(RunOptions):
     """Measure a model's costs, per chunk and per layer, on the real devices.
 
     F, B, W, the loss, O, V, links and memory, from some steps, then from each layer
-    alone; of the model of zbpp train, or of your own. Starts its own processes, or
+    alone; of the model of zbpp train, or of yours. Starts its processes, or
     runs as one of torchrun's.
     """
 

@@ -10,7 +10,7 @@ from zbpp.training.options import TrainOptions
 class Train(TrainOptions):
     """Train a small Llama-style model on bytes of text, split over a pipeline.
 
-    Starts its own processes, or runs as one of torchrun's. In fp32 on CPUs the losses
+    Starts its processes, or runs as one of torchrun's. In fp32 on CPUs the losses
     and the final parameters depend on neither the mode nor the number of stages.
     """
 

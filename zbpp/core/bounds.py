@@ -1,6 +1,6 @@
 """Times below which no schedule can go; a plan is judged by its gap to them.
 
-Each bound is on the largest span, holds for any placement, and stands with its proof in
+Each bound is on the largest span, holds for any placement, and has its proof in
 its docstring; `lower_bound` takes the highest.
 
 Notation: on a stage, F, B and W are sums over its chunks; the loop of a chunk is the
@@ -241,8 +241,8 @@ def ramp(stage: Stage) -> float:
 
     Tail: when the last pass j ends, its micro-batch still has all passes after j before
     it, and so the way to the end of its B of chunk 0. All others have had j as well.
-    What is left of their work holds memory, beside what the micro-batch of the last j
-    holds: b + w hold m_b (F's may be left too if j is an F), and w holds m_w. Therefore
+    What is left of their work holds memory, as does the micro-batch of the last j: of
+    what is left b + w hold m_b (F's too if j is an F), and w holds m_w. Therefore
     the length is at least all work, less the most that can be left, plus that way.
     Right after a B where a chunk keeps m_w > m_b, ``net`` bounds this sum (see
     `_relaxed`).
@@ -299,7 +299,7 @@ def _forwards(stage: Stage, n: int, room: float) -> float:
 def _left(stage: Stage, j: int) -> float:
     """Most work that is left at the end of the last pass j.
 
-    The micro-batch of that pass has its own part; all others together have what fits
+    The micro-batch of that pass has a separate part; all others together have what fits
     with it. The W's of its chunks whose B is done count among those of the others.
     Another one is right after pass q >= j: with n chunks held, its W's from there on
     can run, and its other work is left.
@@ -365,7 +365,7 @@ def rounds(stage: Stage) -> float:
 
     Proof. Suppose that it starts before. If c >= e, then at its start i to i+K-1 hold
     M_e each, and i+K holds M_c: too much. If c < e, look at F of e of i. If it comes
-    after that F of c, then at its own start i holds M_e, and i+1 to i+K hold M_c each.
+    after that F of c, then at its start i holds M_e, and i+1 to i+K hold M_c each.
     If it comes before, then they do so at the start of F of c of i+K. Both is too much.
     If c <= e, all this is still held when B of e of i starts: so the peak of B of e
     goes off the limit.
@@ -373,7 +373,7 @@ def rounds(stage: Stage) -> float:
     So F of c of i+K starts a loop or more after that of i: the time from the start of F
     of c to the end of B of e. It also starts K F's later. Before the last micro-batch
     there are as many such rounds as fit in m - 1, and an F of c for each of the rest;
-    its own way through the stage is added.
+    its way through the stage is added.
 
     From the F of c that the rounds lead to, those that are left also go through every
     stage on the way from there to B of chunk 0; the busiest ones are tried

@@ -199,7 +199,7 @@ def spread(
 
     A number per row is that of a stage, of which every chunk has its share. An edge
     within a stage takes no time. A column per link has the entry of the link that each
-    edge uses. The default stands for None.
+    edge uses. The default means None.
     """
     value, per = getattr(table, name), columns_of(type(table))[name].per
     value = default if value is None else value

@@ -212,7 +212,7 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     """Read costs from JSON text; ``source`` names it in errors.
 
     The keys are the fields of `Costs`; what is left out, or null, has its default. A
-    number stands for a whole stage, a list has one entry per chunk (``comm``: per
+    number is for a whole stage, a list has one entry per chunk (``comm``: per
     edge between chunks; ``memory_limit``, ``speed`` and
     ``splits``: per stage). ``parts`` is an object with ``f``, ``b`` and ``w``, lists of
     pairs such as ``["compute", 1.5]`` and ``["network", 0.5]`` for one layer, and with
@@ -228,7 +228,7 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
 def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
     """Read the costs of layers from JSON text; ``source`` names it in errors.
 
-    The keys are the fields of `LayerCosts`. A number stands for every layer, a list has
+    The keys are the fields of `LayerCosts`. A number is for every layer, a list has
     one entry each; so has ``parts``, with objects as in a costs file, without
     ``layers``.
 
@@ -277,7 +277,7 @@ def _parts_of(entry: object) -> Parts:
 def refuse_other_kind(source: str, data: Mapping[str, Any], wanted: str) -> None:
     """Refuse a file of another kind than the wanted one, and name its use."""
     if "format" in data or "jobs" in data:
-        kind, how = "schedule", "name it where a mode stands"
+        kind, how = "schedule", "name it in place of a mode"
     elif "n_layers" in data:
         kind, how = "layers", "give it as --layers"
     elif set(data) & {"f", "b", "w", "m_b", "m_w", "parts"}:

@@ -75,7 +75,7 @@ class _Shape(NamedTuple):
     """What the passes of one kind and chunk have in common."""
 
     times: tuple[float, float]
-    """Its own time, and that of the message that it waits for."""
+    """Its time, and that of the message that it waits for."""
     message: dict[int, int] | None
     """By micro-batch the nodes that write what it reads of another chunk."""
     output: dict[int, int] | None

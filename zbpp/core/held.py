@@ -3,11 +3,11 @@
 Passes in one piece come one after the other. Where they overlap on two lanes, a pass
 takes its memory when its first part starts, and gives back when its last part has
 ended. Passes start in the order of the row. What has ended when one starts is what
-must have ended, however long all parts take: what stands before it on its lane, what
+must have ended, however long all parts take: what is before it on its lane, what
 its input on the stage comes from, what came before these, and what had ended when the
 pass before it started.
 
-    compute  F0.0        B0.1  F1.0          B0.1 stands before F1.0 on the lane, so F1
+    compute  F0.0        B0.1  F1.0          B0.1 is before F1.0 on the lane, so F1
     network        B0.0~                     finds the memory that B0 gives back
 
     compute  F0.0        F1.0                F1.0 may start while B0.1~ still runs: it

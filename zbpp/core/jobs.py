@@ -15,7 +15,7 @@ A model is cut into chunks 0, 1, 2, ... in forward order. On one micro-batch:
 Every order constraint, send and receive follows from these arrows.
 
 Where several processes hold the same stage (data parallelism), they gather parameters
-and add up gradients between the passes, by jobs of their own:
+and add up gradients between the passes, by separate jobs:
 
     0UNSHARD 0F0 .. 0B3 0RESHARD .. 0W3 0REDUCE_GRAD .. 0REDUCE_WAIT O
 
@@ -117,7 +117,7 @@ _TO_READER = {What.ACTIVATION: 1, What.GRADIENT: -1, What.SAVED: 0, What.DEFERRE
 
 
 class State(StrEnum):
-    """Conditions that jobs wait for, beside values of micro-batches."""
+    """Conditions that jobs wait for, other than values of micro-batches."""
 
     PARAMETERS = "gathered parameters"
     """The chunk's parameters are gathered: its last UNSHARD, if any, has ended."""

@@ -2,14 +2,14 @@
 
 Layers run one after the other, so times and what passes leave are added up. A pass
 takes some time whatever is in it (to cut the graph, to send, to wake up): the time of
-a chunk is that of its layers and one such overhead. A peak stands on what the layers
+a chunk is that of its layers and one such overhead. A peak is above what the layers
 before it in the pass have left:
 
     F of a chunk    layer 0 | 1 | 2      peak = max of (left by 0..i-1) + peak_f of i
     B               layer 2 | 1 | 0      the same from the last layer on
 
 A layer that is recomputed leaves ``m_r`` after F, and computes the rest again in B: it
-then takes f longer, and its peak stands on m_b instead of m_r.
+then takes f longer, and its peak is above m_b instead of m_r.
 
 Parts of layers follow one another as their passes do. Those of W are joined, as it runs
 in one piece; so is a forward that is run again in B: nothing hides its communication.
@@ -75,7 +75,7 @@ class LayerCosts(Table, _Count):
             layer at a time.
         bandwidth: bytes in a unit of time, of all links or of each
             (`zbpp.core.columns`); None: messages take ``comm`` alone.
-        delay: of a link, on top of that; likewise.
+        delay: of a link, on top of that; of all links or of each.
         pass_f: time of every F of a chunk on top of its layers', so that many chunks a
             stage take longer than few.
         pass_b: the same of every B.

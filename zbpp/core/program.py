@@ -7,7 +7,7 @@ from zbpp.core.jobs import Check, Job, Part, Pass, Value, passes_in
 
 @dataclass(frozen=True, slots=True)
 class TiedGradient:
-    """A chunk's own gradient of a parameter that several chunks hold."""
+    """A chunk's gradient of a parameter that several chunks hold."""
 
     tie: int
     chunk: int
@@ -64,7 +64,7 @@ class AddTied:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Run a pass from where it stands up to its next communication.
+    """Run a pass from where it is up to its next communication.
 
     Args:
         part: of the plan, with which it begins.
@@ -89,7 +89,7 @@ Program = tuple[Instruction, ...]
 
 
 def at_check(program: Program) -> tuple[Program, Program]:
-    """Cut a program before its V; without one, nothing stands before the cut."""
+    """Cut a program before its V; without one, nothing is before the cut."""
     for column, instruction in enumerate(program):
         if isinstance(instruction, Check):
             return program[:column], program[column:]

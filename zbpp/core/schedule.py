@@ -140,7 +140,7 @@ class Schedule:
     def timeline(self, rows: Sequence[Sequence[Slot]]) -> Timeline:
         """Make a timeline of the jobs of a step, of each stage in its order.
 
-        RESHARD and REDUCE_WAIT take no time of their own, and are left out.
+        RESHARD and REDUCE_WAIT take no time, and are left out.
         """
         slots = tuple(
             tuple(slot for slot in row if KINDS[slot.job.kind].times) for row in rows
@@ -181,7 +181,7 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
         not isinstance(which, bool) for which in schedule.recompute
     ):
         raise RequestError(
-            f"{schedule.name} recomputes some layers of a chunk, and does not say how "
+            f"{schedule.name} recomputes some layers of a chunk, and does not name how "
             "many it has; plan it with --layers, so that it has a split"
         )
     layers = chunk_layers(costs, schedule.placement, split)

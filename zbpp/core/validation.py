@@ -128,7 +128,7 @@ def _misplaced(
     place = place_of(job)
     if isinstance(job.kind, StageKind):
         if place != stage:
-            return f"{job} of stage {place} stands on stage {stage}"
+            return f"{job} of stage {place} is on stage {stage}"
         return None
     if not 0 <= place < placement.n_chunks:
         return f"{job}: the chunks are 0 to {placement.n_chunks - 1}"
@@ -137,7 +137,7 @@ def _misplaced(
     home = placement.stage_of[place]
     if home != stage:
         return (
-            f"{job} stands on stage {stage}, but chunk {place} is on stage {home}; "
+            f"{job} is on stage {stage}, but chunk {place} is on stage {home}; "
             "move it there"
         )
     return None

@@ -1,6 +1,6 @@
 """Memory of every stage under every mode, before a step has run.
 
-The bytes of a stage are the planner's own: `zbpp.core.held.peaks` of the layers'
+The bytes of a stage are the planner's sums: `zbpp.core.held.peaks` of the layers'
 columns, messages and batch included.
 """
 
@@ -36,15 +36,15 @@ class StageEstimate:
 
     Args:
         parameters: one that layers of the stage share counts once; stages that share
-            one hold it each. Replicas that hold them in parts keep one.
-        gradients: of one step; each layer has its own for a parameter that it shares.
+            one hold it each. Replicas that shard them keep one.
+        gradients: of one step; each layer has one for a parameter that it shares.
         optimizer: its state.
         buffers: and what layers keep from their first forward on.
         rollback: copies that post-validation keeps.
         messages: three of the largest that the stage sends or receives; on CPUs two,
             and all that a step sends.
         other: inputs and targets of all micro-batches, where the stage reads them, and
-            the most that is whole for a while of what replicas hold in parts.
+            the most that is whole for a while of what replicas shard.
         activations_peak: most of what F and B leave, and of what passes need inside.
         peak: most of all together at any time.
     """
@@ -135,7 +135,7 @@ def estimate(
         post_validation: None: as `zbpp.Pipeline` decides it.
         costs: times to plan for.
         data_parallel: replicas of every stage.
-        shard: state that replicas hold in parts: none, optimizer, gradients or
+        shard: state that replicas shard: none, optimizer, gradients or
             parameters; each includes those before.
         tracing: see `Tracing`.
 
@@ -297,7 +297,7 @@ def largest_microbatch(
 ) -> dict[str, int]:
     """The most samples of a micro-batch with which each mode fits a limit; 0: none.
 
-    Every size is traced anew: not all that a pass takes grows with the samples.
+    Every size is traced: not all that a pass takes grows with the samples.
 
     Args:
         layers: with micro-batches of any size.

@@ -1,9 +1,9 @@
 """Memory of each layer of a model in bytes, by passes on fake tensors.
 
-Every layer runs F, B and W as a chunk of its own on the runtime's own stage, so the
+Every layer runs F, B and W as a separate chunk on the runtime's stage, so the
 split of the backward, checkpoints and the order of releases are those of a run. Layers
 that are alike run once. What a stage holds under a schedule follows by the planner's
-own sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.held.peaks`.
+sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.held.peaks`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -144,7 +144,7 @@ class Layers:
     Args:
         fake: the model and one micro-batch.
         optimizer: builds one or several; None: there is none.
-        own_name: the model's own names of parameters.
+        own_name: the model's names of parameters.
         loss_fn: None: the last layer puts out the loss.
         autocast: compute dtype of the forward.
         exact_sums: add gradients in micro-batch order.
@@ -408,7 +408,7 @@ class Layers:
             dx = stage.backward_input(index, microbatch, dy)
             peak_b = tracker.most - base
             del dx, dy
-            # the output is the next layer's input, which has its own B
+            # the output is the next layer's input, which has a B
             change_b = tracker.now - base + left_output
             base = tracker.restart()
             stage.backward_weight(index, microbatch)
@@ -451,7 +451,7 @@ def _refuse(*_: object) -> Tensor:
 def _look_of(layer: nn.Module) -> str:
     """Text that is equal for layers that are alike: modules, sizes, plain settings.
 
-    A layer's own number, as in ``layer_idx``, is no difference.
+    The number of a layer, as in ``layer_idx``, is no difference.
     """
     tensors = [
         (name, x.shape, x.dtype, x.requires_grad)

@@ -40,7 +40,7 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and count what it makes."""
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # its own operators come here again
+            return NotImplemented  # its operators come here again
         if func is _ANSWER:
             return 1.0 if args[0].is_floating_point() else 1
         result = _SHAPES.get(func, func)(*args, **(kwargs or {}))

@@ -1,9 +1,9 @@
 """From a module to layers that a pipeline deals to stages.
 
 entry         `layered_of`: whatever `zbpp.Pipeline` takes as `Layered`; `cut`
-layered       `Layered`: layers by index, their own names, ties, loss and batch
+layered       `Layered`: layers by index, their names, ties, loss and batch
 blocks        the list of repeated blocks of a model
-pretrained    models of transformers: their own forward around other blocks
+pretrained    models of transformers: their forward around other blocks
 exported      any other module: torch exports it, and splits its graph
 hugging_face  batches, losses and wrappers of transformers and peft
 weights       weights of a model on the meta device, made where they are needed

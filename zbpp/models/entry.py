@@ -85,13 +85,13 @@ def layers_from(
 ) -> Layered:
     """Take the layers of a model from a function, for `zbpp.Pipeline`.
 
-    Each process calls it for its own layers only, so no process holds the whole model.
+    Each process calls it for its layers only, so no process holds the whole model.
 
     Args:
         build: makes the layers of a range of indices; the same weights for any range.
         n_layers: number of layers of the whole model.
         ties: parameters that several layers share: ``((layer, name), ...)`` of each.
-            A process sees its own layers only, so nobody else can know them.
+            A process sees only its layers, so no other process can know them.
 
     Raises:
         RequestError: build is no function.
@@ -146,7 +146,7 @@ def cut(
     does after the last block. The blocks must run once each, in order. There are two
     ways; the logger ``zbpp`` names the one that was chosen:
 
-    * A model of transformers whose forward takes ``inputs_embeds`` runs its own
+    * A model of transformers whose forward takes ``inputs_embeds`` runs its
       forward, around other blocks. Batches may have any shapes.
     * Every other module, and every one with an `example`, is exported and split by
       `torch.distributed.pipelining.pipeline`. Micro-batches have the shapes of the
@@ -158,9 +158,9 @@ def cut(
             modules, or that of ``num_hidden_layers`` blocks.
         example: a micro-batch: a dict gives keywords, a tuple arguments, all else is
             the argument.
-        weights: of a model on meta that is cut by its own forward: safetensors (a
+        weights: of a model on meta that is cut by its forward: safetensors (a
             folder or a file), a state dict, or a seed; each process makes those of its
-            own layers only.
+            layers only.
 
     Raises:
         RequestError: the model cannot be cut so.
@@ -197,6 +197,6 @@ def cut(
             f"{a_kind(model)} is cut by export, which needs a micro-batch: "
             "zbpp.cut(model, 'path.of.blocks', example=MICRO_BATCH)"
         )
-    way = "its own forward" if example is None else "torch.export"
+    way = "its forward" if example is None else "torch.export"
     _log.info("%s is cut by %s into %d layers", kind, way, layered.n_layers)
     return layered

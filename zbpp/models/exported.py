@@ -133,7 +133,7 @@ class _Exported:
     structure: TreeSpec
 
     def wrap(self, values: Mapping[str, Tensor]) -> Any:
-        """Return the output of the model; of a class of its own, a dict of tensors."""
+        """Return the output of the model; of another class, a dict of tensors."""
         tensors = iter([values[name] for name in self.outputs])
         leaves = [next(tensors) if x is None else x for x in self.others]
         output = unflatten_tree(leaves, self.structure)
@@ -154,7 +154,7 @@ def _export(
     hooks.append(blocks[0].register_forward_pre_hook(_split))
     try:
         with warnings.catch_warnings():
-            # torch's own use of its pytree
+            # torch's use of its pytree
             warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
             pipe = pipeline(_Flat(model, inputs, noted.append), mb_args=tuple(leaves))
     except _UNSUPPORTED as error:

@@ -40,7 +40,7 @@ def base_of(model: Any) -> tuple[str, nn.Module]:
         if config.is_prompt_learning:
             raise RequestError(
                 f"peft's {config.peft_type} puts a prompt before the model, in a "
-                "forward of its own that a pipeline does not run; use an adapter "
+                "forward that a pipeline does not run; use an adapter "
                 "inside of layers, such as LoRA"
             )
     base: nn.Module = model.get_base_model()
@@ -57,7 +57,7 @@ def _model_loss(outputs: Any, targets: Any) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, dict) else None
     if loss is None:
         raise RequestError(
-            "the model's own loss needs labels in the batch; give them, or a loss_fn"
+            "the model's loss needs labels in the batch; give them, or a loss_fn"
         )
     found: Tensor = loss
     return found

@@ -22,11 +22,11 @@ class Layered:
             other; the same weights for any range.
         parts: modules of the user's model that the layers consist of, by name; None:
             ``build`` is the user's function.
-        own_name: from a layer's index and a name in it to the model's own name.
+        own_name: from a layer's index and a name in it to the model's name.
         ties: parameters that are one in the model.
         buffers: those that are one in the model and lie in several layers, each of
             which has a copy; a checkpoint holds them once.
-        loss_fn: the model's own loss of the last layer's output; None: it has none.
+        loss_fn: the model's loss of the last layer's output; None: it has none.
         cut_batch: from a batch as the model takes it to the inputs of the first layer
             and the targets of the loss; None: the user gives both.
         weigh: from the targets of a micro-batch to the number that the model's loss is
@@ -59,7 +59,7 @@ def of_layers(
         own_name: see `Layered`.
         parts: see `Layered`.
         build: makes layers with weights; None: these have them.
-        functions: of the model's own loss and batch, by their names in `Layered`.
+        functions: of the model's loss and batch, by their names in `Layered`.
     """
     return Layered(
         len(layers),

@@ -1,4 +1,4 @@
-"""Models of transformers as layers: the model's own forward around other blocks.
+"""Models of transformers as layers: the model's forward around other blocks.
 
     front   the forward up to its first block
     block   one of the model's blocks, with the arguments that the forward gives it
@@ -7,7 +7,7 @@
 The arguments of a block (masks, rotary tables) follow from the batch, so the batch
 travels with the hidden state and nothing else does. Each process computes the arguments
 once for each micro-batch, by a forward without weights. Nothing is traced, and no
-forward is written again: masks, the head and the loss are the model's own code.
+forward is written again: masks, the head and the loss are the model's code.
 """
 
 import copy
@@ -69,7 +69,7 @@ class _Stop(BaseException):
 
 
 class _StandIn(nn.Module):
-    """Stands for a module, with its attributes: models ask blocks for their kind.
+    """Replaces a module, with its attributes: models ask blocks for their kind.
 
     Args:
         module: of the model.
@@ -334,7 +334,7 @@ class _Cut:
         """Names of those that run before the first block."""
 
     def layers(self, indices: range, weights: Weights | None = None) -> list[nn.Module]:
-        """Make layers; without `weights` of the model's own modules."""
+        """Make layers; without `weights` of the model's modules."""
 
         def real(name: str, module: nn.Module) -> nn.Module:
             return module if weights is None else weights.make(name)
@@ -377,7 +377,7 @@ class _Cut:
         """Run what is before and after the blocks on four tokens.
 
         Raises:
-            RequestError: the forward does not run around other blocks than its own.
+            RequestError: the forward does not run around other blocks.
         """
         device = next(self._model.parameters()).device
         tokens = {"input_ids": torch.ones(1, 4, dtype=torch.long, device=device)}
@@ -444,7 +444,7 @@ class _Cut:
         if len(real) != len(computed) or not all(map(_are_equal, real, computed)):
             raise _refusal(
                 "a block takes tensors that modules before the blocks compute from "
-                "their weights, beside the hidden state"
+                "their weights, other than the hidden state"
             )
         output = back({"hidden": hidden, "batch": tokens})
         is_nan = any(bool(x.isnan().any()) for x in output.values() if _has_values(x))

@@ -1,7 +1,7 @@
 """Weights of a model on the meta device, made only where they are needed.
 
-    a seed         each module's own initialisation, from (seed, its name)
-    a state dict   its tensors, by the model's own names
+    a seed         each module's initialisation, from (seed, its name)
+    a state dict   its tensors, by the model's names
     a folder       its safetensors files; or one file
 
 A seed belongs to a module, not to a process: any number of stages draws the same.
@@ -59,7 +59,7 @@ class Weights:
     def make(self, name: str) -> nn.Module:
         """Copy a module of the model, with weights.
 
-        A parent is initialised after its children, as it may have its own way for what
+        A parent is initialised after its children, as it may initialise otherwise what
         they hold.
 
         Raises:

@@ -107,7 +107,7 @@ def loss_of(layered: Layered, loss_fn: LossFn | None) -> LossFn:
     loss_fn = loss_fn or layered.loss_fn
     if loss_fn is None:
         raise RequestError(
-            "the model has no loss of its own; give loss_fn, the mean over one "
+            "the model has no loss; give loss_fn, the mean over one "
             "micro-batch of (outputs, targets)"
         )
     return loss_fn

@@ -621,7 +621,7 @@ class Pipeline:
             yield f"layers.{index}", layer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters by the model's own names, validated."""
+        """This process's parameters by the model's names, validated."""
         self.synchronize()
         for executor in self.stages.executors.values():
             aliases = executor.stage.ties.aliases
@@ -630,7 +630,7 @@ class Pipeline:
                     yield self.layered.own_name(index, name), aliases.get(p, p)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This process's buffers by the model's own names, validated."""
+        """This process's buffers by the model's names, validated."""
         self.synchronize()
         for index, layer in self.stages.layers():
             for name, buffer in layer.named_buffers():
@@ -666,7 +666,7 @@ class Pipeline:
         self._checkpoints.attach(schedulers)
 
     def state_dict(self) -> State:
-        """The validated state of this process's stages, by the model's own names.
+        """The validated state of this process's stages, by the model's names.
 
         Parameters, persistent buffers, optimizers, attached schedulers, loss scale,
         number of steps, and the state of post-validation. Tensors are not copied. With

@@ -58,9 +58,9 @@ class TorchSchedule:
             losses: filled with the loss of each micro-batch where the last chunk is.
             return_outputs: return the last layer's outputs.
             arg_mbs: ``args`` of each micro-batch, in place of those of the batch.
-            kwarg_mbs: ``kwargs`` of each micro-batch, likewise.
-            target_mbs: ``target`` of each micro-batch, likewise.
-            loss_kwargs: keyword arguments of the loss function, beside outputs and
+            kwarg_mbs: ``kwargs`` of each micro-batch, in place of those of the batch.
+            target_mbs: ``target`` of each micro-batch, in place of that of the batch.
+            loss_kwargs: keyword arguments of the loss function, after outputs and
                 targets.
             kwargs: of a model of transformers or ``zbpp.cut``, labels among them; the
                 first layer of a list gets a dict.

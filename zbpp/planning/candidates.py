@@ -13,7 +13,7 @@ wave (V), 2 chunks      p, or limit
 interleaved, 2 chunks   2p, or limit
 ======================  =============
 
-With costs of layers every placement has its own best split, and 1F1B is the last
+With costs of layers every placement has its best split, and 1F1B is the last
 candidate. Predictions are not good to 1 %, and messages take time of the host that is
 in no cost: among plans within 1 % of the shortest step, those with the fewest messages
 come first. On the split that wins, every mode is then planned.
@@ -271,7 +271,7 @@ def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
     chunks = request.chunks_per_stage
     if chunks is not None and mode.chunks is not None:
         raise RequestError(
-            f"chunks_per_stage is {chunks}, but {mode.name} has its own number; leave "
+            f"chunks_per_stage is {chunks}, but {mode.name} has a fixed number; leave "
             f"it out, or choose one of {', '.join(CHUNKED_MODES)}"
         )
     if chunks is not None:
@@ -350,7 +350,7 @@ def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
-    """Plan every placement of a mode with its own best split; keep the best."""
+    """Plan every placement of a mode with its best split; keep the best."""
     n_stages, m = request.sizes(mode.name)
     is_auto = mode.place is None
     candidates = [(mode, placement) for placement in placements(mode, request)]
@@ -388,7 +388,7 @@ def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
 
 
 def _split(mode: Mode, placement: Placement, request: PlanRequest, effort: str) -> Plan:
-    """Plan a mode on a placement with its own best split and recompute."""
+    """Plan a mode on a placement with its best split and recompute."""
     _, m = request.sizes(mode.name)
     layers, split, recompute = _asked(placement, request)
     return plan_split(
@@ -434,7 +434,7 @@ def _recomputed(mode: Mode, request: PlanRequest) -> Plan:
     orders = _orders(request)
     if orders is not None and request.recompute == "auto":
         raise RequestError(
-            f"recompute auto plans anew, but the orders of {orders.name} are given; "
+            f"recompute auto plans again, but the orders of {orders.name} are given; "
             "give a mode, or plan a file with zbpp plan --recompute auto"
         )
     plans = (

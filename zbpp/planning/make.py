@@ -1,7 +1,7 @@
 """`make_plan`: one function from a request to a plan; `plan` is its short form.
 
 Orders that are there already, a schedule, a plan, or a file of one, are planned as a
-mode whose hand-made order they are. It depends on no times, so it is held against the
+mode whose hand-made order they are. It depends on no times, so it is compared with the
 request: does it fit the memory, is what it splits to be split?
 
 A pipeline has a number of processes, and layers that it deals to chunks even where

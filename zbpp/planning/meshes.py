@@ -5,7 +5,7 @@
     a step        the same micro-batches in all, dealt to the replicas
 
 Few stages idle less, many replicas exchange more, and every stage must hold its layers.
-Each mesh is planned with its own split of the layers; then the collectives of its
+Each mesh is planned with its best split of the layers; then the collectives of its
 replicas are added and steps are simulated until they repeat. Devices that share layers
 are neighbours, then come the replicas of a stage: they share a node where one has room.
 """
@@ -46,7 +46,7 @@ class MeshPlan:
         data_parallel: replicas of every stage (dp).
         tensor_parallel: devices that share each layer (tp).
         n_microbatches: of each replica, in a step.
-        shard: state that replicas hold in parts.
+        shard: state that replicas shard.
         plan: of one replica, its schedule with its collectives; None: see ``reason``.
         step: time of a step among many; post-validated where the backward is split.
         exposed: part of the step that is there for the replicas' collectives alone.
@@ -95,7 +95,7 @@ def plan_meshes(
         n_microbatches: of a step, over all replicas.
         network: among devices that share layers, and among replicas.
         mode: as in `zbpp.plan`.
-        shard: state that replicas hold in parts; a single one has all.
+        shard: state that replicas shard; a single one has all.
         effort: of the plans.
         tensor_parallel: numbers of devices to share each layer.
 

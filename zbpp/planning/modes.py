@@ -184,7 +184,7 @@ MODES = {mode.name: mode for mode in _ROWS}
 """Every mode by its name."""
 
 USUAL_MODES = tuple(mode.name for mode in _ROWS if mode.is_usual)
-"""Modes that are compared if none is named: those with a memory of their own."""
+"""Modes that are compared if none is named: those that differ in memory."""
 
 MODE_WORDS = f"{', '.join(MODES)}, or a file."
 """All values of a mode, for help texts."""
@@ -249,7 +249,7 @@ def is_auto(mode: object) -> bool:
 
 
 def is_file(mode: str) -> bool:
-    """True if a mode is the path of a schedule file, which knows its own numbers."""
+    """True if a mode is the path of a schedule file, which has these numbers."""
     if _plain(mode) in _NAMES:
         return False
     return mode.endswith(".json") or Path(mode).is_file()

@@ -1,11 +1,11 @@
-"""Every layer of a stage as a chunk of its own, on what it reads in a step.
+"""Every layer of a stage as a separate chunk, on what it reads in a step.
 
     chunk, in steps   F ........... B ........... W ...........
     layers, alone     F | F | F     B | B | B     W | W | W
 
 Rounds go through all layers, so that a slow spell of the machine hits all of them.
-Between layers the graph is cut, as it is between chunks, so B and W of each are its
-own. Their times say how a chunk's are dealt to its layers.
+Between layers the graph is cut, as it is between chunks, so B and W of each are
+separate. Their times give each layer's share of the times of a chunk.
 """
 
 from collections import defaultdict
@@ -174,7 +174,7 @@ def time_layers(
             _begin(single, stage.batch, inputs.get(0))
             for chunk in stage.chunks.values():
                 _time_chunk(single, chunk, inputs[chunk.index], watch, messages)
-            if runs_ahead(settings.device):  # a round's time is its own
+            if runs_ahead(settings.device):  # a round's time includes no other's
                 torch.accelerator.synchronize(settings.device)
     for _, layer in stage.numbered():
         layer.zero_grad(set_to_none=True)

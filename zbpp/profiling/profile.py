@@ -16,7 +16,7 @@ class Profile:
 
     Args:
         layers: costs of each layer, scaled so that those of a chunk and an overhead of
-            each pass add up to its own; with parts where they name their communication.
+            a pass give its time; with parts where they name their communication.
         steps: times of the steps that were taken.
         split: layers of the chunks.
         device: kind of the devices.

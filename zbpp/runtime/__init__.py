@@ -5,7 +5,7 @@ stage's program). Their rooms: `backward` splits, `compiled` what torch has comp
 `comm` sends, `optim` steps and rolls back, `parallel` serves replicas and shards,
 `driver` serves `zbpp.Pipeline`, `support` serves all. `policies` are its options.
 
-What a script needs of it stands below, loaded when it is first used.
+What a script needs of it is below, loaded when it is first used.
 """
 
 from importlib import import_module

@@ -10,11 +10,11 @@ from torch import nn
 from zbpp.runtime.error_notes import note_layer
 
 OwnName = Callable[[int, str], str]
-"""From a layer's index and a name in it to the model's own name."""
+"""From a layer's index and a name in it to the model's name."""
 
 
 def layer_name(layer: int, name: str) -> str:
-    """Name of a parameter or buffer where the model has no name of its own for it."""
+    """Name of a parameter or buffer where the model has no name for it."""
     return f"layers.{layer}.{name}"
 
 
@@ -38,19 +38,19 @@ class Chunk:
         return iter(dict.fromkeys(p for *_, p in self.all_leaves()))
 
     def all_stepped(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, the model's own name and parameter, as the optimizer has it."""
+        """Layer, the model's name and parameter, as the optimizer has it."""
         for index, name, leaf in self.all_leaves():
             yield index, name, self.shards.get(leaf, leaf)
 
     def all_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, the model's own name and parameter, as the forwards use it."""
+        """Layer, the model's name and parameter, as the forwards use it."""
         gathered = {shard: leaf for leaf, shard in self.shards.items()}
         for index, layer in self.numbered():
             for name, p in layer.named_parameters():
                 yield index, self.own_name(index, name), gathered.get(p, p)
 
     def name_of(self, index: int) -> str:
-        """The model's own name of a layer."""
+        """The model's name of a layer."""
         name = self.own_name(index, ".").rstrip(".")
         is_unnamed = not name or name.isdigit()
         return f"layers.{index}" if is_unnamed else name

@@ -41,7 +41,7 @@ _QUIET = {
 
 
 def draws_nothing(thing: object) -> bool:
-    """True for modules of torch's own, and its losses, that draw no random numbers."""
+    """True for modules of torch, and its losses, that draw no random numbers."""
     if not isinstance(thing, nn.Module):
         return getattr(thing, "__module__", "") == "torch.nn.functional"
     return all(

@@ -177,7 +177,7 @@ def _mean_metrics(
 
 
 def _numbers(metrics: object) -> Metrics:
-    """Return metrics without their graphs, in memory of their own."""
+    """Return metrics without their graphs, in separate memory."""
     pairs = dict(metrics).items() if isinstance(metrics, Mapping) else ()
     if isinstance(metrics, Mapping) and all(_is_number(x) for _, x in pairs):
         return {

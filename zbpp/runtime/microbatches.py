@@ -13,7 +13,7 @@ from zbpp.runtime.values import Tensors, as_tensors
 
 Batch = Any
 """Tensors that are cut along their first dimension, alone or in tuples, lists in these,
-dicts and other containers, beside what every micro-batch gets as it is; or a list of
+dicts and other containers, and what every micro-batch gets as it is; or a list of
 micro-batches."""
 
 CutBatch = Callable[[Any], tuple[Any, Any]]

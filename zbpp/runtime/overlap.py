@@ -16,13 +16,13 @@ stand around the communication.
     F   x -> [ends] -> communicate -> [begins] -> y
     B   dx <- [ends] <- communicate' <- [begins] <- dy
 
-On a CPU a communication holds up its thread, so the pass stops before it begins. On an
-accelerator it is issued to a stream of its own first, behind all that computes; then
+On a CPU a communication blocks its thread, so the pass stops before it begins. On an
+accelerator it is issued to a separate stream first, behind all that computes; then
 the pass stops; and when it goes on, computing waits for the end of the communication.
 All that computes stays on the stage's stream: gradients, saved tensors and random
 numbers meet no other stream, and are those of the same passes in a row.
 
-Each pass that stops runs in a thread of its own, with the caller's state of torch. One
+Each pass that stops runs in a separate thread, with the caller's state of torch. One
 F at a time is open, as all F's draw from the same generators, and one backward of each
 chunk, as its gradients are added in the order of the micro-batches.
 """
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class PassStoppedError(RuntimeError):
-    """Ends a pass that stands at a point, in a step that has failed; nobody sees it."""
+    """Ends a pass that waits at a point, in a step that has failed; internal."""
 
 
 class _Watched:
@@ -102,7 +102,7 @@ _pass: ContextVar[_Watched | None] = ContextVar("pass_with_points", default=None
 
 
 class OpenPass(_Watched):
-    """A pass in a thread of its own, which computes when `go_on` is called.
+    """A pass in a separate thread, which computes when `go_on` is called.
 
     No wait here has a time-out: what is waited for computes, or is in a communication,
     which has one.
@@ -137,7 +137,7 @@ class OpenPass(_Watched):
         return is_over
 
     def stop(self) -> None:
-        """End the pass at the point where it stands, or comes to next."""
+        """End the pass at the point where it waits, or at its next one."""
         self._is_stopped = True
         if self._thread.ident is not None:
             self._go.release()
@@ -257,7 +257,7 @@ def overlap_point(
         return result
 
     result = run() if here is None else here.communicate(run, tensors, on_device)
-    if any(x.requires_grad for x in tensors):  # else no node would say that it ends
+    if any(x.requires_grad for x in tensors):  # else no node would mark its end
         result = _with_point(result, is_behind=True, on_device=on_device)
     return result
 
@@ -280,7 +280,7 @@ def _with_point(thing: Any, *, is_behind: bool, on_device: bool) -> Any:
 
 
 class _Point(torch.autograd.Function):
-    """Returns tensors as they are; one stands before a communication, one behind it.
+    """Returns tensors as they are; one call comes before a communication, one after it.
 
     In a backward the communication begins behind it, and ends before it.
     """
@@ -293,7 +293,7 @@ class _Point(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if is_behind:
             ctx.save_for_backward(torch.empty(0))
-        # Returned as they are they would be views, to which nobody may write.
+        # Returned as they are they would be views, which must not be written to.
         return tuple([x.detach() for x in tensors])
 
     @staticmethod

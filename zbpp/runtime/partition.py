@@ -11,7 +11,7 @@ from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 def partition_layers(
     n_layers: int, n_chunks: int, split: Sequence[int] | None = None
 ) -> tuple[range, ...]:
-    """Say which layers each chunk holds; without a split the first ones get one more.
+    """List the layers of each chunk; without a split the first ones get one more.
 
     >>> partition_layers(7, 3)
     (range(0, 3), range(3, 5), range(5, 7))

@@ -223,10 +223,10 @@ class DataParallel:
 
     Args:
         mesh: of stages, data, context, expert and tensor parallelism; see `zbpp.mesh`.
-            Each replica is given its own share of the batch. Layers may be wrapped by
+            Each replica is given its share of the batch. Layers may be wrapped by
             `fully_shard` or `replicate`; those that are not are replicated, or wrapped
             by ``shard``.
-        shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
+        shard: what replicas shard: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each holds all.
         alternating_buffers: for ``shard="parameters"``; see
             docs/reference/data_parallel.md.

@@ -4,7 +4,7 @@
     B   runs its forward again, once, then its backward
 
 The second run must see what the first one saw, and leave no trace. While it runs, the
-random generators and the buffers (of a BatchNorm, say) are what they were in F; after
+random generators and the buffers (as of a BatchNorm) are what they were in F; after
 it they are what they were in B. Hooks that a layer registers on its input again are not
 called. A layer that writes to its input is refused; writes through ``buffer.data`` and
 other state of a layer, as a counter in Python, change twice.

@@ -121,11 +121,11 @@ class Stage:
         return chain.from_iterable(chunk.numbered() for chunk in self.chunks.values())
 
     def named_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, the model's own name and parameter, as the forwards use it."""
+        """Layer, the model's name and parameter, as the forwards use it."""
         return chain.from_iterable(chunk.all_leaves() for chunk in self.chunks.values())
 
     def named_stepped(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, the model's own name and parameter, as the optimizer has it."""
+        """Layer, the model's name and parameter, as the optimizer has it."""
         return chain.from_iterable(c.all_stepped() for c in self.chunks.values())
 
     @property
@@ -203,7 +203,7 @@ class Stage:
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """F: run the layers (and the loss, on the last chunk); keep the graph.
 
-        Chunk 0 reads the step's own inputs. The outputs are detached; those that need
+        Chunk 0 reads the step's inputs. The outputs are detached; those that need
         a gradient say so.
         """
         taken = self._first_inputs(microbatch) if inputs is None else leaves(inputs)

@@ -45,7 +45,7 @@ class Structure(NamedTuple):
     entries: tuple[int | _Constant, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a value of numbers, as torch warns when it loads its own leaves."""
+        """Pickle a value of numbers, as torch warns when it loads its leaves."""
         places = range(len(self.entries))
         return _structure_of, (unflatten_tree(places, self.containers), self.entries)
 
@@ -104,7 +104,7 @@ def as_value(tensors: Tensors) -> Any:
 
 
 def filled(structure: Structure, tensors: Sequence[Any]) -> Any:
-    """Put tensors, or what stands for them, in their places of a structure."""
+    """Put tensors, or what replaces them, in their places of a structure."""
     return unflatten_tree(
         [
             x.value if isinstance(x, _Constant) else tensors[x]
@@ -115,7 +115,7 @@ def filled(structure: Structure, tensors: Sequence[Any]) -> Any:
 
 
 def with_tensors(tensors: Tensors, others: Iterable[Tensor]) -> Tensors:
-    """Return the same value with other tensors in the places of its own."""
+    """Return the same value with other tensors in the places of its tensors."""
     if isinstance(tensors, Nested):
         return nested(others, tensors.structure)
     return tuple(others)
@@ -180,7 +180,7 @@ def handed_over(y: Tensor) -> Tensor:
 def leaves(tensors: Tensors) -> Tensors:
     """Cut tensors off their graph, unless there is one that has none.
 
-    What a chunk puts out is cut off already, and nobody else reads it.
+    What a chunk puts out is cut off already, and has no other reader.
     """
     if type(tensors) is tuple and len(tensors) == 1:
         (x,) = tensors

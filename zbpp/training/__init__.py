@@ -3,7 +3,7 @@
 options      flags that commands share; loads no torch
 user_model   ``--model module:function``, in all commands
 setup        from the options to model, plan and pipeline
-launch       processes of our own: started, watched, ended
+launch       processes: started, watched, ended
 train        one process's share: steps, checkpoints, validation, the log
 text, llama  the text, and the model
 

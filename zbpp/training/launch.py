@@ -128,7 +128,7 @@ def _run_launched(worker: Callable[[], int | None]) -> NoReturn:
     except BaseException as error:
         _fail(error)
     print(end="", flush=True)
-    os._exit(code)  # an orderly end has been seen to abort in torch's own threads
+    os._exit(code)  # an orderly end has been seen to abort in torch's threads
 
 
 def _fail(error: BaseException) -> NoReturn:

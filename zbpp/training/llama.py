@@ -2,7 +2,7 @@
 
     tokens -> Embedding -> Block x n_blocks -> Head -> logits
 
-Layers are made one by one, each from its own random stream, so a process can build
+Layers are made one by one, each from a separate random stream, so a process can build
 the layers it needs and no others, and still holds the same weights as the whole
 model. Attention is by Vaswani et al. (arXiv 1706.03762), rotary positions by Su et
 al. (2104.09864), SwiGLU by Shazeer (2002.05202), RMSNorm by Zhang and Sennrich
@@ -90,7 +90,7 @@ def _build_layer(config: LlamaConfig, index: int) -> nn.Module:
     al., GPT-2, 2019), so depth does not change the variance.
     """
     is_head = index == config.n_layers - 1
-    with torch.random.fork_rng(devices=[]):  # torch's own values are not kept
+    with torch.random.fork_rng(devices=[]):  # torch's values are not kept
         layer: nn.Module
         if index == 0:
             layer = nn.Embedding(VOCABULARY, config.dim)

@@ -73,9 +73,9 @@ class Planning:
     """Sizes and costs of a schedule."""
 
     stages: Stages | None = None
-    """Pipeline stages; a file knows its own."""
+    """Pipeline stages; a file has its number."""
     microbatches: Microbatches | None = None
-    """Of a step; a file knows its own."""
+    """Of a step; a file has its number."""
     costs: Path | None = None
     """Costs file; else F, B and W take 1."""
     layers: Path | None = None
@@ -149,7 +149,7 @@ class TrainOptions(RunOptions):
     clip_grad_norm: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
     """Largest norm of the model's gradient."""
     data: Path | None = None
-    """Text file or folder; else Python's own source."""
+    """Text file or folder; else Python's source."""
     metrics: Output | None = None
     """JSON line a step, and one with the results."""
     save_dir: Directory | None = None

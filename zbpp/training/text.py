@@ -1,6 +1,6 @@
 """Byte-level text for language modelling: a token is a byte, so there are 256.
 
-By default the text is the Python standard library's own source, read where it is
+By default the text is the Python standard library's source, read where it is
 installed: every machine that runs zbpp has it, and nothing is downloaded. It differs
 between Python versions, so loss curves are comparable only when the hash agrees.
 """

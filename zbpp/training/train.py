@@ -245,7 +245,7 @@ def _conclude(
 
 
 def _hash_parameters(pipeline: Pipeline) -> str:
-    """Hash all parameters, whatever the split: each process hashes its own by name."""
+    """Hash all parameters, whatever the split: each process hashes a share by name."""
     parts = {}
     for prefix, layer in pipeline.named_layers():
         for name, p in layer.named_parameters(prefix=prefix):
@@ -346,7 +346,7 @@ class _Log:
         )
         if number != 1 and step != self._last and step % _LOG_EVERY:
             return
-        parts = [  # as torchtitan's log has them, then the pipeline's own numbers
+        parts = [  # as torchtitan's log has them, then the pipeline's numbers
             f"step: {step:2}",
             f"loss: {result.loss:7.4f}",
             f"grad_norm: {result.grad_norm:7.4f}",

@@ -1,4 +1,4 @@
-"""The user's own model: ``--model``, alike in all commands.
+"""The user's model: ``--model``, alike in all commands.
 
     --model module:function     a function of the user's
     --model hf:config.json      a causal language model of transformers; or the folder
@@ -10,7 +10,7 @@
 The function takes nothing. It returns a model as `zbpp.Pipeline` takes it (models of
 transformers, and what `zbpp.cut` returns, too), the batch of one micro-batch as
 `Pipeline.step` takes it, and ``loss_fn`` unless the last layer puts out the loss or the
-model has one of its own. A model that is built by ranges of layers is a pair, builder
+model has one. A model that is built by ranges of layers is a pair, builder
 and number of layers: ``return (build_range, 80), (tokens, targets), loss_fn``.
 """
 
@@ -42,7 +42,7 @@ class UserModel:
         layered: the model as layers.
         inputs: of a micro-batch.
         targets: of it; None if the last layer puts out the loss.
-        loss_fn: called with outputs and targets; None likewise.
+        loss_fn: called with outputs and targets; None means the same.
     """
 
     layered: "Layered"
@@ -88,7 +88,7 @@ def load_model(
     seed: int = 0,
     is_fake: bool = False,
 ) -> UserModel:
-    """Call ``module:function``, or make the model of ``hf:config.json`` or our own.
+    """Call ``module:function``, or make the model of ``hf:config.json`` or ours.
 
     Args:
         name: of either; None: the small Llama of `zbpp train`.

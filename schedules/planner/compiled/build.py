@@ -1,6 +1,6 @@
 """Compile the loops with a C compiler of the machine, or with that of ziglang.
 
-setup.py runs this file on its own, so it imports the standard library only.
+setup.py runs this file alone, so it imports the standard library only.
 """
 
 import importlib.util

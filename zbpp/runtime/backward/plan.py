@@ -203,7 +203,7 @@ class PlanCache:
         signature    Tanh 1 | Addmm bias ~0 2 | T weight
 
     The signature lists the type of each node and the targets of its edges: nodes by
-    number, inputs by place, parameters by their own nodes. It keeps these alive, so
+    number, inputs by place, parameters by their nodes. It keeps these alive, so
     that later graphs have the same ones.
     """
 

@@ -6,7 +6,7 @@
     GroupedMm      the same, one matrix for each group of rows
     Convolution    dx = conv^T(dy)   dw, db = conv(x, dy)
 
-The formulas are torch's own (derivatives.yaml), with the same layouts, so the results
+The formulas are torch's (derivatives.yaml), with the same layouts, so the results
 are equal to the last bit.
 """
 

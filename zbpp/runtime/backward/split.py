@@ -118,7 +118,7 @@ class WeightQueue:
         self, site: Site, tensors: Sequence[Any], settings: Sequence[Any] = ()
     ) -> None:
         """Leave the work of a product for W."""
-        if self.lent:  # an operand may be a parameter: a layer's queries, say
+        if self.lent:  # an operand may be a parameter: for example a layer's queries
             lent = [x is not None and memory_of(x) in self.lent for x in tensors]
             tensors = [
                 x.clone() if is_lent else x
@@ -262,7 +262,7 @@ class SplitGraph:
             if x.requires_grad:
                 if not x.is_leaf:
                     raise RequestError(
-                        "an input of B is no leaf, so its own graph would run in B "
+                        "an input of B is no leaf, so its graph would run in B "
                         "too; run the forward on x.detach().requires_grad_()"
                     )
                 self._inputs.append(x)

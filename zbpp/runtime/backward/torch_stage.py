@@ -1,4 +1,4 @@
-"""Our split backward under torch's own pipeline schedules.
+"""Our split backward under torch's pipeline schedules.
 
 >>> from torch import nn
 >>> from zbpp.runtime.backward.torch_stage import SplitModule

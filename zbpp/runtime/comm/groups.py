@@ -1,4 +1,4 @@
-"""Process groups of one pipeline alone, made by their members and by nobody else.
+"""Process groups of one pipeline alone, made by their members only.
 
 `torch.distributed.new_group` waits for the whole world, or names the group by a hash of
 its ranks, under which the store may still have the addresses of a group that has ended.
@@ -89,17 +89,18 @@ def open_groups(
     device: torch.device,
     timeout_s: float,
 ) -> Groups:
-    """Open the groups of a pipeline; all that step together must call, nobody else.
+    """Open the groups of a pipeline; all that step together must call, and no others.
 
     With gloo one group serves everything, as messages of other pairs do not wait for
     each other. With NCCL what shares a communicator does: a send and a receive between
-    the same two stages must not, so every direction has its own.
+    the same two stages must not, so every direction has a group.
 
     A receive that is posted early runs on its communicator's stream. This stream waits
     for what the stage's stream had to do before, and the stage's stream waits for it
-    only where a job reads the value: no job in between. Tensors of a value are messages
-    of their own; to group them would move them to a communicator of collectives, where
-    they wait for each other (`docs/how_to/gpus.md` on CUDA_DEVICE_MAX_CONNECTIONS).
+    only where a job reads the value: no job in between. Each tensor of a value is a
+    separate message; to group them would move them to a communicator of collectives,
+    where they wait for each other (`docs/how_to/gpus.md` on
+    CUDA_DEVICE_MAX_CONNECTIONS).
     """
     world, pipeline = place.everyone, place.pipeline
     assert world is not None

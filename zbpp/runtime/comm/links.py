@@ -63,7 +63,7 @@ class HostWaits:
 class StreamWaits:
     """Waits of the device's streams; the host only looks for what failed or is late.
 
-    A time-out of NCCL's own would hold up the host at every message.
+    A time-out by NCCL would stop the host at every message.
     """
 
     def __init__(self, failures: Failures, device: torch.device) -> None:

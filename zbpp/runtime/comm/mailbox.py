@@ -1,4 +1,4 @@
-"""The values of a stage that is a process of its own, over a link.
+"""The values of a stage in a separate process, over a link.
 
 A channel is one pair of neighbours and one direction; it keeps the order of its
 messages, and `zbpp.schedules.lower` has proved that both ends have the same order.
@@ -61,7 +61,7 @@ class _PostedReceive(Expected):
 
 
 class Mailbox(Transport):
-    """The messages of one stage that is a process of its own.
+    """The messages of one stage in a separate process.
 
     All processes that step together must make theirs, which connects them. The stage
     ``reader`` reads the inputs. No wait lasts longer than ``timeout_s``, or for the

@@ -28,7 +28,7 @@ from zbpp.runtime.support.torch_internals import inner_tensors
 from zbpp.runtime.values import Nested, Structure, Tensors, filled
 
 _MAX_KINDS = 1024
-"""Kinds that are remembered; beyond, all are forgotten and learnt anew."""
+"""Kinds that are remembered; beyond, all are forgotten."""
 
 
 class Look(NamedTuple):

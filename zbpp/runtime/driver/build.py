@@ -63,7 +63,7 @@ class Settings:
     """With ``post_validation`` False where the schedule has no V's."""
     clip_grad_norm: float | None
     numerics: Numerics
-    """A ``weigh`` that is a function is None here: each rank has its own object."""
+    """A ``weigh`` that is a function is None here: each rank has another object."""
     replicas: DataParallel
     recompute: frozenset[int]
     """Layers of the whole model whose graph B computes again."""

@@ -254,7 +254,7 @@ class _Settle:
 
 @contextmanager
 def eval_mode(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Layers in eval mode; afterwards each module is in its own mode again."""
+    """Layers in eval mode; afterwards each module is in its former mode again."""
     modes = [
         (module, module.training) for layer in layers for module in layer.modules()
     ]

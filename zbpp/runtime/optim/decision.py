@@ -1,6 +1,6 @@
 """The sums of a step over all stages, and the decision on the step by these sums.
 
-    norm finite, within the limit    the step stands as it was taken
+    norm finite, within the limit    the step remains as it was taken
     norm finite, above the limit     the gradients are clipped first
     norm Inf or NaN, or loss NaN     there is no step
 

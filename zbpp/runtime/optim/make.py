@@ -1,7 +1,7 @@
 """From the caller's function to the optimizers of a stage.
 
 A function whose first argument is called ``named_parameters`` gets pairs of a name and
-a parameter, by the model's own names; any other gets the parameters.
+a parameter, by the model's names; any other gets the parameters.
 """
 
 import inspect
@@ -31,7 +31,7 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
-            f"optimizer is {a_kind(optimizer)}, and each stage makes one of its own; "
+            f"optimizer is {a_kind(optimizer)}, and each stage makes one; "
             f"give the function that makes it, {_LINE}, and make learning-rate "
             "schedulers of pipeline.optimizers"
         )

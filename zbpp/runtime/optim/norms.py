@@ -92,7 +92,7 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
         return
     plain = []
     for p in parameters:
-        # one call for many rounds the factor to 16 bits, where its own does not
+        # one call for many rounds the factor to 16 bits, where the fused one does not
         if type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
             plain.append(p.grad)
         elif p.grad is not None:

@@ -126,7 +126,7 @@ class StageOptimizers:
         )
 
     def mark_called(self) -> None:
-        """Let learning-rate schedulers know that a step comes before their own."""
+        """Let learning-rate schedulers know that a step comes before theirs."""
         for optimizer in self.all:
             mark_called(optimizer)
 
@@ -197,7 +197,7 @@ def _learnable(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _named(stage: Stage, own_name: OwnName) -> Iterator[tuple[str, nn.Parameter]]:
-    """Learnable parameters by the model's own names; a tied one has its first name."""
+    """Learnable parameters by the model's names; a tied one has its first name."""
     ties = stage.ties.plan.ties
     first = {own_name(*place): own_name(*tie[0]) for tie in ties for place in tie}
     for name, p in _learnable(stage):

@@ -3,9 +3,9 @@
     first stage    inputs, targets, key    } a few numbers in the vector that a step
     last stage     inputs, targets, key    } sums over all processes anyway
 
-Nobody else would notice: a loss of these outputs and those targets is a number too.
+Nothing else would notice: a loss of these outputs and those targets is a number too.
 Inputs or targets alone may differ: inputs that are augmented at random where they are
-read, targets that are made up where nobody reads them. A key counts instead of both.
+read, targets that are made up where no stage reads them. A key counts instead of both.
 """
 
 import zlib

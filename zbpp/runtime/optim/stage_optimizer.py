@@ -40,7 +40,7 @@ class _Pending:
     gradients: Sequence[tuple[Tensor, Tensor | None]] | None = None
     """Taken from the parameters at O; None: no optimizer has stepped yet."""
     marks: Sequence[tuple[Tensor, object]] = ()
-    """Of the parameters after O, as long as nobody may write to them."""
+    """Of the parameters after O, as long as nothing may write to them."""
 
 
 def _mark(parameter: Tensor) -> object:

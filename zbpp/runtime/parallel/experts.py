@@ -22,7 +22,7 @@ def deal(module: nn.Module, mesh: DeviceMesh) -> None:
 
         zbpp.deal(layer.mlp.experts, mesh["ep"])
 
-    They are DTensors from then on, under their own names: norms, sums, shards and
+    They are DTensors from then on, under their names: norms, sums, shards and
     checkpoints know by themselves what they are. In a forward of the module that has
     them ``self.weight`` is a plain tensor, the part of this process.
 

@@ -7,7 +7,7 @@
     REDUCE_WAIT  wait for the sums
 
 Layers may be wrapped by `fully_shard` or `replicate`, as a whole or in parts; those
-that nobody has wrapped are the same on all replicas, and their gradients are summed
+that are not wrapped are the same on all replicas, and their gradients are summed
 here. FSDP2's prefetches are off: a job gathers a layer, or the pass that needs it, or
 with alternating buffers the pass before.
 
@@ -47,7 +47,7 @@ class _Sum(NamedTuple):
 
 
 class Buckets:
-    """Gradients of one layer that nobody has wrapped, summed over several groups.
+    """Gradients of one layer that are not wrapped, summed over several groups.
 
     All replicas must have the same parameters at the same places of a flat tensor.
     Until `put_back` the sums are apart from the gradients of the next micro-batch.
@@ -86,7 +86,7 @@ class Buckets:
         """Add the sums that are under way to the totals."""
         for flat, parameters, shapes, work in self._sums:
             try:
-                work.wait()  # a limit would hold up the host with NCCL
+                work.wait()  # a limit would stop the host with NCCL
             except RuntimeError as error:
                 raise dist.DistError(str(error)) from error
             for group in self._other_groups:

@@ -101,10 +101,9 @@ def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Mod
     for name, p in layer.named_parameters(recurse=False):
         if p in experts:
             raise RequestError(
-                f"{name} of a {type(layer).__name__} is an expert's, beside parameters "
+                f"{name} of a {type(layer).__name__} is an expert's, with parameters "
                 "that are not, and shard= deals both out over other processes; put the "
-                "experts' parameters into a module of their own, whose forward uses "
-                "them"
+                "experts' parameters into a separate module, whose forward uses them"
             )
     for module in layer.children():
         yield from _modules_of(module, experts)

@@ -49,7 +49,7 @@ def may_be_read(node: Any, raw_names: Iterable[str]) -> bool:
 
     Activation checkpointing recomputes a tensor at its first read, and refuses a
     second one although the tensor lives as long as its node. This lifts the refusal.
-    Tensors of other hooks (offloading, say) may not be read again.
+    Tensors of other hooks (for example offloading) may not be read again.
     """
     for saved in packed_by_hooks(node, raw_names):
         handles = getattr(saved.data, "handles", None)

@@ -2,7 +2,7 @@
 
 A collective breaks where another process has died or hangs. Torch has no class for
 most of these errors, and their texts differ by place and version, so it counts where an
-error was raised. A layer's own error is never taken for one.
+error was raised. An error of a layer is never taken for one.
 """
 
 import traceback

@@ -5,7 +5,7 @@
 
 A torch has one accelerator, which `torch.accelerator` and `torch.get_device_module`
 serve under the same names whatever it is: CUDA, XPU, an NPU. Everything else asks here,
-and names no kind of its own.
+and names no kind of device.
 """
 
 import os
@@ -35,7 +35,7 @@ def accelerator() -> str | None:
 def runs_ahead(device: torch.device) -> bool:
     """True if the host goes on while the device computes.
 
-    It then has streams, events, a generator and an allocator of its own, and host
+    It then has streams, events, a generator and an allocator, and host
     memory is pinned for it.
     """
     return device.type != "cpu" and device.type == built_for()
@@ -85,7 +85,7 @@ def own_device(asked: torch.device | str | None = None) -> torch.device:
 
     To be asked before the process group is made: NCCL takes the current GPU. It is the
     one that the script has made current, else that of ``LOCAL_RANK`` among those that
-    the process sees: Slurm and Ray show each process its own alone, as number 0. Where
+    the process sees: Slurm and Ray show each process one device, as number 0. Where
     processes see fewer GPUs than they need, they share them. Without a kind it is the
     CPU where there is no accelerator.
     """

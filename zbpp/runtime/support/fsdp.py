@@ -154,7 +154,7 @@ class Unit:
 
     @property
     def pending(self) -> bool:
-        """A gather is under way that nobody has waited for."""
+        """A gather is under way that has not been awaited."""
         return any(group._all_gather_result is not None for group in self._groups)
 
     def _leave_narrow(self) -> None:

@@ -1,4 +1,4 @@
-"""A GPU's streams and events, and copies between host and GPU that nobody waits for.
+"""A GPU's streams and events, and asynchronous copies between host and GPU.
 
     host      copy x, go on ............ is it there? ... read
     stream    ... kernels | copy | event | kernels ...
@@ -26,7 +26,7 @@ def recorded_event(device: torch.device) -> torch.Event:
 class HostCopy:
     """The values of a tensor on the host, copied when the current stream comes to it.
 
-    On CPUs the tensor itself. Nobody may write to it any more.
+    On CPUs the tensor itself. It must not be written to afterwards.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -67,7 +67,7 @@ def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class NetworkStream:
-    """The stream of a stage's communications, beside which it computes.
+    """The stream of a stage's communications, apart from that on which it computes.
 
         computes   | F0 .. |          B1 ..          | F0 goes on
         network            | F0's all-to-all |

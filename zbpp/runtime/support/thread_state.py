@@ -40,7 +40,7 @@ class ThreadState:
         """Call a function in another thread as in that one.
 
         Backwards within it run on this thread alone, also on an accelerator, for which
-        autograd has one thread of its own: where that waits here for another thread,
+        autograd has one thread: where that waits here for another thread,
         no backward that the other thread starts would come to its end.
         """
         return self._context.run(self._run, function)

@@ -118,7 +118,7 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def mark_called(optimizer: torch.optim.Optimizer) -> None:
-    """Let a learning-rate scheduler know that a step was asked for before its own.
+    """Let a learning-rate scheduler know that a step was asked for before its step.
 
     The step itself comes later, and the scheduler would warn.
     """

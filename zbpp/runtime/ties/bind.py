@@ -104,6 +104,6 @@ def _refuse_shared(module: nn.Module, name: str, first: int, index: int) -> None
     if first != index:
         raise RequestError(
             f"layers {first} and {index} share the {type(module).__name__} that holds "
-            f"{name}; give each layer a module of its own, and let these share the "
+            f"{name}; give each layer a separate module, and let these share the "
             "parameter"
         )

@@ -34,7 +34,7 @@ class TiedParameter:
     places: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
     """Modules, the names of the leaves in them, and the leaves."""
     earlier_grad: Tensor | None = None
-    """Gradient of an earlier step that nobody has cleared."""
+    """Gradient of an earlier step that has not been cleared."""
 
     @property
     def aliases(self) -> list[nn.Parameter]:
