@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 
 from judge import judge
 
-from zbpp.core import Costs, Schedule, lower_bound, parse_costs, schedule_text
+from zbpp.core import Costs, Schedule, lower_bound, read_costs, schedule_text
 from zbpp.planning import plan
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
@@ -55,7 +55,7 @@ def case_of(row: dict[str, Any], limit: float) -> Case:
 
 def costs_of(case: Case) -> Costs:
     """Read a costs file."""
-    return parse_costs(json.dumps(case), source="a case")
+    return read_costs(case)
 
 
 def planned(mode: str, p: int, m: int, case: Case, effort: str) -> Schedule:

@@ -10,8 +10,6 @@ from zbpp.core import (
     Costs,
     LayerCosts,
     RequestError,
-    parse_costs,
-    parse_layers,
     parse_memory,
     read_costs,
     read_layers,
@@ -55,8 +53,8 @@ def test_costs_are_read_back_as_they_were(lists, tmp_path_factory, **others):
 
 def test_keys_left_out_take_their_defaults_and_those_are_left_out(tmp_path):
     """Files stay readable for those who know the first keys only."""
-    assert parse_costs("{}") == Costs() == parse_costs('{"memory_limit": null}')
-    costs = parse_costs('{"f": [1, 2.5], "memory_limit": 8, "m_w": 0.366}')
+    assert read_costs({}) == Costs() == read_costs({"memory_limit": None})
+    costs = read_costs({"f": [1, 2.5], "memory_limit": 8, "m_w": 0.366})
     assert costs == Costs(f=(1, 2.5), m_w=0.366, memory_limit=8)
     first = {"f", "b", "w", "comm", "optimizer", "m_b", "m_w"}
     for more in ({}, {"loss": 1, "splits": (True,)}, {"reduction": 0}):
@@ -70,7 +68,7 @@ def test_a_layers_file_comes_back_as_it_was(tmp_path):
     layers = LayerCosts(4, f=(1.0, 2.0, 3.0, 4.0), m_r=1.0, pass_f=0.5, all_gather=2.0)
     write_costs(layers, path)
     assert read_layers(path) == layers
-    assert parse_layers('{"n_layers": 3, "memory_limit": "2KiB"}').memory_limit == 2048
+    assert read_layers({"n_layers": 3, "memory_limit": "2KiB"}).memory_limit == 2048
 
 
 NOT_READ = ("loss", "reduction", "validation")
@@ -99,9 +97,10 @@ NOT_READ = ("loss", "reduction", "validation")
         ('{"version": 1}', "unknown key 'version'"),
     ],
 )
-def test_wrong_costs_are_refused_by_key(text, named):
-    with pytest.raises(RequestError, match=f"^my.json: .*{named}"):
-        parse_costs(text, source="my.json")
+def test_wrong_costs_are_refused_by_key(text, named, tmp_path):
+    (path := tmp_path / "my.json").write_text(text)
+    with pytest.raises(RequestError, match=f"^{path}: .*{named}"):
+        read_costs(path)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_wrong_costs_are_refused_by_key(text, named):
 )
 def test_wrong_layers_are_refused_by_key(text, named):
     with pytest.raises(RequestError, match=f"^layers: .*{named}"):
-        parse_layers(text)
+        read_layers(json.loads(text))
 
 
 # --- units ----------------------------------------------------------------------------
@@ -123,8 +122,7 @@ def test_wrong_layers_are_refused_by_key(text, named):
 
 def both(**data: object) -> tuple[Costs, LayerCosts]:
     """Costs of chunks and of layers that have the same columns."""
-    layers = json.dumps({"n_layers": 2, **data})
-    return parse_costs(json.dumps(data)), parse_layers(layers)
+    return read_costs(data), read_layers({"n_layers": 2, **data})
 
 
 def test_a_text_with_a_unit_is_a_number_of_bytes():

@@ -22,10 +22,10 @@ from zbpp.core import (
     ScheduleError,
     draw,
     ended_by,
-    parse_costs,
     parse_job,
-    parse_layers,
     passes_in,
+    read_costs,
+    read_layers,
     recomputed,
     write_costs,
 )
@@ -158,7 +158,7 @@ def test_a_layers_file_keeps_parts(tmp_path):
     path = tmp_path / "layers.json"
     for layers in (LAYERS, LayerCosts(2, parts=TALKING)):
         write_costs(layers, path)
-        assert parse_layers(path.read_text()) == layers
+        assert read_layers(path) == layers
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_wrong_parts_of_layers_are_refused(tmp_path, change, message):
     write_costs(LAYERS, tmp_path / "layers.json")
     data = json.loads((tmp_path / "layers.json").read_text())
     with pytest.raises(RequestError, match=message):
-        parse_layers(json.dumps(data | change))
+        read_layers(data | change)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_wrong_parts_of_layers_are_refused(tmp_path, change, message):
 )
 def test_wrong_parts_are_refused_by_name(text, message):
     with pytest.raises(RequestError, match=message):
-        parse_costs(text)
+        read_costs(json.loads(text))
 
 
 def test_what_parts_cannot_be_combined_with_is_refused():

@@ -13,7 +13,6 @@ import pytest
 from judge import judge
 
 from zbpp.core import (
-    Costs,
     Pass,
     PassKind,
     Placement,
@@ -295,14 +294,6 @@ def test_schedule_file_has_the_fixed_format(tmp_path):
         "jobs": [["0F0", "0BW0", "O"], ["1F0", "1BW0", "O"]],
     }
     assert read_schedule(tmp_path / "plan.json") == schedule
-
-
-def test_a_schedule_is_read_with_a_memory_limit():
-    text = schedule_text(plan("ZBV", n_stages=2, n_microbatches=3))
-    costs = Costs(memory_limit=100.0)
-    assert parse_schedule(text, costs=costs).costs == costs
-    with pytest.raises(ScheduleError, match="over the limit"):
-        parse_schedule(text, costs=Costs(memory_limit=0.01))
 
 
 BASE = json.loads(schedule_text(plan("FThenB", n_stages=4, n_microbatches=5)))

@@ -77,14 +77,14 @@ def test_changed_sources_are_built_again(checkout):
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 REQUESTS = """
 import json, sys
-from zbpp.core import Costs, Lane, Parts, parse_costs
+from zbpp.core import Costs, Lane, Parts, read_costs
 from zbpp.planning import plan
 c, n = (Lane.COMPUTE, 0.5), (Lane.NETWORK, 0.3)
 parts = Costs(parts=Parts((c, n, c, n), (n, c, n, c), (c, c), 2))
 for mode in ("ZB", "ZBV", "ZBVPP"):
     plan(mode, n_stages=4, n_microbatches=8, costs=parts, effort="fast")
 for row in json.load(open(sys.argv[1])):
-    costs = parse_costs(json.dumps(row["costs"]))
+    costs = read_costs(row["costs"])
     sizes = {"n_stages": row["p"], "n_microbatches": row["m"]}
     plan(row["mode"], **sizes, costs=costs, effort="fast")
 print("done")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from judge import judge
 
-from zbpp.core import Costs, lower_bound, parse_costs, schedule_text
+from zbpp.core import Costs, lower_bound, read_costs, schedule_text
 from zbpp.planning import plan
 from zbpp.simulator import bubble_rate, simulate, span
 
@@ -27,7 +27,7 @@ def rows_of(name: str) -> list[dict]:
 
 
 def key(mode: str, p: int, m: int, costs: dict) -> tuple[str, int, int, Costs]:
-    return mode, p, m, parse_costs(json.dumps(costs))
+    return mode, p, m, read_costs(costs)
 
 
 def published() -> dict[tuple, dict]:
@@ -64,7 +64,7 @@ def param(number: int, row: dict) -> object:
 @pytest.mark.parametrize("row", [param(*each) for each in enumerate(ROWS)])
 def test_no_plan_is_longer_than_it_was_or_than_what_is_published(row):
     mode, p, m, data = (row[name] for name in ("mode", "p", "m", "costs"))
-    costs = parse_costs(json.dumps(data))
+    costs = read_costs(data)
     schedule = plan(mode, n_stages=p, n_microbatches=m, costs=costs)
     verdict = judge(json.loads(schedule_text(schedule)), data)
     assert verdict.span <= 1.005 * row["span"]

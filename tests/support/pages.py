@@ -30,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 from zbpp.cli import main
-from zbpp.core import parse_costs, parse_layers, parse_schedule, read_schedule
+from zbpp.core import parse_schedule, read_costs, read_layers, read_schedule
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
@@ -213,9 +213,11 @@ def parse_data(page: Page) -> int:
     """Parse all JSON that is shown; return how many blocks."""
     blocks = page.blocks("json")
     for block in blocks:
-        kinds = {'"format"': parse_schedule, '"n_layers"': parse_layers}
-        parse = next((kinds[key] for key in kinds if key in block.text), parse_costs)
-        parse(block.text)
+        if '"format"' in block.text:
+            parse_schedule(block.text)
+        else:
+            read = read_layers if '"n_layers"' in block.text else read_costs
+            read(json.loads(block.text))
     return len(blocks)
 
 

@@ -8,7 +8,6 @@ from cyclopts import Parameter
 from zbpp.core import Costs, LayerCosts, RequestError, Schedule, Timeline
 from zbpp.core.replicas import Shard
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
-from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import (
     gathering,
@@ -117,7 +116,7 @@ class ScheduleFlags(PlanFlags):
         if self.costs is not None or self.layers is not None:
             return str(self.costs or self.layers)
         (name,) = self.pipeline_schedule_mode
-        if plan.has_costs and is_plan_file(name):
+        if plan.has_costs:
             return f"those in {name}"
         return "none are given: F, B and W take 1, messages nothing"
 

@@ -12,8 +12,6 @@ from zbpp.core.errors import (
     a_kind,
 )
 from zbpp.core.files import (
-    parse_costs,
-    parse_layers,
     parse_schedule,
     read_costs,
     read_layers,
@@ -150,9 +148,7 @@ __all__ = [
     "lower_bounds",
     "members_of",
     "output_of",
-    "parse_costs",
     "parse_job",
-    "parse_layers",
     "parse_memory",
     "parse_schedule",
     "passes_in",

@@ -31,6 +31,8 @@ from zbpp.core.text import mistake, parse_job
 from zbpp.core.validation import Recompute
 
 _C = TypeVar("_C", Costs, LayerCosts)
+Source = str | Path | Mapping[str, Any]
+"""The path of a file, or the object of one."""
 _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 """Columns of chunks that are written even where they are the default."""
 _LONGEST = 2**29
@@ -167,7 +169,7 @@ def fail(source: str, reason: str) -> Never:
 
 
 def write_costs(costs: Costs | LayerCosts, path: str | Path) -> None:
-    """Write a costs file, or a layers file, as `parse_costs` and `parse_layers` read.
+    """Write a costs file, or a layers file, as `read_costs` and `read_layers` read.
 
     Raises:
         RequestError: the file cannot be written.
@@ -190,61 +192,49 @@ def costs_data(costs: Costs | LayerCosts) -> dict[str, object]:
     return data
 
 
-def read_costs(path: str | Path) -> Costs:
-    """Read a costs file; keys that are left out take their defaults.
+def read_costs(source: Source) -> Costs:
+    """Read a costs file; what is left out, or null, has its default.
+
+    The keys are the fields of `Costs`. A number is for a whole stage, a list has
+    one entry per chunk (``comm``: per edge between chunks; ``memory_limit``, ``speed``
+    and ``splits``: per stage). ``parts`` is an object with ``f``, ``b`` and ``w``,
+    lists of pairs such as ``["compute", 1.5]`` and ``["network", 0.5]`` for one layer,
+    and with ``layers``: how many a stage has; a list has one object per chunk. Memories
+    are numbers of bytes, or of any other unit; a text such as "40GiB" is a number of
+    bytes.
 
     Raises:
         RequestError: the file cannot be read or holds no valid costs.
     """
-    return parse_costs(read(path), source=str(path))
+    return table_of(Costs, *_object(source, "costs"))
 
 
-def read_layers(path: str | Path) -> LayerCosts:
-    """Read a layers file; keys that are left out take their defaults.
-
-    Raises:
-        RequestError: the file cannot be read or holds no valid costs.
-    """
-    return parse_layers(read(path), source=str(path))
-
-
-def parse_costs(text: str, *, source: str = "costs") -> Costs:
-    """Read costs from JSON text; ``source`` names it in errors.
-
-    The keys are the fields of `Costs`; what is left out, or null, has its default. A
-    number is for a whole stage, a list has one entry per chunk (``comm``: per
-    edge between chunks; ``memory_limit``, ``speed`` and
-    ``splits``: per stage). ``parts`` is an object with ``f``, ``b`` and ``w``, lists of
-    pairs such as ``["compute", 1.5]`` and ``["network", 0.5]`` for one layer, and with
-    ``layers``: how many a stage has; a list has one object per chunk. Memories are
-    numbers of bytes, or of any other unit; a text such as "40GiB" is a number of bytes.
-
-    Raises:
-        RequestError: the text holds no valid costs.
-    """
-    return table_of(Costs, object_of(text, source), source)
-
-
-def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
-    """Read the costs of layers from JSON text; ``source`` names it in errors.
+def read_layers(source: Source) -> LayerCosts:
+    """Read a layers file; what is left out, or null, has its default.
 
     The keys are the fields of `LayerCosts`. A number is for every layer, a list has
     one entry each; so has ``parts``, with objects as in a costs file, without
     ``layers``.
 
     Raises:
-        RequestError: the text holds no valid costs.
+        RequestError: the file cannot be read or holds no valid costs.
     """
-    return table_of(LayerCosts, object_of(text, source), source)
+    return table_of(LayerCosts, *_object(source, "layers"))
 
 
-def either_of(value: Mapping[str, Any] | str | Path) -> Costs | LayerCosts:
-    """Read costs of layers, which have the key n_layers, or of chunks: a file's."""
-    source = "costs" if isinstance(value, Mapping) else str(value)
-    data = value if isinstance(value, Mapping) else object_of(read(value), source)
+def either_of(source: Source) -> Costs | LayerCosts:
+    """Read costs of layers, which have the key n_layers, or of chunks."""
+    data, name = _object(source, "costs")
     if "n_layers" in data:
-        return table_of(LayerCosts, data, source)
-    return table_of(Costs, data, source)
+        return table_of(LayerCosts, data, name)
+    return table_of(Costs, data, name)
+
+
+def _object(source: Source, name: str) -> tuple[Mapping[str, Any], str]:
+    """The object of a source, and its name in errors."""
+    if isinstance(source, Mapping):
+        return source, name
+    return object_of(read(source), str(source)), str(source)
 
 
 def table_of(table: type[_C], data: Mapping[str, Any], source: str) -> _C:
@@ -337,24 +327,22 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     write_file(path, schedule_text(schedule))
 
 
-def read_schedule(path: str | Path, *, costs: Costs | None = None) -> Schedule:
+def read_schedule(path: str | Path) -> Schedule:
     """Read a schedule file and validate it.
 
     Raises:
         RequestError: the file cannot be read or holds no valid schedule.
     """
-    return parse_schedule(read(path), source=str(path), costs=costs)
+    return parse_schedule(read(path), source=str(path))
 
 
-def parse_schedule(
-    text: str, *, source: str = "schedule", costs: Costs | None = None
-) -> Schedule:
+def parse_schedule(text: str, *, source: str = "schedule") -> Schedule:
     """Read a schedule from JSON text; ``source`` names it in errors.
 
     Raises:
         RequestError: the text holds no valid schedule.
     """
-    return schedule_of(object_of(text, source), source=source, costs=costs)
+    return schedule_of(object_of(text, source), source=source)
 
 
 def schedule_of(

@@ -37,7 +37,7 @@ from zbpp.core.costs import Costs, Table
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.parts import Parts, PartTimes
-from zbpp.core.placement import Placement, ranges_of
+from zbpp.core.placement import Placement, check_split, ranges_of
 
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
@@ -160,15 +160,7 @@ class LayerCosts(Table, _Count):
         Raises:
             RequestError: the split does not fit, or a layer cannot be recomputed.
         """
-        if (
-            len(split) != placement.n_chunks
-            or min(split) < 1
-            or sum(split) != self.n_layers
-        ):
-            raise RequestError(
-                f"split {list(split)} must have {placement.n_chunks} entries from 1 on "
-                f"that add up to {self.n_layers} layers"
-            )
+        check_split(split, self.n_layers, placement.n_chunks)
         if recompute and self.m_r is None and self.memory_limit is not None:
             raise RequestError(
                 "there is a memory limit, but no m_r: what F leaves of a part that is "

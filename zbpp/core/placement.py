@@ -91,6 +91,15 @@ def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
     return tuple(base + (chunk < more) for chunk in range(n_chunks))
 
 
+def check_split(split: Sequence[int], n_layers: int, n_chunks: int) -> None:
+    """Refuse a split that does not deal all layers to all chunks."""
+    if len(split) != n_chunks or sum(split) != n_layers or min(split) < 1:
+        raise RequestError(
+            f"split {list(split)} must have {n_chunks} entries from 1 on that add up "
+            f"to {n_layers} layers; it has {len(split)}, with the sum {sum(split)}"
+        )
+
+
 def ranges_of(split: Sequence[int]) -> list[range]:
     """Layers of each chunk of a split.
 

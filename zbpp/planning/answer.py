@@ -13,8 +13,7 @@ schedule file has it. Wherever a schedule file is read, a plan file is too.
 """
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,10 +33,10 @@ from zbpp.core import (
     ranges_of,
     schedule_text,
 )
-from zbpp.core.files import costs_data, decode, fail, object_of, schedule_of, table_of
+from zbpp.core.files import costs_data, decode, fail, schedule_of, table_of
 from zbpp.schedules.planner.balance import is_below
 
-_FORMAT = "zbpp-plan"
+FORMAT = "zbpp-plan"
 _COMPARED = ("time", "barrier_step", "peak")
 _FIGURES = ("step", "span", "barrier_step", "peak", "lower_bound")
 
@@ -221,7 +220,7 @@ def plan_text(plan: Plan) -> str:
     if plan.is_layered:
         figures |= {"ideal_step": plan.ideal_step, "even_step": plan.even_step}
     head = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "version": 1,
         "mode": plan.mode,
         "figures": figures,
@@ -233,22 +232,8 @@ def plan_text(plan: Plan) -> str:
     return f'{json.dumps(head)[:-1]}, "schedule":\n{schedule_text(plan.schedule)}}}\n'
 
 
-def is_plan_text(text: str) -> bool:
-    """True if a text is that of a plan file, which begins with its format."""
-    return re.match(rf'\s*{{\s*"format"\s*:\s*"{_FORMAT}"', text) is not None
-
-
-def is_plan_file(path: str) -> bool:
-    """True if there is a plan file at a path."""
-    if not Path(path).is_file():
-        return False
-    with Path(path).open("rb") as file:
-        return is_plan_text(file.read(99).decode(errors="replace"))
-
-
-def parse_plan(text: str, *, source: str = "plan") -> Plan:
-    """Read a plan from JSON text; figures follow from what it was made for."""
-    data = object_of(text, source)
+def plan_of(data: Mapping[str, Any], *, source: str) -> Plan:
+    """Read a plan from the object of a plan file; figures follow from its schedule."""
     file: _File = decode(_File, data, source)
     costs = table_of(Costs, file.costs, f"{source}: costs")
     schedule = schedule_of(

@@ -19,11 +19,10 @@ from zbpp.core import (
     RequestError,
     Schedule,
     a_kind,
-    parse_schedule,
 )
 from zbpp.core.columns import PerRow
-from zbpp.core.files import read
-from zbpp.planning.answer import Plan, is_plan_text, parse_plan
+from zbpp.core.files import object_of, read, schedule_of
+from zbpp.planning.answer import FORMAT, Plan, plan_of
 from zbpp.planning.candidates import best_plan, within_limit
 from zbpp.planning.modes import MODES, Mode, canonical, is_auto, is_file
 from zbpp.planning.request import (
@@ -134,10 +133,10 @@ def _schedule_of(orders: Schedule | Plan) -> Schedule:
 
 
 def _read(path: str) -> Schedule | Plan:
-    text = read(path)
-    if is_plan_text(text):
-        return parse_plan(text, source=path)
-    return parse_schedule(text, source=path)
+    data = object_of(read(path), path)
+    if data.get("format") == FORMAT:
+        return plan_of(data, source=path)
+    return schedule_of(data, source=path)
 
 
 def _as_mode(schedule: Schedule, request: PlanRequest) -> tuple[Mode, PlanRequest]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from zbpp.core import RequestError, a_kind, even_split, ranges_of
+from zbpp.core.placement import check_split
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 
 
@@ -21,11 +22,7 @@ def partition_layers(
     """
     if split is None:
         split = even_split(n_layers, n_chunks)
-    if len(split) != n_chunks or sum(split) != n_layers or min(split) < 1:
-        raise RequestError(
-            f"split {list(split)} must have {n_chunks} entries from 1 on that add up "
-            f"to {n_layers} layers; it has {len(split)}, with the sum {sum(split)}"
-        )
+    check_split(split, n_layers, n_chunks)
     return tuple(ranges_of(split))
 
 
