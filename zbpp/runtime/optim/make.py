@@ -58,6 +58,7 @@ def made_optimizers(
                 f"the optimizer's builder gave {a_kind(optimizer)}; let it return an "
                 "optimizer, a list of optimizers, or [] for a stage that steps nothing"
             )
+        _refuse_clipping(optimizer)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise RequestError(
@@ -75,6 +76,22 @@ def made_optimizers(
             "of them; put them into a layer"
         )
     return optimizers
+
+
+def _refuse_clipping(optimizer: Any) -> None:
+    """Refuse an optimizer that clips by the norm of the parameters that it steps.
+
+    A ``pre_norm`` that is False turns it off in `pytorch_optimizer.Lamb`.
+    """
+    norms = [group.get("max_grad_norm") for group in optimizer.param_groups]
+    norm = next(filter(None, norms), None)
+    if norm is not None and getattr(optimizer, "pre_norm", True):
+        raise RequestError(
+            f"optimizer makes {a_kind(optimizer)} with max_grad_norm={norm}, which "
+            "clips by the norm of one stage's gradients, so the number of stages would "
+            "change the training; turn it off there (max_grad_norm=0, or None in "
+            f"timm), and write zbpp.Pipeline(..., clip_grad_norm={norm})"
+        )
 
 
 def _call(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> Any:

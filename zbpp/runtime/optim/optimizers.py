@@ -1,6 +1,8 @@
 """The optimizers of one stage, built, stepped and rolled back as if they were one."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from zbpp.runtime.optim.rollback import (
     parameters_of,
 )
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.support.sharded import is_sharded
+from zbpp.runtime.support.sharded import WholeSums, is_sharded
 from zbpp.runtime.support.torch_internals import has_step_hooks, mark_called
 
 
@@ -169,7 +171,7 @@ class StageOptimizers:
         """Step all, or none; with the options of a speculative step that was undone."""
         values, self._values = dict(enumerate(self._values)), []
         for place, optimizer in enumerate(self.all):
-            action: Callable[[], object] = int if skipped else optimizer.step
+            action: Callable[[], object] = int if skipped else partial(_take, optimizer)
             if place in values:
                 values[place].run(action)
             else:
@@ -179,6 +181,13 @@ class StageOptimizers:
         """Clear the gradients that are stepped."""
         for optimizer in self.all:
             optimizer.zero_grad(set_to_none=True)
+
+
+def _take(optimizer: torch.optim.Optimizer) -> None:
+    """Step once; those of torch know by themselves what a sum over shards is."""
+    has_shards = any(map(is_sharded, parameters_of(optimizer)))
+    with WholeSums() if has_shards and not can_defer(optimizer) else nullcontext():
+        optimizer.step()
 
 
 def _rollback(optimizer: torch.optim.Optimizer, last: Rollback | None) -> Rollback:

@@ -6,6 +6,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zbpp.runtime.support.pytree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,7 @@ def local_part(tensor: Tensor) -> Part:
     """The part of this process; partial sums are summed first, by a collective."""
     if not is_sharded(tensor):
         return Part(tensor)
-    from torch.distributed.tensor import Replicate
-
-    sharded: Any = tensor
-    if any(placement.is_partial() for placement in sharded.placements):
-        sharded = sharded.redistribute(
-            placements=[
-                Replicate() if p.is_partial() else p for p in sharded.placements
-            ]
-        )
+    sharded: Any = _summed(tensor)
     mesh, names = sharded.device_mesh, sharded.device_mesh.mesh_dim_names
     dims = [
         names[i] if names else "without a name"
@@ -107,3 +102,27 @@ def local_part(tensor: Tensor) -> Part:
         if not placement.is_replicate() and mesh.size(i) > 1
     ]
     return Part(sharded.to_local(), tuple(dims))
+
+
+def _summed(tensor: Any) -> Any:
+    """Sum the partial sums of a DTensor; any other tensor is returned as it is."""
+    if not is_sharded(tensor) or not any(p.is_partial() for p in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.redistribute(placements=placements)
+
+
+class WholeSums(TorchFunctionMode):
+    """Within it each function of torch that sums over shards, as a norm, ends its sum.
+
+    DTensor leaves the sum to the next function, and refuses it to one that writes in
+    place, such as ``norm(p).clamp_()`` of an optimizer.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch."""
+        return map_tensors(function(*args, **(kwargs or {})), _summed)
