@@ -25,8 +25,7 @@ Every bound is tested against all planners on random costs.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
 
@@ -58,6 +57,11 @@ class Way:
             (*chunks, *(2 * last + 1 - c for c in reversed(chunks)))
             for chunks in self.chunks_of
         ]
+        by_work = sorted(
+            self.passes, key=lambda qs: (sum(map(self.time.__getitem__, qs)), qs[0])
+        )
+        self.busy = by_work[-_BUSY:]
+        """The passes of the stages with the most F and B."""
 
     def end(self, q: int) -> float:
         """The earliest end of a pass."""
@@ -113,7 +117,6 @@ def _relaxed(costs: ChunkCosts) -> ChunkCosts:
     )
 
 
-@dataclass(frozen=True)
 class Stage:
     """One stage: times and memories by chunk, and what follows from them at once.
 
@@ -127,50 +130,40 @@ class Stage:
         stage               F-------------------------B
                             |-------- length ---------|
 
-    Args:
-        f, b, w: times of its chunks.
-        m_b, m_w, peak_f, peak_b: memories of its chunks, those of `_relaxed`.
-        limit: that of `_relaxed`.
-        net: the true one, above what is fixed.
-        m: micro-batches.
-        start: earliest start of each pass, after that of pass 0.
-        around: what an earlier stage, or this one, needs in addition to it, at most.
-        through: per chunk, `Way.through` busy stages from its F to the B of chunk 0.
+    Its limit and peaks are those of `_relaxed`; ``net`` is the true limit, above what
+    is fixed. ``start`` is the earliest of each pass, after that of pass 0; ``around``
+    is what an earlier stage, or this one, needs in addition to it, at most; and for
+    each chunk ``through`` is that of busy stages, from its F to the B of chunk 0.
     """
 
-    f: list[float]
-    b: list[float]
-    w: list[float]
-    m_b: list[float]
-    m_w: list[float]
-    peak_f: list[float]
-    peak_b: list[float]
-    limit: float
-    net: float
-    m: int
-    start: list[float]
-    around: float
-    through: list[list[Through]]
+    def __init__(
+        self,
+        costs: ChunkCosts,
+        relaxed: ChunkCosts,
+        way: Way,
+        passes: Sequence[int],
+        m: int,
+    ) -> None:
+        self.m, self.v = m, len(passes) // 2
+        chunks = passes[: self.v]
 
-    @cached_property
-    def v(self) -> int:
-        """Number of chunks."""
-        return len(self.f)
+        def of(column: Sequence[float]) -> list[float]:
+            return [column[c] for c in chunks]
 
-    @cached_property
-    def time(self) -> list[float]:
-        """Time of each pass q."""
-        return [*self.f, *reversed(self.b)]
-
-    @property
-    def work(self) -> float:
-        """All that the stage does: m (F + B + W)."""
-        return self.m * (sum(self.f) + sum(self.b) + sum(self.w))
-
-    @cached_property
-    def held(self) -> list[float]:
+        self.f, self.b, self.w = map(of, (costs.f, costs.b, costs.w))
+        self.m_b, self.m_w = map(of, (relaxed.m_b, relaxed.m_w))
+        self.peak_f, self.peak_b = map(of, (relaxed.peak_f, relaxed.peak_b))
+        index = costs.placement.stage_of[chunks[0]]
+        self.limit = relaxed.limit[index] * (1 + MARGIN)
+        self.net = costs.limit[index] * (1 + MARGIN)
+        self.time = [*self.f, *reversed(self.b)]
+        self.start = [way.start[q] - way.start[passes[0]] for q in passes]
+        self.work = m * (sum(self.f) + sum(self.b) + sum(self.w))
+        self.held = list(accumulate(self.m_b))
         """M_c of each chunk c."""
-        return [sum(self.m_b[: c + 1]) for c in range(self.v)]
+        busy = way.busy
+        self.through = [[way.through(c, passes[-1], x) for x in busy] for c in chunks]
+        self.around = 0.0
 
     def chunk(self, q: int) -> int:
         """The chunk of pass q."""
@@ -183,36 +176,11 @@ class Stage:
 
 def stages_of(costs: ChunkCosts, m: int) -> list[Stage]:
     """The stages, in the order of their first chunks; costs are above what is fixed."""
-    way, relaxed = Way(costs), _relaxed(costs)
-    by_work = sorted(way.passes, key=lambda qs: (sum(way.time[q] for q in qs), qs[0]))
-    busy, around = by_work[-_BUSY:], math.inf
-    stages: list[Stage] = []
-    for chunks, passes in zip(way.chunks_of, way.passes, strict=True):
-        index, first = costs.placement.stage_of[chunks[0]], chunks[0]
-        around = min(around, way.around(first) - costs.w[first])
-
-        def of(column: Sequence[float], chunks: Sequence[int] = chunks) -> list[float]:
-            return [column[c] for c in chunks]
-
-        stages.append(
-            Stage(
-                f=of(costs.f),
-                b=of(costs.b),
-                w=of(costs.w),
-                m_b=of(relaxed.m_b),
-                m_w=of(relaxed.m_w),
-                peak_f=of(relaxed.peak_f),
-                peak_b=of(relaxed.peak_b),
-                limit=relaxed.limit[index] * (1 + MARGIN),
-                net=costs.limit[index] * (1 + MARGIN),
-                m=m,
-                start=[way.start[q] - way.start[first] for q in passes],
-                around=way.around(first) - around,
-                through=[
-                    [way.through(c, passes[-1], qs) for qs in busy] for c in chunks
-                ],
-            )
-        )
+    way, relaxed, least = Way(costs), _relaxed(costs), math.inf
+    stages = [Stage(costs, relaxed, way, passes, m) for passes in way.passes]
+    for stage, (first, *_) in zip(stages, way.passes, strict=True):
+        least = min(least, way.around(first) - costs.w[first])
+        stage.around = way.around(first) - least
     return stages
 
 
