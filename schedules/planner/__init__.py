@@ -1,6 +1,6 @@
 """Orders for given times and a memory limit, on any placement of chunks on stages.
 
-`placement` plans passes in one piece, `parts` those in parts on two lanes; `balance`
+`placement` plans passes in one piece, and those in parts on two lanes; `balance`
 splits layers. Five ideas make plans good:
 
 1. Passes are numbers of a chain, and micro-batches are alike, so an order is a row of

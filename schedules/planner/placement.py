@@ -37,14 +37,43 @@ Many plans are made and the one with the smallest largest span of a stage is kep
 ``effort`` says how much of it, counted in passes: ``fast`` is 1 and 2, ``default`` adds
 3, and ``best`` goes on with 3 for a time. All end when the plan reaches a lower bound;
 the first two depend on nothing but the arguments.
+
+**Passes in parts** are planned with these as a start.
+
+    compute  0F0.0        0B1.1   0F0.2         0W1.0
+    network        0F0.1~   0B1.2~      0F0.3~
+
+While a pass occupies the network, others of its stage compute (`list_scheduler`).
+
+1. `seeds`: the rules, with settings of what is open at once.
+2. One to three settings are changed at a time; what is not worse is kept. So the best
+   few, for a while, then the best two of them.
+3. Orders of whole passes, laid out: the plan for passes in one piece, DualPipeV and
+   combined 1F1B where they fit. No plan is longer than one of these.
+
+Effort is counted in parts placed; ``best:SECONDS`` goes on changing for a time.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from zbpp.core import Costs, Placement, Schedule
+from zbpp.core import (
+    Costs,
+    Job,
+    JobGraph,
+    Order,
+    Part,
+    Pass,
+    PassKind,
+    Placement,
+    Schedule,
+    Step,
+    peaks,
+)
+from zbpp.schedules.passes.segments import in_segments
 from zbpp.schedules.planner.critical_path import (
     improve,
     improve_top_k,
@@ -62,9 +91,8 @@ from zbpp.schedules.planner.limits import (
     parse_effort,
 )
 from zbpp.schedules.planner.list_scheduler import climb
-from zbpp.schedules.planner.parts import plan_in_parts
-from zbpp.schedules.planner.problem import PlacementProblem, Plan
-from zbpp.schedules.planner.seeds import Seed, seeds
+from zbpp.schedules.planner.problem import PlacementProblem, Plan, Row, Rows
+from zbpp.schedules.planner.seeds import Seed, laid_out, seeds
 
 _UNIT = Costs()
 _MARGIN = 0.01
@@ -155,3 +183,104 @@ def _search(problem: PlacementProblem, effort: str) -> Plan:
     if kind == "best":
         plan = search_on(problem, plan, Budget(math.inf, seconds))
     return plan
+
+
+# ---- Passes in parts.
+
+
+_PARTS = {"fast": 4e5, "default": 1e7, "best": 1e7}
+"""Parts that list schedules place, by effort."""
+_LEAST, _MOST = 20, 6_000  # plans of any size: more gain a small one nothing
+_TRIED = 0.3  # share of the parts that go to the rules
+_KEPT, _LAST = 8, 2  # of these plans the best are changed, then the best of them
+_WORSE = 0.05  # a plan is given up beyond the best
+_KINDS = (
+    *("offset", "rank", "rank", "early", "overrun", "overrun_tail", "max_in_flight"),
+    *("most_w", "most_b", "go_on", "most_open"),
+)
+
+
+def plan_in_parts(
+    whole: Schedule, costs: Costs, problem: PlacementProblem, *, effort: str
+) -> Schedule:
+    """Plan the parts of passes, given a plan of the passes in one piece."""
+    kind, seconds = parse_effort(effort)
+    plans = [*laid_out(problem, costs, whole)]
+    n_parts = _PARTS.get(kind, _PARTS["default"])
+    rows = _search_parts(problem, n_parts, seconds if kind == "best" else 0.0)
+    if rows is not None:
+        plans.append(_schedule(problem, rows, whole.name))
+
+    def span(schedule: Schedule) -> float:
+        rows = schedule.rows_for(problem.costs)
+        held = peaks(rows, problem.costs)
+        if any(a > b for a, b in zip(held, problem.limits, strict=True)):
+            return math.inf
+        if schedule.parts is None:
+            return JobGraph(rows, problem.costs).run().span
+        starts, ends, _ = in_segments(schedule, costs)[1]
+        return max(end[-1] - start[0] for start, end in zip(starts, ends, strict=True))
+
+    return min(plans, key=span)
+
+
+def _schedule(problem: PlacementProblem, rows: Rows, name: str) -> Schedule:
+    """Write rows as orders and parts; each stage steps at its end."""
+    parts: list[Order] = [
+        (*_parts(problem, row), Step(stage)) for stage, row in enumerate(rows)
+    ]
+    orders = tuple(tuple(_passes(problem, row, s)) for s, row in enumerate(parts))
+    placement, m = problem.placement, problem.n_microbatches
+    return Schedule(name, placement, m, orders, parts=tuple(parts))
+
+
+def _parts(problem: PlacementProblem, row: Row) -> Iterator[Part]:
+    """Name the parts of a row, whose micro-batches follow one another."""
+    names = [
+        (q, index, lane)
+        for q in range(3 * problem.n_chunks)
+        for index, (lane, _) in enumerate(problem.pieces[q])
+    ]
+    n_before: Counter[int] = Counter()
+    for part in row:
+        q, index, lane = names[part]
+        yield Part(problem.pass_of(q, n_before[part]), index, lane)
+        n_before[part] += 1
+
+
+def _passes(problem: PlacementProblem, row: Order, stage: int) -> Iterator[Job]:
+    """The passes of a row, in the order of their starts."""
+    for job in row:
+        if not isinstance(job, Part):
+            yield job
+        elif not job.index:
+            of = job.of
+            if of.kind is PassKind.B and problem.joint[stage]:
+                of = Pass(PassKind.BW, of.chunk, of.microbatch)
+            yield of
+
+
+def _search_parts(
+    problem: PlacementProblem, n_parts: float, seconds: float
+) -> "Rows | None":
+    """The shortest rows of all rules that are tried; None: none comes to an end."""
+    size = problem.rows_from[-1]
+    n_parts = min(max(n_parts, _LEAST * size), _MOST * size)
+    tries = Budget(_TRIED * n_parts)
+    ranked_seeds = seeds(problem, tries, margin=_WORSE)
+    plans = [(seed.plan, seed.settings) for seed in ranked_seeds if seed.settings]
+    if not plans:
+        return None
+    draws = Random(0)
+    for n_kept in (_KEPT, _LAST):
+        share = (1 - _TRIED) / 2 * n_parts / n_kept
+        plans = [
+            climb(problem, *each, Budget(share), draws, _KINDS)
+            for each in sorted(plans, key=lambda each: each[0].span)[:n_kept]
+        ]
+    plan, settings = min(plans, key=lambda each: each[0].span)
+    if seconds:
+        plan, _ = climb(
+            problem, plan, settings, Budget(math.inf, seconds), draws, _KINDS
+        )
+    return plan.rows

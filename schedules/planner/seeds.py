@@ -35,15 +35,16 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, starmap
 from typing import NamedTuple, TypeAlias
 
-from zbpp.core import Placement
+from zbpp.core import Costs, Placement, Schedule
+from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.patterns import Phases
-from zbpp.schedules.patterns.interleaved import vpp_phases
+from zbpp.schedules.patterns.interleaved import plan_combined_1f1b, vpp_phases
 from zbpp.schedules.patterns.one_chunk import one_f_one_b_phases, zb_h_phases
-from zbpp.schedules.patterns.waves import zb_v_phases
+from zbpp.schedules.patterns.waves import plan_dual_pipe_v, zb_v_phases
 from zbpp.schedules.planner.critical_path import timed
 from zbpp.schedules.planner.limits import Budget, micro_batch
 from zbpp.schedules.planner.list_scheduler import Settings, list_schedule
@@ -80,7 +81,6 @@ def seeds(
         below = min(below, seed.plan.span)
         if seed.plan.span <= problem.target or not budget.is_left:
             break
-    assert kept_seeds, "a list schedule by a rule comes to its end"
     return sorted(kept_seeds, key=lambda seed: seed.plan.span)
 
 
@@ -91,6 +91,8 @@ def _planned(
         plan = list_schedule(problem, attempt, below, budget)
         if plan is None:
             return None
+        if problem.costs.parts:
+            return Seed(plan, attempt)
         is_known = attempt.order is not None
         return Seed(timed(problem, plan.rows), None if is_known else attempt)
     budget.spend(problem.n_passes / 3)  # it is only timed
@@ -102,6 +104,9 @@ def _planned(
 
 def _attempts(problem: PlacementProblem) -> Iterator[Attempt]:
     """All seeds, the most useful first."""
+    if problem.costs.parts:
+        yield from _rules_of_parts(problem)
+        return
     for rows in hand_made_rows(problem):
         if not is_line(problem):
             yield _known_order(problem, rows)
@@ -127,6 +132,30 @@ def rules(problem: PlacementProblem) -> Iterator[Settings]:
         return
     for rule in RULES:
         yield settings_of(problem, rule)
+
+
+_OPEN = (
+    (2, 2, 1, 1.0),
+    (2, 2, 99, 0.0),
+    (3, 2, 4, 0.5),
+    (2, 1, 2, 20.0),
+    (1, 1, 99, 0.0),
+)
+"""``most_open``, ``most_b``, ``most_w`` and ``go_on``, in rounds, of each rule."""
+
+
+def _rules_of_parts(problem: PlacementProblem) -> Iterator[Settings]:
+    """The rules for passes in one piece, each with settings of what is open."""
+    p = problem.n_stages
+    for most_open, most_b, most_w, go_on in _OPEN:
+        for settings in rules(problem):
+            yield replace(
+                settings,
+                most_open=most_open,
+                most_b=(most_b,) * p,
+                most_w=(most_w,) * p,
+                go_on=go_on * problem.unit,
+            )
 
 
 def _has_little(problem: PlacementProblem) -> bool:
@@ -303,6 +332,23 @@ def hand_made_rows(problem: PlacementProblem) -> Iterator[Rows]:
         yield _rows(problem, lambda s: zb_v_phases(s, p, least), n_left_out=least - m)
     elif placement == Placement.interleaved(p, problem.n_chunks // p):
         yield _rows(problem, lambda s: vpp_phases(s, placement, m))
+
+
+def laid_out(
+    problem: PlacementProblem, costs: Costs, whole: Schedule
+) -> Iterator[Schedule]:
+    """Orders of whole passes on lanes; the first is the plan without overlap."""
+    placement, m = problem.placement, problem.n_microbatches
+    p = placement.n_stages
+    yield whole
+    yield lay_out(whole, costs)
+    sizes = {"n_stages": p, "n_microbatches": m}
+    if placement == Placement.wave(p):
+        yield replace(lay_out(plan_dual_pipe_v(**sizes), costs), name=whole.name)
+    if p > 1 and placement == Placement.interleaved(p, placement.n_chunks // p):
+        chunks = placement.n_chunks // p
+        combined = plan_combined_1f1b(**sizes, chunks_per_stage=chunks)
+        yield replace(lay_out(combined, costs), name=whole.name)
 
 
 def _rows(
