@@ -124,12 +124,21 @@ class Schedule:
     def _lanes(self) -> LanesOfParts:
         return lanes_of_parts(self.parts or ())
 
-    def recomputes(self, chunk: int, n_layers: int) -> frozenset[int]:
-        """Layers of a chunk, counted from 0 in it, that B computes again."""
-        which = False if self.recompute is None else self.recompute[chunk]
-        if isinstance(which, bool):
-            return frozenset(range(n_layers) if which else ())
-        return frozenset(which)
+    def recomputed_layers(self, split: Sequence[int]) -> frozenset[int]:
+        """Layers of the whole model that B computes again, split into the chunks."""
+        recomputed: set[int] = set()
+        pairs = zip(self.recompute or (), ranges_of(split), strict=False)
+        for chunk, (which, here) in enumerate(pairs):
+            chosen = () if isinstance(which, bool) else which
+            layers = here if which is True else [here.start + i for i in chosen]
+            if layers and max(layers) >= here.stop:
+                raise RequestError(
+                    f"layer {max(chosen)} of chunk {chunk} is to be recomputed, but "
+                    f"the chunk has {len(here)} layers; plan for this split, or give "
+                    f"the schedule's: {list(self.split or ()) or 'it has none'}"
+                )
+            recomputed.update(layers)
+        return frozenset(recomputed)
 
     @property
     def recomputing(self) -> frozenset[int]:
@@ -185,10 +194,6 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
             "many it has; plan it with --layers, so that it has a split"
         )
     layers = chunk_layers(costs, schedule.placement, split)
-    again = [
-        here.start + layer
-        for chunk, here in enumerate(ranges_of(split))
-        for layer in schedule.recomputes(chunk, len(here))
-    ]
+    again = schedule.recomputed_layers(split)
     m = schedule.n_microbatches
     return layers.on(schedule.placement, split, n_microbatches=m, recompute=again)

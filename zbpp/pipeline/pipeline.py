@@ -44,7 +44,6 @@ from zbpp.pipeline.arguments import (
     weigh_of,
 )
 from zbpp.planning import Plan, PlanRequest
-from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.make import choose_validation, plan_pipeline
 from zbpp.runtime.backward.self_check import check_split
 from zbpp.runtime.driver.agreement import agreement
@@ -185,7 +184,7 @@ class Pipeline:
                 numerics=replace(numerics, weigh=None if callable(weigh) else weigh),
                 execution=execution,
                 replicas=replicas,
-                recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
+                recompute=self.schedule.recomputed_layers(list(map(len, self.split))),
                 weigh=weigh,
                 loss_fn=loss_fn,
                 optimizer=optimizer,
@@ -449,7 +448,7 @@ class Pipeline:
         lower(
             schedule, ties=self.settings.ties.chunks
         )  # it may be that it cannot be run
-        layers = recomputed_layers(schedule, list(split))
+        layers = schedule.recomputed_layers(list(split))
         self.synchronize()
         with agreement(self.stages.transport.gather) as facts:
             facts["schedules"] = schedule_text(schedule)

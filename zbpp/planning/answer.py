@@ -13,7 +13,7 @@ schedule file has it. Wherever a schedule file is read, a plan file is too.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,6 @@ from zbpp.core import (
     Schedule,
     lower_bound,
     peaks,
-    ranges_of,
     schedule_text,
 )
 from zbpp.core.files import costs_data, decode, fail, schedule_of, table_of
@@ -177,7 +176,7 @@ class Plan:
     @property
     def recompute(self) -> frozenset[int]:
         """Layers of the whole model that B computes again, where the split is known."""
-        return recomputed_layers(self.schedule, self.split or ())
+        return self.schedule.recomputed_layers(self.split or ())
 
     def save(self, path: str | Path) -> None:
         """Write a plan file."""
@@ -197,21 +196,6 @@ class _File:
     rejected: tuple[Rejected, ...]
     line: str
     schedule: dict[str, Any]
-
-
-def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int]:
-    """Layers of the whole model that a schedule recomputes, split into its chunks."""
-    layer_numbers: set[int] = set()
-    for chunk, (n_layers, here) in enumerate(zip(split, ranges_of(split), strict=True)):
-        layers = schedule.recomputes(chunk, n_layers)
-        if layers and max(layers) >= n_layers:
-            raise RequestError(
-                f"layer {max(layers)} of chunk {chunk} is to be recomputed, but the "
-                f"chunk has {n_layers} layers; plan for this split, or give the "
-                f"schedule's: {list(schedule.split or ()) or 'it has none'}"
-            )
-        layer_numbers |= {here[layer] for layer in layers}
-    return frozenset(layer_numbers)
 
 
 def plan_text(plan: Plan) -> str:

@@ -43,7 +43,7 @@ from zbpp.core import (
     recomputed,
 )
 from zbpp.core.layers import chunk_layers
-from zbpp.planning.answer import Plan, Rejected, recomputed_layers
+from zbpp.planning.answer import Plan, Rejected
 from zbpp.planning.layers import plan_split
 from zbpp.planning.modes import AUTO, BASELINE, CHUNKED_MODES, JOINT_WORDS, MODES, Mode
 from zbpp.planning.request import (
@@ -51,6 +51,7 @@ from zbpp.planning.request import (
     Recomputing,
     Split,
     at_least_one,
+    split_of,
     split_on,
 )
 from zbpp.schedules import lay_out, plan_placement
@@ -477,15 +478,9 @@ def _asked(
         return layers, parts, recompute or ()
     layers = request.costs
     if preset is not None and preset.split is not None and split is None:
-        split = preset.split
-        if sum(split) != layers.n_layers:
-            raise RequestError(
-                f"the schedule's split {list(split)} is for {sum(split)} layers, but "
-                f"the costs are for {layers.n_layers}; plan again, or give another "
-                "split"
-            )
+        split = split_of(preset, None, layers.n_layers)
     if preset is not None and preset.recompute is not None and recompute is None:
         if split is None or isinstance(split, str):
             split = even_split(layers.n_layers, placement.n_chunks)
-        recompute = recomputed_layers(preset, split)
+        recompute = preset.recomputed_layers(split)
     return layers, split, () if recompute is None else recompute

@@ -29,9 +29,8 @@ from zbpp.planning.request import (
     CostsLike,
     MemoryLimit,
     PlanRequest,
-    Split,
     costs_like,
-    split_on,
+    split_of,
 )
 from zbpp.schedules import post_validated, without_checks
 from zbpp.schedules.planner.limits import parse_effort
@@ -232,18 +231,6 @@ def _count_stages(n_stages: int | None, n_ranks: int) -> int | None:
             f"stage{'' if n_left else f', or run replicas: {replicas}'}"
         )
     return n_ranks
-
-
-def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]:
-    """Layers of each chunk of a schedule, where there are no costs per layer."""
-    if split is not None or schedule.split is None:
-        return split_on(split, n_layers, schedule.placement)
-    if sum(schedule.split) != n_layers:
-        raise RequestError(
-            f"the schedule's split {list(schedule.split)} is for {sum(schedule.split)} "
-            f"layers, but the model has {n_layers}; plan again, or give the split"
-        )
-    return schedule.split
 
 
 def choose_validation(

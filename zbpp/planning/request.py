@@ -161,6 +161,18 @@ def split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ..
     return tuple(split)
 
 
+def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]:
+    """Layers of each chunk of a schedule, where there are no costs per layer."""
+    if split is not None or schedule.split is None:
+        return split_on(split, n_layers, schedule.placement)
+    if sum(schedule.split) != n_layers:
+        raise RequestError(
+            f"the schedule's split {list(schedule.split)} is for {sum(schedule.split)} "
+            f"layers, but the model has {n_layers}; plan again, or give the split"
+        )
+    return schedule.split
+
+
 def parse_split(text: str) -> Split:
     """Read ``balanced``, ``even`` or the layers of each chunk, as ``3,4,5``.
 
