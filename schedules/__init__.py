@@ -1,8 +1,8 @@
 """Planners of schedules, and the passes that make programs of them."""
 
 from zbpp.schedules.passes.collectives import add_collectives, without_collectives
-from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.passes.lower import lower, lower_forward
+from zbpp.schedules.passes.parts import lay_out
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
 from zbpp.schedules.passes.torch_csv import to_torch_csv, torch_schedule_name
 from zbpp.schedules.patterns.interleaved import plan_combined_1f1b, plan_vpp

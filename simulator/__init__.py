@@ -1,9 +1,9 @@
 """Time a schedule, measure it, draw it; matplotlib is loaded only to draw.
 
 engine          from orders and costs to a timeline, of one iteration or of several;
-                the time of a step among many, and of one that is rolled back
+                the time of a step among many, and of one that is rolled back;
+                jobs and waits as a graph of networkx, and the chain that fixed the time
 metrics         figures of a timeline: spans, bubble rate, memory
-critical_path   jobs and waits as a graph of networkx; the chain that fixed the time
 boxes           a timeline as a list of boxes: what all of these draw:
 plot            pictures of timelines and of modes, by matplotlib
 page            one HTML file to zoom in; tables, for a terminal too
@@ -11,8 +11,10 @@ trace           files for Perfetto
 """
 
 from zbpp.core import lower_bound, lower_bounds
-from zbpp.simulator.critical_path import CriticalPath, critical_path, job_graph
 from zbpp.simulator.engine import (
+    CriticalPath,
+    critical_path,
+    job_graph,
     join,
     simulate,
     simulate_iterations,

@@ -29,13 +29,19 @@ everything repeats, that much later. The period is that time for one iteration. 
 stage waits for every other one between two iterations (in its O or in its V), so there
 is one period, wherever the stages begin (F. Baccelli et al., "Synchronization and
 Linearity", 1992, chapter 3).
+
+**The critical path** goes from the job that ends last back to what it waited for
+longest (`zbpp.core.graph`):
+
+    stage 0 | F0  F1  ..........  B0          path: 0F0 1F0 1B0 0B0
+    stage 1 |     F0  B0  F1
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import chain
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,13 +52,18 @@ from zbpp.core import (
     Job,
     JobGraph,
     JobTimes,
+    Kind,
     RequestError,
     Schedule,
     Slot,
     Step,
     Timeline,
     a_kind,
+    kind_of,
 )
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 _UNIT = Costs()
 _SAME = 1e-9  # of a step time
@@ -283,3 +294,88 @@ def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, floa
             break
         late, state = iterations.after(late)[1], iterations.after(state)[1]
     return float(period), float((late - state).max())
+
+
+# ---- What fixed the time.
+
+Node = tuple[int, int]
+"""A job: its stage, and its place in the order of the stage."""
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """The jobs that fix the time of a step: each waits for the one before it."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def length(self) -> float:
+        """Time from the start of the first job to the end of the last one."""
+        return self.slots[-1].end - self.slots[0].start
+
+    def time_of(self, kind: Kind) -> float:
+        """Time that the path spends in jobs of one kind."""
+        return sum(slot.duration for slot in self.slots if slot.job.kind is kind)
+
+    @property
+    def time_in_messages(self) -> float:
+        """Time that the path spends on the way from stage to stage."""
+        return self.length - sum(slot.duration for slot in self.slots)
+
+
+@takes_plans
+def critical_path(schedule: Schedule, costs: Costs = _UNIT) -> CriticalPath:
+    """Find a longest path of the simulated jobs; its length is the step time.
+
+    Where several paths are longest, one of them is returned.
+
+    Raises:
+        RequestError: the costs do not fit the placement.
+    """
+    run = first_step(schedule, costs)
+    jobs = run.graph
+    path = run.path(max(range(len(run.starts)), key=run.ends.__getitem__))
+    slots = (Slot(jobs.job(x), run.starts[x], run.ends[x]) for x in path)
+    shown = (slot for slot in slots if kind_of(slot.job).times)
+    return CriticalPath(tuple(shown))
+
+
+@takes_plans
+def job_graph(schedule: Schedule, costs: Costs = _UNIT) -> "DiGraph[Node]":
+    """Return the jobs of one step as a directed graph without circles.
+
+    A node is ``(stage, place in its order)``, with the attributes ``job``, ``start``
+    and ``end``. An edge leads from a job to one that waits for it, with the attributes
+    ``reason`` (``"lane"``, ``"value"``, ``"state"`` or ``"part"``) and ``time``: from
+    the start of the first to the earliest start of the second. A job starts at the
+    largest sum of a start and a time that leads to it. So the critical path is
+    ``networkx.dag_longest_path(graph, weight="time")``, but for the time of its last
+    job.
+
+    Args:
+        schedule: a schedule or a plan.
+        costs: times of its jobs; those of a plan come with it.
+
+    Raises:
+        RequestError: the costs do not fit the placement.
+    """
+    import networkx as nx
+
+    run = first_step(schedule, costs)
+    jobs, exported = run.graph, nx.DiGraph()
+    for node, (start, end) in enumerate(zip(run.starts, run.ends, strict=False)):
+        place = jobs.place(node)
+        exported.add_node(place, job=jobs.job(node), start=start, end=end)
+    for node in range(len(run.starts)):
+        for wait in jobs.waits(node):
+            is_sum = wait.source == jobs.all_gradients
+            for source in jobs.gradients if is_sum else [wait.source]:
+                if source >= len(run.starts):
+                    continue  # the verdict is known from the start
+                time = jobs.times.of(jobs.job(source)) + wait.delay
+                time = 0.0 if wait.from_start else time
+                edge = jobs.place(source), jobs.place(node)
+                known = exported.get_edge_data(*edge)
+                if known is None or known["time"] < time:
+                    exported.add_edge(*edge, reason=wait.reason, time=time)
+    return exported

@@ -33,7 +33,7 @@ FIRST = {
 
 HIDDEN = {
     "memory": ["estimate.estimate"],
-    "simulator": ["critical_path.critical_path", "plot.plot"],
+    "simulator": ["engine.critical_path", "plot.plot"],
 }
 """Functions with the name of a submodule, by which mkdocstrings would take that."""
 

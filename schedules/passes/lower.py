@@ -85,7 +85,7 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.text import mistake
-from zbpp.schedules.passes.segments import Columns, in_segments
+from zbpp.schedules.passes.parts import Columns, in_segments
 
 Orders: TypeAlias = Sequence[Sequence[Job | Segment]]
 

@@ -73,7 +73,7 @@ from zbpp.core import (
     Step,
     peaks,
 )
-from zbpp.schedules.passes.segments import in_segments
+from zbpp.schedules.passes.parts import in_segments
 from zbpp.schedules.planner.critical_path import (
     improve,
     improve_top_k,

@@ -40,7 +40,7 @@ from itertools import chain, count, starmap
 from typing import NamedTuple, TypeAlias
 
 from zbpp.core import Costs, Placement, Schedule
-from zbpp.schedules.passes.lay_out import lay_out
+from zbpp.schedules.passes.parts import lay_out
 from zbpp.schedules.patterns import Phases
 from zbpp.schedules.patterns.interleaved import plan_combined_1f1b, vpp_phases
 from zbpp.schedules.patterns.one_chunk import one_f_one_b_phases, zb_h_phases
