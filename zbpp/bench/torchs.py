@@ -14,9 +14,8 @@ from torch.distributed.pipelining.schedules import (
 
 from zbpp.bench.request import TORCH
 from zbpp.bench.setting import LEARNING_RATE, Setting, gather
-from zbpp.core import Placement, RequestError
+from zbpp.core import Placement, RequestError, even_split, ranges_of
 from zbpp.runtime.loss import loss_alone
-from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.training.setup import make_optimizer, output_is_loss
 
@@ -58,7 +57,7 @@ class TorchSchedule:
                 "process; leave it out, or use --device cpu"
             )
         loaded = setting.model()
-        ranges = partition_layers(loaded.n_layers, placement.n_chunks)
+        ranges = ranges_of(even_split(loaded.n_layers, placement.n_chunks))
         chunks = {
             index: _Chunk(loaded.layered.build(ranges[index]), setting)
             for index in placement.chunks_of[dist.get_rank()]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any, Unpack
 
-from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule
+from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule, ranges_of
 from zbpp.core.held import peaks
 from zbpp.core.replicas import Shard
 from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
@@ -22,9 +22,9 @@ from zbpp.planning.replicas import (
     check_replicas,
     on_replicas,
 )
+from zbpp.planning.request import split_of
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.partition import partition_layers
 
 _MOST_SAMPLES = 2**20
 _AT_ONCE = Network(Link(0.0, math.inf))
@@ -209,11 +209,8 @@ class _Stages:
             request.post_validation,
             steps=layers.optimizer is not None,
         )
-        ranges = partition_layers(
-            len(layers.rows),
-            schedule.placement.n_chunks,
-            request.split or schedule.split,
-        )
+        n_layers = len(layers.rows)
+        ranges = ranges_of(split_of(schedule, request.split or None, n_layers))
         validates = schedule.is_post_validated
         n = request.data_parallel
         costs = on_replicas(

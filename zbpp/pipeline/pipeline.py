@@ -28,6 +28,7 @@ from zbpp.core import (
     Program,
     RequestError,
     Schedule,
+    ranges_of,
     schedule_text,
 )
 from zbpp.core.replicas import reduces_every
@@ -56,7 +57,6 @@ from zbpp.runtime.microbatches import Batch, MicroBatches, check_samples
 from zbpp.runtime.optim.decision import StepResult
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
 from zbpp.runtime.parallel.wrap import check_shard
-from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import (
     Execution,
     LossScaler,
@@ -163,9 +163,8 @@ class Pipeline:
             if optimizer is None:
                 step = replace(step, max_consecutive_skips=None)
             placement = self.schedule.placement
-            self.split = partition_layers(
-                self.n_layers, placement.n_chunks, self.plan.split
-            )
+            split = self.schedule.split or ()
+            self.split = tuple(ranges_of(split))
             weigh = weigh_of(
                 loss_fn,
                 numerics.weigh,
@@ -184,7 +183,7 @@ class Pipeline:
                 numerics=replace(numerics, weigh=None if callable(weigh) else weigh),
                 execution=execution,
                 replicas=replicas,
-                recompute=self.schedule.recomputed_layers(list(map(len, self.split))),
+                recompute=self.schedule.recomputed_layers(split),
                 weigh=weigh,
                 loss_fn=loss_fn,
                 optimizer=optimizer,

@@ -25,7 +25,6 @@ from zbpp.planning.request import (
 )
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import Execution, Numerics, StepPolicy
 from zbpp.tuning import measure_layers
 
@@ -136,9 +135,4 @@ def plan_model(
             overlaps=execution.overlap and not reduces_every(replicas.shard),
         )  # fmt: skip
     request = replace(request, costs=costs_like(costs))
-    plan = plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)
-    chunks = partition_layers(
-        layered.n_layers, plan.schedule.placement.n_chunks, plan.split
-    )
-    layers = tuple(map(len, chunks))
-    return replace(plan, schedule=replace(plan.schedule, split=layers), split=layers)
+    return plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)

@@ -67,7 +67,6 @@ class Plan:
         costs: of the chunks, with what is recomputed.
         mode: that the plan was made by: of auto the one that has won.
         has_costs: costs were given; else F, B and W take 1.
-        split: layers of each chunk; None: they are not known.
         ideal_step: with costs of layers the work of a step, shared evenly by stages.
         even_step: with costs of layers the step of even chunks by the same mode; None:
             they do not fit.
@@ -79,7 +78,6 @@ class Plan:
     costs: Costs
     mode: str
     has_costs: bool = True
-    split: tuple[int, ...] | None = None
     ideal_step: float | None = None
     even_step: float | None = None
     rejected: tuple[Rejected, ...] = ()
@@ -89,6 +87,11 @@ class Plan:
     def n_stages(self) -> int:
         """Number of pipeline stages."""
         return self.schedule.n_stages
+
+    @property
+    def split(self) -> tuple[int, ...] | None:
+        """Layers of each chunk; None: they are not known."""
+        return self.schedule.split
 
     @property
     def is_layered(self) -> bool:
@@ -236,7 +239,6 @@ def plan_of(data: Mapping[str, Any], *, source: str) -> Plan:
             costs,
             file.mode,
             has_costs=file.has_costs,
-            split=schedule.split,
             ideal_step=ideal,
             even_step=even,
             rejected=file.rejected,

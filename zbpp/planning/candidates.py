@@ -96,7 +96,7 @@ def best_plan(mode: Mode, request: PlanRequest) -> Plan:
         plan = problem.auto(options)
         return replace(plan, line=_choice_text(plan))
     schedule = problem.plan(mode, options[0])
-    return Plan(schedule, costs, mode.name, split=schedule.split)
+    return Plan(schedule, costs, mode.name)
 
 
 @dataclass(frozen=True)
@@ -452,7 +452,7 @@ def _recomputed(mode: Mode, request: PlanRequest) -> Plan:
     if request.n_layers is None:
         schedule = replace(schedule, split=None if orders is None else orders.split)
     costs = recomputed(request.chunk_costs, schedule)
-    return Plan(schedule, costs, mode.name, split=schedule.split)
+    return Plan(schedule, costs, mode.name)
 
 
 def _asked(

@@ -347,7 +347,6 @@ class _Search:
         return replace(
             best.plan,
             schedule=replace(best.plan.schedule, split=split, recompute=chunks),
-            split=split,
             even_step=None if even is None else even.plan.step,
         )
 

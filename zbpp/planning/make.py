@@ -199,24 +199,22 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
                 costs.m_r,
             ):
                 request = replace(request, recompute="auto")
-        plan = make_plan(request)
-        if plan.line:
-            _log.info(plan.line)
-        return plan
-    if orders is None:
-        plan = make_plan(replace(request, n_layers=n_layers))
-        if plan.line:
-            _log.info(plan.line)
-        return replace(plan, split=split_of(plan.schedule, split, n_layers))
-    schedule = orders.schedule if isinstance(orders, Plan) else orders
-    chosen = split_of(schedule, split, n_layers)
-    names_layers = schedule.split is not None or bool(schedule.recompute)
-    fits = len(chosen) == schedule.placement.n_chunks
-    if names_layers and fits and schedule.split != chosen:
-        # the layers that it recomputes are then known as a share of their chunk
-        orders = replace(schedule, split=chosen)
-    plan = make_plan(replace(request, schedule=orders, split=chosen, n_layers=n_layers))
-    return replace(plan, split=chosen)
+        split = None
+    elif orders is None:
+        request = replace(request, n_layers=n_layers)
+    else:
+        schedule = _schedule_of(orders)
+        split = split_of(schedule, split, n_layers)
+        names_layers = schedule.split is not None or bool(schedule.recompute)
+        if names_layers and schedule.split != split:
+            # the layers that it recomputes are then known as a share of their chunk
+            orders = replace(schedule, split=split)
+        request = replace(request, schedule=orders, split=split, n_layers=n_layers)
+    plan = make_plan(request)
+    if plan.line:
+        _log.info(plan.line)
+    split = split_of(plan.schedule, split, n_layers)
+    return replace(plan, schedule=replace(plan.schedule, split=split))
 
 
 def _count_stages(n_stages: int | None, n_ranks: int) -> int | None:

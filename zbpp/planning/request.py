@@ -16,6 +16,7 @@ from zbpp.core import (
 )
 from zbpp.core.columns import PerRow, listed, whole_number
 from zbpp.core.files import either_of
+from zbpp.core.placement import check_split
 from zbpp.planning.answer import Plan
 
 Split = Literal["balanced", "even"] | Sequence[int] | None
@@ -158,6 +159,7 @@ def split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ..
         )
     if split is None or split == "even":
         return even_split(n_layers, placement.n_chunks)
+    check_split(split, n_layers, placement.n_chunks)
     return tuple(split)
 
 

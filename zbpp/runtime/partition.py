@@ -4,26 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from zbpp.core import RequestError, a_kind, even_split, ranges_of
-from zbpp.core.placement import check_split
+from zbpp.core import RequestError, a_kind
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
-
-
-def partition_layers(
-    n_layers: int, n_chunks: int, split: Sequence[int] | None = None
-) -> tuple[range, ...]:
-    """List the layers of each chunk; without a split the first ones get one more.
-
-    >>> partition_layers(7, 3)
-    (range(0, 3), range(3, 5), range(5, 7))
-
-    Raises:
-        RequestError: fewer layers than chunks, or a split that does not add up.
-    """
-    if split is None:
-        split = even_split(n_layers, n_chunks)
-    check_split(split, n_layers, n_chunks)
-    return tuple(ranges_of(split))
 
 
 def build_chunks(
