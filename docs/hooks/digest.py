@@ -5,9 +5,11 @@ each with its signature and the first lines of its docstring.
 """
 
 import inspect
+import json
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
@@ -28,8 +30,15 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files
 ) -> None:
-    """Keep the text of a page."""
+    """Keep the text of a page; of a notebook, its cells."""
+    if page.file.src_uri.endswith(".ipynb"):
+        markdown = "\n\n".join(map(_cell_text, json.loads(markdown)["cells"]))
     _texts[page.url] = _OBJECT.sub(lambda match: describe(match[1]), markdown + "\n")
+
+
+def _cell_text(cell: dict[str, Any]) -> str:
+    source = "".join(cell["source"])
+    return source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
 
 
 def describe(name: str) -> str:

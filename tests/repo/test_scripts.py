@@ -17,20 +17,28 @@ pytestmark = pytest.mark.needs("torch")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_have_calls_only_and_no_outputs(path):
+def test_notebooks_have_calls_only_and_the_outputs_of_one_run(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert not cell["outputs"] and cell["execution_count"] is None
-            tree = ast.parse("".join(cell["source"]))
-            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-            assert not [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for cell in cells:
+        tree = ast.parse("".join(cell["source"]))
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+        assert not [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
+    assert "stream" in kinds and "error" not in kinds
+    assert path.stat().st_size < 600_000
 
 
 RUN = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)
+cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+printed = lambda: [x.text for cell in cells for x in cell.outputs if "text" in x]
+before = printed()
 nbclient.NotebookClient(notebook, timeout=500).execute()
+if sys.argv[2] == "equal":
+    assert printed() == before, "run it again, and commit the outputs"
 """
 
 
@@ -45,7 +53,8 @@ nbclient.NotebookClient(notebook, timeout=500).execute()
     ids=lambda path: getattr(path, "stem", None),
 )
 def test_notebooks_run_from_top_to_bottom(path, tmp_path):
-    command = [sys.executable, "-c", RUN, str(path)]
+    outputs = "measured" if path.stem == "03_run_schedules" else "equal"
+    command = [sys.executable, "-c", RUN, str(path), outputs]
     result = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=560
     )

@@ -14,7 +14,7 @@ from pages import ROOT
 
 from zbpp.cli import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("mkdocs_jupyter")]
 
 MODULES = [
     "zbpp",
@@ -75,6 +75,12 @@ def test_the_digest_has_every_page_and_name(site):
         for inner in importlib.import_module(name).__all__:
             assert f"* `{inner}" in digest, (name, inner)
     assert "\n::: " not in digest and "* `zbpp.Pipeline(model" in digest
+
+
+def test_the_notebooks_have_pages_with_their_outputs(site):
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")
+        assert "jp-OutputArea-output" in page and "Traceback" not in text_of(page)
 
 
 def foreign(text: str) -> list[str]:
