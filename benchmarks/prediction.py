@@ -11,7 +11,6 @@ with real steps.
 
 import argparse
 import statistics
-import time
 from functools import partial
 from pathlib import Path
 
@@ -80,15 +79,16 @@ def real(args: argparse.Namespace) -> dict[str, float]:
     }
     plan = zbpp.plan_model(model, args.worker, example=(batch, batch), **settings)
     pipeline = zbpp.Pipeline(model, plan, **settings)
-    for n in (2, args.steps):  # the first ones do not count
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(n):
-            pipeline.step(batch, batch)
-        pipeline.synchronize()
-        step_ms = 1e3 * (time.perf_counter() - began) / n
+    for _ in range(2 + args.steps):  # the first ones do not count
+        pipeline.step(batch, batch)
+    found = zbpp.diagnostics.prediction(pipeline, plan.costs, n=args.steps)
     pipeline.close()
-    return {"predicted": plan.barrier_step, "measured": step_ms}
+    return {
+        "predicted": found.step_predicted,
+        "measured": found.step_measured,
+        "bubble predicted": found.bubble_predicted,
+        "bubble": found.bubble_measured,
+    }
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int)
     parser.add_argument("--microbatches", type=int)
     parser.add_argument("--job_ms", type=float, default=20)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--modes", nargs="+", default=MODES)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -425,6 +425,8 @@ TABLE = (
      "torch.clear_autocast_cache()", "pass"),
     ("memory", "steps of layers add up", "zbpp/memory/estimate.py",
      "step = layers.step(here,", "step = layers.step([0],"),
+    ("memory", "every stage's step is traced", "zbpp/memory/estimate.py",
+     "if stages.peaks() == at_passes.peaks():", "if False:"),
     ("memory", "no messages", "zbpp/core/layers.py",
      "self.messages_at_once * max(x) + n_sent * sum(x)", "0.0"),
     ("memory", "no batch", "zbpp/memory/layers.py",

@@ -114,6 +114,25 @@ def test_any_of_several_optimizers_may_need_the_most() -> None:
     assert first == last > (WEIGHT,)
 
 
+@pytest.mark.parametrize(("samples", "most"), [(4096, 1), (1, 4)])
+def test_a_step_of_a_stage_is_traced_where_it_may_need_the_most(
+    samples: int, most: int
+) -> None:
+    """Else each kind of layer has its step traced, which takes much less time."""
+    sizes = []
+
+    def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        sizes.append(len(parameters))
+        return torch.optim.AdamW(parameters)
+
+    x, layers = torch.empty(samples, D), [block() for _ in range(8)]
+    estimate(
+        layers, (x, x), mse_loss,
+        n_stages=2, n_microbatches=4, modes=["1F1B", "ZBH1"], optimizer=adamw,
+    )  # fmt: skip
+    assert max(sizes) == most
+
+
 def test_a_builder_allocates_nothing_and_any_size_of_micro_batches_is_traced() -> None:
     wide = 2**22
 

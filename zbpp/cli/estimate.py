@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from zbpp.memory.layers import Layers
 
 _OBJECTS = 200_000
-"""Plans are many small objects without circles: to look for these took a fifth."""
+"""Libraries and plans are many small objects without circles: to look for these took a
+seventh of a command, most of it while torch is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +80,12 @@ class EstimateCommand(ModelSize, Replicas):
 
     def run(self, words: Sequence[str]) -> None:
         """Estimate, write the files, and print."""
+        gc.set_threshold(_OBJECTS)
+
         from zbpp.memory.estimate import Request, estimate_modes, largest_microbatch
         from zbpp.memory.layers import trace_layers
         from zbpp.training.setup import AUTOCAST
 
-        gc.set_threshold(_OBJECTS)
         check_replicas(self.data_parallel, self.shard)
         limit = self.memory_limit
         user = self._model()

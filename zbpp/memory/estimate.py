@@ -216,15 +216,18 @@ class _Stages:
         costs = on_replicas(
             layers.costs(post_validation=validates), n, _AT_ONCE, request.shard
         )
+        tied = tuple((of, fixed, 0.0, size) for of, fixed, _, size in costs.tied)
+        stages = cls(layers, request, schedule, costs, ranges)
+        at_passes = replace(stages, costs=replace(costs, peak_o=0.0, tied=tied))
+        if stages.peaks() == at_passes.peaks():
+            return stages  # no stage holds the most in a step
         # the step of a stage needs less than the steps of its layers one by one
         peak_o = [0.0] * len(layers.rows)
-        for chunks in schedule.placement.chunks_of:
-            here = [i for chunk in chunks for i in ranges[chunk]]
+        for stage in range(schedule.n_stages):
+            here = stages.indices(stage)
             step = layers.step(here, post_validation=validates)
             peak_o[here[0]] = step.peak / (1 if request.shard == "none" else n)
-        tied = tuple((of, fixed, 0.0, size) for of, fixed, _, size in costs.tied)
-        costs = replace(costs, peak_o=tuple(peak_o), tied=tied)
-        return cls(layers, request, schedule, costs, ranges)
+        return replace(stages, costs=replace(costs, peak_o=tuple(peak_o), tied=tied))
 
     def indices(self, stage: int) -> list[int]:
         """Layers of a stage."""
@@ -237,6 +240,11 @@ class _Stages:
         return self.costs.on(
             schedule.placement, split, n_microbatches=schedule.n_microbatches
         )
+
+    def peaks(self) -> list[float]:
+        """Most that each stage holds."""
+        schedule = self.schedule
+        return peaks(schedule.orders, self.on_chunks().on(schedule.placement))
 
     def estimates(self) -> list[StageEstimate]:
         """Estimate every stage."""
@@ -255,7 +263,7 @@ class _Stages:
                 activations_peak=int(peak - chunks.fixed[stage]),
                 peak=int(peak),
             )
-            for stage, peak in enumerate(peaks(schedule.orders, chunks))
+            for stage, peak in enumerate(self.peaks())
         ]
 
     def _estimate(self, stage: int, **sums: int) -> StageEstimate:
