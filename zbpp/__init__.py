@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Costs, RequestError, Schedule
+from zbpp.core.reductions import Reduction, TwoLevel
 from zbpp.planning import Plan, PlanRequest, make_plan, plan, read_plan
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
@@ -27,10 +28,12 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanRequest",
+    "Reduction",
     "RequestError",
     "Schedule",
     "StepPolicy",
     "TorchSchedule",
+    "TwoLevel",
     "cut",
     "deal",
     "diagnostics",

@@ -21,7 +21,8 @@ ABOUT = {
 
 FIRST = {
     "": {
-        "Train": "Pipeline Numerics StepPolicy Execution DataParallel mesh deal",
+        "Train": "Pipeline Numerics StepPolicy Execution",
+        "Train on a mesh": "DataParallel Reduction TwoLevel mesh deal",
         "Train beside others": "overlap_point TorchSchedule",
         "Models": "cut layers_from",
         "Plan": "plan plan_model make_plan PlanRequest Plan read_plan Schedule",

@@ -124,6 +124,10 @@ ZBH2, 2 iterations, post-validated:
         "<- auto",
         "pp 1 x dp 8: no split of 8 layers",
     ],
+    "mesh --devices 4 -m 4 --layers mesh.json --memory_limit 200GiB "
+    "--replica_bandwidth 1e15": [
+        re.compile(r"reduction=\.\.\.\): Reduction [\d.]+, TwoLevel [\d.]+\n"),
+    ],
     # others
     "--version": [f"zbpp {version('zbpp')}\n"],
 }

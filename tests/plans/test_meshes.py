@@ -51,6 +51,22 @@ def test_what_replicas_exchange_counts() -> None:
     assert passes.exposed == pytest.approx(8 * (4 + 1) * scatter)
 
 
+def test_what_each_reduction_saves() -> None:
+    """One stage of 8 layers on two nodes of 2: nothing runs beside its only sum."""
+    slow, fast = Link(0.0, 2.0), Link(0.0, 40.0)
+    (one, *_, alone) = meshes(network=Network(slow, node=2, node_link=fast)).values()
+    at_one_level = 8 * 2 * 3 * 4.0 / 4 / 2.0
+    at_two = 8 * 2 * (4.0 / 2 / 40.0 + 2.0 / 2 / 2.0)
+    assert one.steps["Reduction"] - 56 == pytest.approx(at_one_level)
+    assert one.steps["TwoLevel"] - 56 == pytest.approx(at_two)
+    assert one.steps["TwoLevel"] == one.step  # that knows the nodes, as NCCL does
+    assert not alone.steps
+    (one, *_) = meshes(network=Network(slow)).values()
+    assert one.steps["Reduction"] == one.steps["TwoLevel"]  # there are no nodes
+    (one, *_) = meshes(network=Network(slow), shard="optimizer").values()
+    assert not one.steps
+
+
 def test_slow_links_favour_stages_and_fast_ones_replicas() -> None:
     layers = replace(LAYERS, optimizer=0.0)  # which stages share, too
     chosen = {

@@ -83,6 +83,9 @@ class Mesh:
             if mesh.plan is None:
                 print(f"{mesh.name}: {mesh.reason}")
         print(f"auto: {best.name}")
+        if best.steps:
+            steps = ", ".join(f"{name} {x:.6g}" for name, x in best.steps.items())
+            print(f"step by DataParallel(reduction=...): {steps}")
 
     def _layers_and_network(self) -> tuple[LayerCosts, Network]:
         if (self.layers is None) == (self.model is None):
@@ -174,4 +177,5 @@ def _data(mesh: MeshPlan) -> dict[str, Any]:
         "exposed": mesh.exposed,
         "bubble_rate": mesh.bubble,
         "peak_memory": mesh.peak,
+        "steps": dict(mesh.steps),
     }

@@ -56,7 +56,7 @@ from zbpp.runtime.loss import LossFn, loss_modules
 from zbpp.runtime.microbatches import Batch, MicroBatches, check_samples
 from zbpp.runtime.optim.decision import StepResult
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
-from zbpp.runtime.parallel.wrap import check_shard
+from zbpp.runtime.parallel.wrap import check_replicas
 from zbpp.runtime.policies import (
     Execution,
     LossScaler,
@@ -141,9 +141,7 @@ class Pipeline:
                 step=step,
                 execution=execution,
             )
-            check_shard(
-                replicas.shard, self.place, alternating=replicas.alternating_buffers
-            )
+            check_replicas(replicas, self.place)
             self.layered = layered_of(model)
             self.n_layers = self.layered.n_layers
             loss_fn = loss_of(self.layered, loss_fn)

@@ -11,8 +11,8 @@ are neighbours, then come the replicas of a stage: they share a node where one h
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zbpp.core import (
     Costs,
@@ -21,6 +21,7 @@ from zbpp.core import (
     RequestError,
     Schedule,
 )
+from zbpp.core.reductions import AnyReduction, Reduction, TwoLevel
 from zbpp.core.replicas import Shard
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import make_plan
@@ -35,6 +36,12 @@ from zbpp.planning.replicas import (
 from zbpp.planning.request import PlanRequest
 from zbpp.schedules import post_validated, without_collectives
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
+
+_REDUCTIONS: Mapping[str, AnyReduction] = {
+    "Reduction": Reduction(),
+    "TwoLevel": TwoLevel(1),
+}
+"""That are compared; `Network` knows the nodes."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class MeshPlan:
         exposed: part of the step that is there for the replicas' collectives alone.
         bubble: idle share of the slowest stage, 0 to 1.
         peak: most memory that a device holds, in the unit of the layers.
+        steps: by `zbpp.DataParallel`'s ``reduction``, the step with it, where replicas
+            shard nothing; ``step`` counts sums that know of nodes, as NCCL's do.
         reason: why there is no plan.
     """
 
@@ -65,6 +74,7 @@ class MeshPlan:
     exposed: float = 0.0
     bubble: float = 0.0
     peak: float = math.inf
+    steps: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -171,14 +181,22 @@ def _planned(
     assert split is not None
     schedule = replicated(bare, data_parallel=n, shard=shard)
     peak = max(peak_memory(simulate(schedule, plan.costs), plan.costs))
-    alone = _any_stages(layers).on(
-        bare.placement,
-        split,
-        n_microbatches=bare.n_microbatches,
-        recompute=plan.recompute,
-    )
-    alone = replace(alone, optimizer=plan.costs.optimizer)
-    step = _step(schedule, plan.costs)
+
+    def costs_of(layers: LayerCosts) -> Costs:
+        costs = _any_stages(layers).on(
+            bare.placement,
+            split,
+            n_microbatches=bare.n_microbatches,
+            recompute=plan.recompute,
+        )
+        return replace(costs, optimizer=plan.costs.optimizer)
+
+    alone, step, steps = costs_of(layers), _step(schedule, plan.costs), {}
+    sizes = layers.of("parameters")
+    for name, reduction in _REDUCTIONS.items() if n > 1 and shard == "none" else ():
+        sums = tuple(network.sum_time(reduction, size, n) for size in sizes)
+        costs = costs_of(replace(layers, reduce_scatter=sums))
+        steps[name] = _step(schedule, costs)
     return replace(
         mesh,
         plan=replace(plan, schedule=schedule),
@@ -186,6 +204,7 @@ def _planned(
         exposed=max(0.0, step - _step(without_collectives(bare), alone)),
         bubble=bubble_rate(simulate(without_collectives(bare), alone)),
         peak=peak,
+        steps=steps,
     )
 
 

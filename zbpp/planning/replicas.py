@@ -44,6 +44,7 @@ from zbpp.core import (
     collective_time,
 )
 from zbpp.core.columns import PerRow
+from zbpp.core.reductions import AnyReduction, TwoLevel, bytes_per_number
 from zbpp.core.replicas import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
@@ -111,6 +112,13 @@ class Network:
             node=node,
             node_link=None if node == 1 else self.node_link,
         )
+
+    def sum_time(self, reduction: AnyReduction, n_bytes: float, n: int) -> float:
+        """Time to sum gradients of n replicas; one level knows nothing of nodes."""
+        n_bytes *= bytes_per_number(reduction) / 4
+        at_once = isinstance(reduction, TwoLevel) or n <= self.node
+        network = self if at_once else Network(self.link)
+        return network.time(CollectiveOperation.ALL_REDUCE, n_bytes, n)
 
     def among(self, n: int) -> "Network":
         """Links among replicas whose layers are shared by n neighbours each.

@@ -4,10 +4,11 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import RequestError, a_kind
+from zbpp.core.reductions import AnyReduction, Reduction
 from zbpp.core.replicas import Shard
 
 if TYPE_CHECKING:
@@ -230,11 +231,14 @@ class DataParallel:
             or ``"parameters"`` as well; ``"none"``: each holds all.
         alternating_buffers: for ``shard="parameters"``; see
             docs/reference/data_parallel.md.
+        reduction: how gradients are summed, for ``shard="none"`` and plain layers: a
+            `zbpp.Reduction` or `zbpp.TwoLevel`.
     """
 
     mesh: "DeviceMesh | None" = None
     shard: Shard = "none"
     alternating_buffers: bool = False
+    reduction: AnyReduction = field(default_factory=Reduction)
 
 
 def is_whole(value: object) -> bool:

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
+from zbpp.core.reductions import Reduction
 from zbpp.core.replicas import reduces_every
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import DATA_DIMS, Place, single_dims
 from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buffers import alternate
 from zbpp.runtime.parallel.experts import mesh_dims
+from zbpp.runtime.parallel.reductions import StartSum, make_sum
 from zbpp.runtime.parallel.sums import Buckets, ChunkCollectives, Collectives
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.policies import DataParallel
@@ -48,9 +50,15 @@ def bind_parallel(
             f"a {type(wrapped[0]).__name__} is sharded or replicated; give the "
             "mesh as well: zbpp.Pipeline(..., mesh=mesh)"
         )
-    groups = [place.group(dim) for dim in place.sum_dims()]
-    if not wrapped and not groups:
+    dims = place.sum_dims()
+    if not wrapped and not dims:
         return list(chunks), Collectives({})
+    if wrapped and replicas.reduction != Reduction():
+        raise RequestError(
+            f"reduction is {replicas.reduction}, and a {type(wrapped[0]).__name__} "
+            "sums its gradients itself; hand over bare layers, or leave reduction out"
+        )
+    sum_over = cache(partial(make_sum, replicas.reduction, place))
     if wrapped:
         from torch.distributed.fsdp import share_comm_ctx
 
@@ -64,7 +72,7 @@ def bind_parallel(
         parts: dict[int, list[Unit | Buckets]] = {}
         for index, layer in chunk.numbered():
             _check_managed(index, layer, place)
-            parts[index] = _parts_of(layer, place, every_tied)
+            parts[index] = _parts_of(layer, place, every_tied, sum_over)
         units = [x for of_layer in parts.values() for x in of_layer if type(x) is Unit]
         shards = {leaf: shard for unit in units for leaf, shard in unit.leaves.items()}
         widened = [unit for unit in units if unit.widens]
@@ -78,12 +86,15 @@ def bind_parallel(
         )
     if alternating:
         alternate((index, chunk.units) for index, chunk in collectives.items())
-    of_tied = Buckets(tied, groups) if groups and tied else None
+    of_tied = Buckets(tied, sum_over(tuple(dims))) if dims and tied else None
     return bound, Collectives(collectives, of_tied)
 
 
 def _parts_of(
-    layer: nn.Module, place: Place, tied: Collection[nn.Parameter]
+    layer: nn.Module,
+    place: Place,
+    tied: Collection[nn.Parameter],
+    sum_over: Callable[[tuple[str, ...]], StartSum],
 ) -> list[Unit | Buckets]:
     """The wrapped modules of a layer, and the flat sums of its other parameters."""
     parts: list[Unit | Buckets] = []
@@ -97,8 +108,7 @@ def _parts_of(
             alike.setdefault(tuple(place.sum_dims(mesh_dims(p))), []).append(p)
     for dims, parameters in sorted(alike.items()):
         if dims:
-            groups = [place.group(dim) for dim in dims]
-            parts.append(Buckets(parameters, groups))
+            parts.append(Buckets(parameters, sum_over(dims)))
     return parts
 
 

@@ -28,36 +28,33 @@ from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind
 from zbpp.runtime.backward.split import Progress
+from zbpp.runtime.parallel.reductions import Finish, StartSum
 from zbpp.runtime.support.fsdp import Unit
 from zbpp.runtime.support.sharded import as_sharded, local_part, place_gradients
 
 
 class _Sum(NamedTuple):
-    """An all-reduce that is under way, of gradients of some parameters."""
+    """A sum that is under way, of gradients of some parameters."""
 
-    flat: Tensor
     parameters: Sequence[nn.Parameter]
     shapes: Sequence[torch.Size]
-    work: dist.Work
+    finish: Finish
 
 
 class Buckets:
-    """Gradients of one layer that are not wrapped, summed over several groups.
+    """Gradients of one layer that are not wrapped, summed by a function.
 
     All replicas must have the same parameters at the same places of a flat tensor.
     Until `put_back` the sums are apart from the gradients of the next micro-batch.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], start: StartSum) -> None:
         self._parameters = parameters
-        self._group, *self._other_groups = groups
+        self._start = start
         self._sums: list[_Sum] = []
         self._totals: dict[nn.Parameter, Tensor] = {}
 
@@ -78,20 +75,13 @@ class Buckets:
             for p in parameters:
                 p.grad = None
             shapes = [part.shape for part in parts]
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._sums.append(_Sum(flat, parameters, shapes, work))
+            self._sums.append(_Sum(parameters, shapes, self._start(flat)))
 
     @torch.no_grad()
     def wait(self) -> None:
         """Add the sums that are under way to the totals."""
-        for flat, parameters, shapes, work in self._sums:
-            try:
-                work.wait()  # a limit would stop the host with NCCL
-            except RuntimeError as error:
-                raise dist.DistError(str(error)) from error
-            for group in self._other_groups:
-                dist.all_reduce(flat, group=group)
-            pieces = torch.split(flat, [shape.numel() for shape in shapes])
+        for parameters, shapes, finish in self._sums:
+            pieces = torch.split(finish(), [shape.numel() for shape in shapes])
             for p, shape, piece in zip(parameters, shapes, pieces, strict=True):
                 if p in self._totals:
                     self._totals[p].add_(piece.view(shape))

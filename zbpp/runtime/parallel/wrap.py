@@ -12,16 +12,19 @@ from collections.abc import Iterable, Iterator, Set
 from torch import nn
 
 from zbpp.core import RequestError
+from zbpp.core.reductions import AnyReduction, Reduction, TwoLevel
 from zbpp.core.replicas import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import EXPERT_DIM, Place
 from zbpp.runtime.parallel.experts import experts_in
 from zbpp.runtime.parallel.mesh import shard_mesh
+from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.support.fsdp import units_in
 
 
-def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
-    """Refuse a way in which replicas cannot share."""
+def check_replicas(replicas: DataParallel, place: Place) -> None:
+    """Refuse a way in which replicas cannot share, or sum."""
+    shard, reduction = replicas.shard, replicas.reduction
     if shard not in SHARDS:
         choices = ", ".join(map(repr, SHARDS))
         raise RequestError(f"shard is {shard!r}; choose one of {choices}")
@@ -30,10 +33,25 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
             f"shard is {shard!r}, and there is one replica to hold it all; give a mesh "
             "whose dimension 'dp' is 2 or more"
         )
-    if alternating and shard != "parameters":
+    if replicas.alternating_buffers and shard != "parameters":
         raise RequestError(
             f"alternating_buffers hold layers for the time of a pass, and shard is "
             f"{shard!r}, which keeps them whole for longer; give shard='parameters'"
+        )
+    if not isinstance(reduction, AnyReduction):
+        raise RequestError(
+            f"reduction is {reduction!r}; give a zbpp.Reduction or zbpp.TwoLevel"
+        )
+    if reduction != Reduction() and shard != "none":
+        raise RequestError(
+            f"reduction is {reduction}, and with shard={shard!r} fully_shard sums; "
+            "leave reduction out, or give shard='none' (on two levels: "
+            "zbpp.mesh(replicate=...); another dtype: fully_shard(mp_policy=...))"
+        )
+    if isinstance(reduction, TwoLevel) and len(place.sum_dims()) > 1:
+        raise RequestError(
+            f"reduction is {reduction}, which sums over one dimension of the mesh, and "
+            f"this one has {', '.join(place.sum_dims())}; leave reduction out"
         )
 
 
