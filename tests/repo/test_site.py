@@ -79,8 +79,9 @@ def test_the_digest_has_every_page_and_name(site):
 
 def test_the_notebooks_have_pages_with_their_outputs(site):
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")
-        assert "jp-OutputArea-output" in page and "Traceback" not in text_of(page)
+        page = site / "notebooks" / f"{path.stem}.html"
+        assert "jp-OutputArea-output" in page.read_text(encoding="utf-8")
+        assert "Traceback" not in text_of(page)
 
 
 def foreign(text: str) -> list[str]:
