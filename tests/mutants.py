@@ -33,7 +33,7 @@ TESTS = {
     "tuning": "tests/tuning",
     "comm": "tests/comm tests/failures tests/bits/test_processes.py",
     "parallel": "tests/failures/test_starts.py tests/bits/test_meshes.py "
-    "tests/bits/test_mesh_work.py",
+    "tests/bits/test_mesh_work.py tests/bits/test_averaging.py",
     "driver": "tests/bits/test_batches.py tests/failures "
     "tests/comm tests/state tests/bits/test_one_process.py",
     "backward": "tests/split",
@@ -310,6 +310,13 @@ TABLE = (
     # ---- support
     ("support", "frozen parameters have gradients", "zbpp/runtime/support/fsdp.py",
      "if there or not parameter.sharded_param.requires_grad", "if there"),
+    ("parallel", "an average before the decision", "zbpp/averaging.py",
+     "        self._stages.synchronize()\n", ""),
+    ("parallel", "the last average is that of the start", "zbpp/averaging.py",
+     '        outer.state[p]["average"].copy_(p)\n', ""),
+    ("parallel", "an average begins anew after a load", "zbpp/averaging.py",
+     "outer.state[p].setdefault(\"average\", p.detach().clone())",
+     "p.detach().clone()"),
     # ---- optim
     ("optim", "small gradients are made larger", "zbpp/runtime/optim/decision.py",
      "min(1.0, self._max_norm / (norm + 1e-6))",
@@ -483,7 +490,9 @@ TABLE = (
     ("checkpoint", "replicas save, too", "zbpp/checkpoint/state.py",
      "if peers.owns(local_part(tensor).names)", "if True"),
     ("checkpoint", "the extra of another rank", "zbpp/checkpoint/state.py",
-     "if rank == 0:\n        values |=", "if is_first:\n        values |="),
+     "if rank == 0:\n        values[", "if is_first:\n        values["),
+    ("checkpoint", "replicas that step apart share their moments",
+     "zbpp/checkpoint/state.py", 'f"{part}@{number}"', 'f"{part}@0"'),
     ("checkpoint", "one place of a tied tensor is filled", "zbpp/checkpoint/format.py",
      "rest = [(name, x) for name, x in rest if targets[name] is not x]", "rest = []"),
     ("checkpoint", "a host copy of another shape", "zbpp/checkpoint/save.py",

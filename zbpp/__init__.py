@@ -12,7 +12,7 @@ from zbpp.planning import Plan, PlanRequest, make_plan, plan, read_plan
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
 if TYPE_CHECKING:
-    from zbpp import diagnostics, simulator
+    from zbpp import averaging, diagnostics, simulator
     from zbpp.models import cut, layers_from
     from zbpp.pipeline import Pipeline, plan_model
     from zbpp.pipeline.torch_schedule import TorchSchedule
@@ -34,6 +34,7 @@ __all__ = [
     "StepPolicy",
     "TorchSchedule",
     "TwoLevel",
+    "averaging",
     "cut",
     "deal",
     "diagnostics",
@@ -64,7 +65,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         home, inner = _HOMES[name]
         return getattr(import_module(home), inner)
-    if name in ("diagnostics", "simulator"):
+    if name in ("averaging", "diagnostics", "simulator"):
         return import_module(f"zbpp.{name}")
     raise AttributeError(f"module 'zbpp' has no attribute {name!r}")
 

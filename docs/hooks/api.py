@@ -5,6 +5,7 @@ from mkdocs.structure.files import File, Files
 
 ABOUT = {
     "": "The names that most scripts need.",
+    "averaging": "Replicas that are averaged every few steps.",
     "diagnostics": "What the last steps of a pipeline took, held and split.",
     "memory": "The bytes that each stage will hold, before anything runs.",
     "checkpoint": "Checkpoints without a pipeline.",

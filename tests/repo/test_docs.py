@@ -163,7 +163,10 @@ def test_paths_and_links_exist(page):
     assert not missing_paths(page)
 
 
-ROOMS = ("core", "schedules", "simulator", "runtime", "models", "checkpoint")
+ROOMS = (
+    *("core", "schedules", "simulator", "runtime", "models", "checkpoint"),
+    "averaging",
+)
 
 
 @pytest.mark.parametrize("page", GUIDES, **by_name)

@@ -17,7 +17,7 @@ from zbpp.cli import main
 pytestmark = [pytest.mark.slow, pytest.mark.needs("mkdocs_jupyter")]
 
 MODULES = [
-    "zbpp",
+    *("zbpp", "zbpp.averaging"),
     *("zbpp.diagnostics", "zbpp.memory", "zbpp.checkpoint", "zbpp.models"),
     *("zbpp.runtime", "zbpp.simulator", "zbpp.schedules", "zbpp.planning"),
     *("zbpp.profiling", "zbpp.tuning", "zbpp.core"),

@@ -269,7 +269,10 @@ def _compare_optimizers(local: LocalModel, state: State, loading: Loading) -> No
         n_seen[id(parameter)] += 1
         if len(entries) != n_optimizers[id(parameter)]:
             if parameter.requires_grad or not state.get("trainable_only"):
-                loading.misfits.append(f"the optimizer's state of {name} is missing")
+                n_here = n_optimizers[id(parameter)]
+                how = f"that of {len(entries)} optimizers, and {n_here} step it here"
+                how = how if entries else "missing"
+                loading.misfits.append(f"the optimizer's state of {name} is {how}")
             continue
         entry = entries[number]
         used.add(key)

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from zbpp.averaging import Averager
 from zbpp.checkpoint.folder import Gather, candidates, open_newest
 from zbpp.checkpoint.format import (
     CheckpointError,
@@ -55,10 +57,14 @@ _log = logging.getLogger("zbpp")
 
 
 def _snapshot(
-    state: State, *, peers: Peers, rank: int
+    state: State, *, peers: Peers, rank: int, number: int
 ) -> tuple[Manifest, dict[str, Shard]]:
-    """Encode a state, and find the shards that this process saves."""
+    """Encode a state, and find the shards that this process saves.
+
+    Those of pipeline 1 have names such as ``model@1``.
+    """
     shards: dict[str, Shard] = {}
+    suffix = f"@{number}" if number else ""
 
     def put(name: str, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -74,35 +80,42 @@ def _snapshot(
                 shards[name] = shard
 
     values: dict[str, Any] = {
-        part: {
-            name: encode(x, f"{part}/{name}", put) for name, x in state[part].items()
+        part + suffix: {
+            name: encode(x, f"{part}{suffix}/{name}", put)
+            for name, x in state[part].items()
         }
         for part in _BY_NAME
     }
     is_first = peers.owns(())
     values = values if is_first else {}
+    if peers.rank == 0:
+        values[f"run{suffix}"] = encode(state["run"], "run", put)
     if rank == 0:
-        values |= {part: encode(state[part], part, put) for part in ("run", "extra")}
+        values["extra"] = encode(state["extra"], "extra", put)
     aliases = state["aliases"] if is_first else {}
     manifest = Manifest(state["step"], state["about"], aliases=aliases, values=values)
     return manifest, shards
 
 
 def read_state(
-    folder: Path, manifest: Manifest, *, model_only: bool = False
+    folder: Path, manifest: Manifest, *, model_only: bool = False, number: int = 0
 ) -> tuple[State, Copy]:
     """Read a checkpoint, but for its parameters, buffers and moments.
 
-    They are on the meta device in the state; the function returned fills them.
+    They are on the meta device in the state; the function returned fills them. A
+    pipeline whose ``number`` is not in it takes what the first one had.
     """
     tensors, pairs = SavedTensors(folder), Pairs()
 
     def get(name: str) -> Tensor:
         like = tensors.like[name]
-        is_read_later = name.startswith(("model/", "optimizer/"))
+        is_read_later = name.startswith(("model", "optimizer"))
         return like if is_read_later else allocate(like, pairs)
 
-    values = manifest.values
+    values = {
+        part: manifest.values.get(f"{part}@{number}", value)
+        for part, value in manifest.values.items()
+    }
     state: State = {
         "step": manifest.step,
         "aliases": manifest.aliases,
@@ -169,11 +182,15 @@ class Checkpoints:
         own_name: Callable[[int, str], str],
         ties: Sequence[Sequence[Place]],
         *,
-        rank: int,
+        place: Peers,
+        averager: Averager | None,
     ) -> None:
         self._stages, self._own_name, self._ties = stages, own_name, ties
-        self._rank, self._gather = rank, stages.transport.gather
-        self._saver = Saver(rank, self._gather)
+        self._rank, self._gather = place.rank, stages.transport.gather
+        if place.apart is not None:
+            self._rank, self._gather = dist.get_rank(), place.gather_all
+        self._number, self._averager = place.pipeline_number, averager
+        self._saver = Saver(self._rank, self._gather)
         self._schedulers: tuple[Any, ...] = ()
         self._has_warned = False
 
@@ -233,7 +250,7 @@ class Checkpoints:
                 "extra": dict(extra),
             }
             peers = self._stages.transport.peers
-            return _snapshot(state, peers=peers, rank=self._rank)
+            return _snapshot(state, peers=peers, rank=self._rank, number=self._number)
 
         with self._stages.reporting("save", of_requests=False):
             self._warn_of_schedulers()
@@ -293,7 +310,12 @@ class Checkpoints:
             for text in damaged:
                 self._warn(text, "a damaged checkpoint is passed over")
             state = self._load(
-                lambda: read_state(folder, manifest, model_only=model_only),
+                lambda: read_state(
+                    folder,
+                    manifest,
+                    model_only=model_only,
+                    number=0 if model_only else self._number,
+                ),
                 model_only=model_only,
             )
         self._stages.checkpoints = str(path)
@@ -325,14 +347,20 @@ class Checkpoints:
             if run is not None:
                 for executor in self._stages.executors.values():
                     executor.optimizer.history.load_state_dict(run)
+            if model_only and self._averager is not None:
+                self._averager.begin()
         return state
 
     def _local_model(self) -> LocalModel:
+        optimizers = self._stages.optimizers_by_stage
+        outer = () if self._averager is None else self._averager.outer
+        if outer:
+            optimizers = [[*x, y] for x, y in zip(optimizers, outer, strict=True)]
         return LocalModel(
             self._stages.layers(),
             self._own_name,
             ties=self._ties,
-            optimizers=self._stages.optimizers_by_stage,
+            optimizers=optimizers,
             schedulers=self._schedulers,
         )
 

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from zbpp.averaging import Averager, check_averaging
 from zbpp.checkpoint.local import State
 from zbpp.checkpoint.state import Checkpoints
 from zbpp.core import (
@@ -130,7 +131,7 @@ class Pipeline:
             timeout_s=execution.start_timeout_s,
         )
         self.rank, self.n_ranks = self.place.rank, self.place.n_ranks
-        with agreement(self.place.gather) as facts:
+        with agreement(self.place.gather_all) as facts:
             check_optimizer(optimizer)
             check_arguments(
                 loss_fn=loss_fn,
@@ -141,6 +142,7 @@ class Pipeline:
                 step=step,
                 execution=execution,
             )
+            check_averaging(replicas, self.place, steps=optimizer is not None)
             check_replicas(replicas, self.place)
             self.layered = layered_of(model)
             self.n_layers = self.layered.n_layers
@@ -193,7 +195,8 @@ class Pipeline:
             # overlap decides the order of the messages
             passes = execution.compile, execution.overlap
             facts["schedules, splits or settings"] = text, self.settings, passes
-        warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
+        n_ranks = self.n_ranks * self.place.n_replicas
+        warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=n_ranks)
         self.stages = build(
             self.settings,
             programs,
@@ -209,11 +212,15 @@ class Pipeline:
         self._batches = Batches(self.stages, self.layered.cut_batch, weigh=weigh)
         weakref.finalize(self, self.stages.abandon)
         self._watcher = make_watcher(execution.watch, self.plan)
+        self._averager = None
+        if replicas.averaging is not None:
+            self._averager = Averager(replicas.averaging, self.place, self.stages)
         self._checkpoints = Checkpoints(
             self.stages,
             self.layered.own_name,
             (*ties.ties, *self.layered.buffers),
-            rank=self.rank,
+            place=self.place,
+            averager=self._averager,
         )
         self._part: StepPart | None = None
         """Calls of the step that `optim_step` will take."""
@@ -402,6 +409,8 @@ class Pipeline:
             result.mean_metrics = mean_metrics
         if return_outputs:
             result.outputs = stages.last_outputs()
+        if self._averager is not None:
+            self._averager.after_step(self.n_steps)
         return result
 
     def switch(self, schedule: Schedule | Plan) -> None:

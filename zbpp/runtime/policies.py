@@ -233,12 +233,16 @@ class DataParallel:
             docs/reference/data_parallel.md.
         reduction: how gradients are summed, for ``shard="none"`` and plain layers: a
             `zbpp.Reduction` or `zbpp.TwoLevel`.
+        averaging: a `zbpp.averaging.Periodic` or `zbpp.averaging.DiLoCo`: each replica
+            steps by its gradients alone, and every few steps their parameters are
+            averaged. None: gradients are summed in every step.
     """
 
     mesh: "DeviceMesh | None" = None
     shard: Shard = "none"
     alternating_buffers: bool = False
     reduction: AnyReduction = field(default_factory=Reduction)
+    averaging: Any = None
 
 
 def is_whole(value: object) -> bool:

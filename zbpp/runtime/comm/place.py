@@ -34,10 +34,15 @@ FLATTENED = "+"
 
 
 class Place:
-    """The place of this process on a mesh; without one it is alone."""
+    """The place of this process on a mesh; without one it is alone.
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self.mesh = mesh
+    Other pipelines along the mesh ``apart`` are replicas that step by themselves.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh | None = None, apart: DeviceMesh | None = None
+    ) -> None:
+        self.mesh, self.apart = mesh, apart
         self.everyone: dist.ProcessGroup | None = None
         """All processes that step together."""
         self.rank, self.n_ranks = 0, 1
@@ -51,7 +56,7 @@ class Place:
         if mesh is None:
             return
         is_part = mesh.size() < dist.get_world_size()
-        self.everyone = mesh.get_group() if is_part else dist.group.WORLD
+        self.everyone = flattened(mesh).get_group() if is_part else dist.group.WORLD
         self.rank, self.n_ranks = dist.get_rank(self.everyone), mesh.size()
         self.pipeline = self.ranks_along((STAGE_DIM,))
         for number, (dim, at) in enumerate(self._coordinates()):
@@ -73,12 +78,19 @@ class Place:
     def replica(self) -> int:
         """Number of the share of the samples that this process reads."""
         dims = [dim for dim in _SAMPLE_DIMS if dim in self.sizes]
-        return self._number(dims)
+        n_here = prod(self.sizes[dim] for dim in dims)
+        return self.pipeline_number * n_here + self._number(dims)
 
     @property
     def n_replicas(self) -> int:
         """Shares of the samples of a batch, over ``dp`` and ``ep``."""
-        return prod(self.sizes.get(dim, 1) for dim in _SAMPLE_DIMS)
+        n_here = prod(self.sizes.get(dim, 1) for dim in _SAMPLE_DIMS)
+        return n_here if self.apart is None else n_here * self.apart.size()
+
+    @property
+    def pipeline_number(self) -> int:
+        """Number of this pipeline among those that step by themselves."""
+        return 0 if self.apart is None else self.apart.get_local_rank()
 
     @property
     def sequence_slice(self) -> int:
@@ -89,6 +101,14 @@ class Place:
     def n_sequence_slices(self) -> int:
         """Slices of every sequence, over ``cp``."""
         return self.sizes.get(CONTEXT_DIM, 1)
+
+    def gather_all(self, thing: Any) -> list[Any]:
+        """`gather` from the processes of all pipelines that step by themselves."""
+        if self.apart is None:
+            return self.gather(thing)
+        things: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(things, thing)
+        return things
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank.
@@ -188,6 +208,13 @@ class Place:
         first = tuple(slice(None) if dim in DATA_DIMS else 0 for dim in self.sizes)
         table = rows.view(*self.sizes.values(), -1, rows.shape[-1])
         return table[first].flatten(0, -2)
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dimension; all processes must call."""
+    if mesh.ndim == 1:
+        return mesh
+    return mesh._flatten(FLATTENED.join(mesh.mesh_dim_names or ()))
 
 
 ALONE = Place()

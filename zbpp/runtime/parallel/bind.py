@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,8 +42,13 @@ def bind_parallel(
     every_tied = {*tied, *aliases}
     if alternating:
         check_bare(chunks)
-    broadcast_first(chunks, place)
     layers = [layer for chunk in chunks for layer in chunk.layers]
+    if place.apart is not None and (given := [*chain(*map(units_in, layers))]):
+        raise RequestError(
+            f"a {type(given[0]).__name__} sums its gradients over replicas by itself, "
+            "and averaging= lets replicas step apart; hand over the bare layer"
+        )
+    broadcast_first(chunks, place)
     wrap(layers, place, replicas.shard, every_tied)
     wrapped = [module for layer in layers for module in units_in(layer)]
     if wrapped and not any(dim in DATA_DIMS for dim in place.sizes):

@@ -35,6 +35,8 @@ _PARTS = {
 def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
     """Broadcast parameters and buffers; all processes of the stage must call.
 
+    Replicas that step by themselves are processes of the stage, too.
+
     Plain parameters that differ along ``tp`` or ``ep`` are refused: parts of a tensor
     would become copies of the first.
     """
@@ -53,11 +55,15 @@ def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
             if p in seen:
                 continue
             seen.add(p)
+            if place.apart is not None:
+                _broadcast(p, place.apart.get_group())
             for dim in place.dims:
                 if dim not in single_dims(names) and _broadcast(p, place.group(dim)):
                     differ.setdefault(dim, []).append(name)
         for _, layer in chunk.numbered():
             for buffer in layer.buffers():
+                if place.apart is not None:
+                    _broadcast(buffer, place.apart.get_group())
                 for dim in place.dims:
                     if dim in REPLICA_DIMS:
                         _broadcast(buffer, place.group(dim))

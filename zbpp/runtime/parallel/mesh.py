@@ -27,11 +27,12 @@ from zbpp.runtime.comm.place import (
     CONTEXT_DIM,
     DATA_DIMS,
     EXPERT_DIM,
-    FLATTENED,
+    REPLICA_DIMS,
     REPLICATE_DIM,
     STAGE_DIM,
     TENSOR_DIM,
     Place,
+    flattened,
 )
 from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.support.devices import own_device
@@ -99,15 +100,28 @@ def make_mesh(
 
 
 def find_place(
-    mesh: DeviceMesh | None, device: torch.device, *, n_stages: int | None
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    n_stages: int | None,
+    is_averaged: bool = False,
 ) -> Place:
-    """Find the place of this process on a mesh; None: all processes are stages."""
+    """Find the place of this process on a mesh; None: all processes are stages.
+
+    Where replicas are averaged each is on the part of the mesh without them.
+    """
     if mesh is not None:
         _check_mesh(mesh, n_stages)
     elif dist.group.WORLD is not None:
         mesh = DeviceMesh.from_group(
             dist.group.WORLD, device.type, mesh_dim_names=(STAGE_DIM,)
         )
+    if mesh is not None and is_averaged:
+        names = mesh.mesh_dim_names or ()
+        apart = tuple(x for x in names if x in REPLICA_DIMS and mesh[x].size() > 1)
+        rest = tuple(x for x in names if x not in REPLICA_DIMS)
+        if apart and rest:
+            return Place(mesh[rest], flattened(mesh[apart]))
     return Place(mesh)
 
 
@@ -148,7 +162,7 @@ def shard_mesh(mesh: DeviceMesh, without: Collection[str] = ()) -> DeviceMesh | 
         return mesh[copies[0]] if copies else None
     part = mesh[several[0]]
     if len(several) > 1:
-        part = mesh[tuple(several)]._flatten(FLATTENED.join(several))
+        part = flattened(mesh[tuple(several)])
     if not copies:
         return part
     if len(several) == 1:

@@ -1,0 +1,300 @@
+"""Replicas that step by themselves and are averaged: pp 2 x dp 2, unless it is said."""
+
+from copy import deepcopy
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from ranks import end_of
+from small import make, refusal
+from torch import Tensor, nn
+
+import zbpp
+from zbpp import checkpoint
+from zbpp.averaging import DiLoCo, Periodic
+
+pytestmark = pytest.mark.dist
+
+WIDTH, SAMPLES = 8, 16
+CLIP = 0.05  # every step is clipped, so post-validation rolls each one back
+Parameters = dict[str, Tensor]
+
+sgd = partial(torch.optim.SGD, lr=0.2)
+adamw = partial(torch.optim.AdamW, lr=0.02)
+diloco = DiLoCo(every=3, outer_lr=0.6, outer_momentum=0.8)
+
+
+def layers(*, tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)]
+    if tied:
+        blocks[7][0].weight = blocks[0][0].weight
+    return nn.Sequential(*blocks).double()
+
+
+def share(step: int, replica: int, n: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    both = torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    return [z.chunk(n)[replica] for z in both]
+
+
+def build(
+    averaging: Any,
+    *,
+    n_stages: int = 2,
+    n_replicas: int = 2,
+    tied: bool = False,
+    mode: str = "ZBV",
+    optimizer: Any = sgd,
+    **settings: Any,
+) -> zbpp.Pipeline:
+    mesh = zbpp.mesh(stages=n_stages, data_parallel=n_replicas)
+    replicas = zbpp.DataParallel(mesh=mesh, averaging=averaging)
+    settings |= {"optimizer": optimizer, "n_stages": None}
+    return make(layers(tied=tied), mode, mesh=replicas, **settings)
+
+
+def go_on(pipeline: zbpp.Pipeline, steps: range, rolls_back: bool = False) -> None:
+    place = pipeline.place
+    for step in steps:
+        result = pipeline.step(*share(step, place.replica, place.n_replicas))
+        assert result.rollbacks == int(rolls_back)
+
+
+def parameters(pipeline: zbpp.Pipeline) -> tuple[int, Parameters]:
+    """Number of the replica, and its parameters."""
+    named = pipeline.named_parameters()
+    return pipeline.place.replica, {name: p.detach().clone() for name, p in named}
+
+
+def train(averaging: Any, n_steps: int, **settings: Any) -> tuple[int, Parameters]:
+    rolls_back = bool(settings.get("post_validation"))
+    with build(averaging, **settings) as pipeline:
+        go_on(pipeline, range(n_steps), rolls_back)
+        return parameters(pipeline)
+
+
+def by_replica(ranks: list[tuple[int, Parameters]]) -> list[Parameters]:
+    """The whole model of each replica."""
+    joined: dict[int, Parameters] = {}
+    for replica, part in ranks:
+        joined.setdefault(replica, {}).update(part)
+    return [joined[replica] for replica in sorted(joined)]
+
+
+def error(found: Parameters, expected: Parameters) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((p - expected[name]).abs().max()) for name, p in found.items())
+
+
+def plain(n_steps: int, policy: DiLoCo, n_replicas: int = 2) -> list[Parameters]:
+    """Replicas as plain models, and the formula of the paper."""
+    first = layers()
+    models = [deepcopy(first) for _ in range(n_replicas)]
+    optimizers = [sgd(model.parameters()) for model in models]
+    last = [p.detach().clone() for p in first.parameters()]
+    momenta = [torch.zeros_like(p) for p in last]
+    for step in range(n_steps):
+        for i, model in enumerate(models):
+            x, y = share(step, i, n_replicas)
+            optimizers[i].zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizers[i].step()
+        if (step + 1) % policy.every:
+            continue
+        with torch.no_grad():
+            for p, m, *copies in zip(
+                last, momenta, *(x.parameters() for x in models), strict=True
+            ):
+                way = p - sum(copies) / n_replicas
+                m.mul_(policy.outer_momentum).add_(way)
+                p.sub_(policy.outer_lr * (way + policy.outer_momentum * m))
+                for copy in copies:
+                    copy.copy_(p)
+    return [
+        {name: p.detach() for name, p in model.named_parameters()} for model in models
+    ]
+
+
+def test_an_average_of_every_step_is_a_sum_of_gradients(pool: Pool) -> None:
+    summed, *others = (
+        by_replica(pool.run(train, 4, averaging, 6))
+        for averaging in (
+            None,
+            Periodic(every=1),
+            DiLoCo(every=1, outer_lr=1, outer_momentum=0),
+        )
+    )
+    for averaged in others:
+        assert error(averaged[0], averaged[1]) == 0
+        assert error(averaged[0], summed[0]) < 1e-12
+    rare = by_replica(pool.run(train, 4, Periodic(every=4), 6))
+    assert error(rare[0], rare[1]) > 1e-3 and error(rare[0], summed[0]) > 1e-3
+
+
+def test_diloco_is_the_papers(pool: Pool) -> None:
+    found = by_replica(pool.run(train, 4, diloco, 8))
+    for here, expected in zip(found, plain(8, diloco), strict=True):
+        assert error(here, expected) < 1e-12
+    other = plain(8, DiLoCo(every=3, outer_lr=0.6, outer_momentum=0.7))
+    assert error(found[0], other[0]) > 1e-4
+
+
+@pytest.mark.parametrize("averaging", [Periodic(every=3), diloco])
+def test_no_mode_changes_a_bit(pool: Pool, averaging: Any) -> None:
+    """Also where each step, those before an average too, is rolled back."""
+    settings = {"optimizer": adamw, "clip_grad_norm": CLIP, "tied": True}
+    found = [
+        by_replica(pool.run(_train, 4, averaging, 7, settings | more))
+        for more in (
+            {"mode": "1F1B", "post_validation": False},
+            {"mode": "ZBV", "post_validation": True},
+            {"mode": "ZBH2", "post_validation": True},
+        )
+    ]
+    for one, other in pairwise(found):
+        assert [error(*x) for x in zip(one, other, strict=True)] == [0, 0]
+    assert error(*found[0]) > 1e-3
+
+
+def _train(averaging: Any, n_steps: int, settings: Any) -> tuple[int, Parameters]:
+    return train(averaging, n_steps, **settings)
+
+
+@pytest.mark.slow
+def test_no_split_changes_a_bit_of_three_replicas(pool: Pool) -> None:
+    settings = {"optimizer": adamw, "tied": True, "n_replicas": 3, "mode": "1F1B"}
+    one, two = (
+        by_replica(pool.run(_train, 3 * n, diloco, 7, settings | {"n_stages": n}))
+        for n in (1, 2)
+    )
+    assert [error(*x) for x in zip(one, two, strict=True)] == [0, 0, 0]
+    assert error(two[0], two[2]) > 1e-3
+
+
+def resumed(
+    folder: str, averaging: Any, more: Any, model_only: bool
+) -> tuple[int, Parameters]:
+    """Four steps, and after a checkpoint between two averages four more."""
+    first = build(averaging, optimizer=adamw)
+    go_on(first, range(4))
+    first.save(folder, wait=True)
+    first.close()
+    with build(averaging, optimizer=adamw, **more) as second:
+        second.load(folder, model_only=model_only)
+        go_on(second, range(4, 8))
+        return parameters(second)
+
+
+@pytest.mark.parametrize("averaging", [Periodic(every=3), diloco])
+def test_a_resumed_run_has_the_bits_of_one_in_a_row(
+    pool: Pool, averaging: Any, tmp_path: Path
+) -> None:
+    expected = by_replica(pool.run(_train, 4, averaging, 8, {"optimizer": adamw}))
+    run = partial(pool.run, resumed, 4)
+    found = by_replica(run(str(tmp_path / "a"), averaging, {"mode": "1F1B"}, False))
+    assert [error(*x) for x in zip(found, expected, strict=True)] == [0, 0]
+    other = by_replica(run(str(tmp_path / "b"), averaging, {}, True))
+    assert error(other[0], expected[0]) > 1e-4
+    elsewhere = by_replica(pool.run(continued, 2, str(tmp_path / "a"), averaging))
+    assert [error(*x) for x in zip(elsewhere, expected, strict=True)] == [0, 0]
+
+
+def continued(folder: str, averaging: Any) -> tuple[int, Parameters]:
+    """On one stage."""
+    with build(averaging, optimizer=adamw, n_stages=1, mode="1F1B") as pipeline:
+        pipeline.load(folder)
+        go_on(pipeline, range(4, 8))
+        return parameters(pipeline)
+
+
+def saved(folder: str, averaging: Any) -> tuple[int, Parameters]:
+    with build(averaging, n_stages=1, mode="1F1B") as pipeline:
+        go_on(pipeline, range(4))
+        pipeline.save(folder, wait=True)
+        return parameters(pipeline)
+
+
+def test_a_plain_model_has_the_first_replica(pool: Pool, tmp_path: Path) -> None:
+    expected = by_replica(pool.run(saved, 2, str(tmp_path), diloco))
+    model = layers()
+    checkpoint.load(tmp_path, model)
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    assert error(found, expected[0]) == 0 and error(found, expected[1]) > 1e-3
+    (without,) = set(pool.run(_fails_to_begin, 2, str(tmp_path)))
+    assert "is that of 2 optimizers, and 1 step it here" in without
+
+
+def _fails_to_begin(folder: str) -> str:
+    """Without averages, the optimizers of averages have no place."""
+    with build(None, n_stages=1, mode="1F1B") as pipeline:
+        return refusal(pipeline.load, folder)
+
+
+# Refusals.
+
+
+def refusals() -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = zbpp.mesh(stages=1, data_parallel=2)
+    averaging = Periodic(every=2)
+
+    def refused(model: Any = None, of: Any = mesh, how: Any = averaging, **more: Any):
+        optimizer = more.pop("optimizer", sgd)
+        replicas = zbpp.DataParallel(mesh=of, averaging=how, **more)
+        model = layers() if model is None else model
+        return refusal(make, model, "1F1B", mesh=replicas, optimizer=optimizer)
+
+    wrapped = layers()
+    fully_shard(wrapped[0], mesh=mesh["dp"])
+    rank = torch.distributed.get_rank()
+    return [
+        refused(shard="optimizer"),
+        refused(of=zbpp.mesh(stages=2)),
+        refused(how="DiLoCo"),
+        refused(optimizer=None),
+        refused(reduction=zbpp.TwoLevel(2)),
+        refused(wrapped),
+        refused(how=Periodic(every=2 + rank)),
+    ]
+
+
+def test_what_makes_no_sense_is_refused_on_all_ranks(pool: Pool) -> None:
+    one, other = pool.run(refusals, 2)
+    assert one == other
+    words = (
+        "shard is 'optimizer', and each replica needs all parameters",
+        "there is one replica; give a mesh whose dimension 'dp' is 2 or more",
+        "it is a str; give zbpp.averaging.Periodic(every=..)",
+        "optimizer is None",
+        "and no gradients are summed",
+        "sums its gradients over replicas by itself",
+        "ranks 0 and 1 were started with different schedules, splits or settings",
+    )
+    for text, expected in zip(one, words, strict=True):
+        assert expected in text
+    assert "every is 0; give a whole number from 1 on" in refusal(Periodic, every=0)
+    for wrong in ({"outer_lr": 0}, {"outer_momentum": 1.0}):
+        assert "a momentum from 0 up to 1" in refusal(DiLoCo, every=1, **wrong)
+
+
+def dies() -> None:
+    """A process of the second replica ends between two averages."""
+    pipeline = build(diloco)
+    go_on(pipeline, range(2))
+    if torch.distributed.get_rank() == 3:
+        raise SystemExit("gone")
+    go_on(pipeline, range(2, 3))
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_ends_the_others() -> None:
+    ended = end_of(dies, 4)
+    assert all(rank.code == 1 for rank in ended)
+    assert "PeerError" in ended[0].words
+    assert "waits in the average after step 2 for its replicas" in ended[0].words
