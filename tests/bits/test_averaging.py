@@ -78,6 +78,10 @@ def train(averaging: Any, n_steps: int, **settings: Any) -> tuple[int, Parameter
         return parameters(pipeline)
 
 
+def whole(p: Any) -> Tensor:
+    return p.full_tensor().detach()
+
+
 def by_replica(ranks: list[tuple[int, Parameters]]) -> list[Parameters]:
     """The whole model of each replica."""
     joined: dict[int, Parameters] = {}
@@ -174,6 +178,33 @@ def test_no_split_changes_a_bit_of_three_replicas(pool: Pool) -> None:
     )
     assert [error(*x) for x in zip(one, two, strict=True)] == [0, 0, 0]
     assert error(two[0], two[2]) > 1e-3
+
+
+def on_tp(folder: str) -> tuple[int, Parameters]:
+    """Each replica has its layers in parts, and goes on from a checkpoint."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = zbpp.mesh(stages=1, data_parallel=2, tensor_parallel=2)
+    replicas = zbpp.DataParallel(mesh=mesh, averaging=diloco)
+    for steps in range(4), range(4, 8):
+        model, how = layers(), ColwiseParallel(output_layouts=Replicate())
+        for layer in model:
+            parallelize_module(layer, mesh["tp"], {"0": how})
+        pipeline = make(model, "1F1B", mesh=replicas, optimizer=sgd, n_stages=None)
+        pipeline.load(folder, missing_ok=True)
+        go_on(pipeline, steps)
+        pipeline.save(folder, wait=True)
+    named = pipeline.named_parameters()
+    return pipeline.place.replica, {name: whole(p) for name, p in named}
+
+
+@pytest.mark.slow
+def test_a_replica_may_have_tensor_parallelism(pool: Pool, tmp_path: Path) -> None:
+    found = by_replica(pool.run(on_tp, 4, str(tmp_path)))
+    for here, expected in zip(found, plain(8, diloco), strict=True):
+        assert error(here, expected) < 1e-12
+    assert error(*found) > 1e-3
 
 
 def resumed(
