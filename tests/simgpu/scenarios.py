@@ -148,6 +148,7 @@ def train(of: Scenario) -> Shown:
 
 
 OF_GPU = {"source": "gpu"}
+ON_HOST: dict[str, Any] = {"offload_optimizer": True, "optimizer": "AdamW fused"}
 ONE_PROCESS = {
     "ZBV": Scenario(mode="ZBV"),
     "ZBH1": Scenario(mode="ZBH1"),
@@ -177,6 +178,16 @@ ONE_PROCESS = {
     "1F1B, goes on": Scenario(mode="1F1B", resume=("1F1B", 2)),
     "ZBV, goes on": Scenario(mode="ZBV", resume=("ZBV", 2)),
     "1F1B, fused": Scenario(mode="1F1B", optimizer="AdamW fused"),
+    "ZBV, on the host": Scenario(mode="ZBV", **ON_HOST),
+    "1F1B, on the host": Scenario(mode="1F1B", **ON_HOST),
+    "VPP, on the host, tied": Scenario(mode="VPP", model="lm tied", **ON_HOST),
+    "ZBH2, on the host, barrier": Scenario(
+        mode="ZBH2", post_validation=False, **ON_HOST
+    ),
+    "ZBV, on the host, scaled": Scenario(
+        mode="ZBV", model="vectors", loss_scale=8.0, overflows=True, **ON_HOST
+    ),
+    "ZBV, on the host, goes on": Scenario(mode="ZBV", resume=("ZBV", 2), **ON_HOST),
     "ZBH2, checkpoint": Scenario(mode="ZBH2", model="checkpoints"),
     "VHalf, 16 bits": Scenario(mode="VHalf", autocast=True),
     "VHalf, buffers": Scenario(mode="VHalf", model="norms"),
@@ -199,6 +210,9 @@ PROCESSES = {
             "ZBH1, 2 processes": Scenario(mode="ZBH1", **OF_GPU),
             "ZBH1, tied ends": Scenario(mode="ZBH1", model="lm tied"),
             "ZBH2 switches": Scenario(mode="ZBH2", switch="ZBH2"),
+            "ZBV, on the host": Scenario(mode="ZBV", **ON_HOST),
+            "shards, on the host": Scenario(mode="1F1B", shard="parameters", **ON_HOST),
+            "replicas, on the host": Scenario(mode="1F1B", shard="none", **ON_HOST),
             "VHalf, barrier": Scenario(mode="VHalf", post_validation=False),
         },
         4: {

@@ -73,6 +73,7 @@ class Case:
         overlap: stop at overlap points.
         post_validation: as in `zbpp.StepPolicy`.
         snapshots: the optimizer's class is one that zbpp does not know.
+        offload_optimizer: as in `zbpp.StepPolicy`.
         buckets: the optimizer steps small parts of its parameters.
         calls: of ``forward_backward`` for each step; 0: ``step`` is called.
         optimizer: a name in `optimizers.OPTIMIZERS`, or None.
@@ -102,6 +103,7 @@ class Case:
     overlap: bool = True
     post_validation: bool | None = None
     snapshots: bool = False
+    offload_optimizer: bool = False
     buckets: bool = False
     calls: int = 0
     optimizer: str | None = "adamw"
@@ -278,7 +280,7 @@ def _settings(case: Case) -> dict[str, Any]:
     if case.snapshots and optimizer is not None:
         optimizer = unknown(optimizer)
     same = ("n_microbatches", "device", "seed", "exact_sums", "weigh", "loss_scale")
-    same += ("post_validation", "compile", "overlap", "timeout_s")
+    same += ("offload_optimizer", "post_validation", "compile", "overlap", "timeout_s")
     return {name: getattr(case, name) for name in same} | {
         "loss_fn": case.of.loss_fn,
         "optimizer": optimizer,

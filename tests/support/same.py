@@ -24,7 +24,11 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def copy_of(x: Tensor) -> Tensor:
     """A copy on the host, of DTensors the whole."""
-    whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+    whole: Any = x
+    if hasattr(x, "full_tensor"):  # the host may have it, of a mesh of devices
+        parts = whole.to_local(), whole.device_mesh, whole.placements
+        sizes = {"shape": x.shape, "stride": x.stride()}
+        whole = type(whole).from_local(*parts, run_check=False, **sizes).full_tensor()
     return whole.detach().clone().cpu()
 
 

@@ -45,6 +45,9 @@ Copy = Callable[[Pairs], None]
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Options about the way to compute: those of the present run stay."""
 
+_MASTER = "master"
+"""Of a parameter of 16 bits: that of 32 bits in host memory, next to its moments."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -70,7 +73,8 @@ class LocalModel:
     """The layers, optimizers and schedulers of one process, or of a plain model.
 
     ``layers`` come with their global index, ``optimizers`` are by stage. ``own_name``
-    gives the model's name of what a layer has under a name.
+    gives the model's name of what a layer has under a name, ``parameter_of`` the
+    parameter of a layer whose master in host memory is stepped.
     """
 
     def __init__(
@@ -81,7 +85,9 @@ class LocalModel:
         ties: Sequence[Sequence[Place]] = (),
         optimizers: Sequence[Sequence[torch.optim.Optimizer]] = (),
         schedulers: Sequence[Any] = (),
+        parameter_of: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
+        self._parameter_of = parameter_of or {}
         self.optimizers, self.schedulers = optimizers, schedulers
         self.slots: list[Slot] = []
         self._slot_of: dict[int, Slot] = {}  # by the identity of a tensor
@@ -110,7 +116,7 @@ class LocalModel:
 
     def slot_of(self, parameter: Tensor) -> Slot:
         """The first slot of a parameter."""
-        slot = self._slot_of.get(id(parameter))
+        slot = self._slot_of.get(id(self._parameter_of.get(parameter, parameter)))
         if slot is None:
             raise RequestError(
                 f"an optimizer steps a parameter of shape {tuple(parameter.shape)} "
@@ -149,9 +155,12 @@ def local_state(
     for optimizer, group, parameter, slot in local.stepped():
         if is_saved(slot):
             names = group.keys() - {"params", "param_names", *_OF_THE_MACHINE}
+            state = dict(optimizer.state.get(parameter, {}))
+            if parameter.dtype != slot.value.dtype:
+                state[_MASTER] = parameter.detach()
             entry = {
                 "kind": type(optimizer).__name__,
-                "state": dict(optimizer.state.get(parameter, {})),
+                "state": state,
                 "options": {name: group[name] for name in group if name in names},
             }
             optimizer_state[slot.saved_as].append(entry)
@@ -276,7 +285,7 @@ def _compare_optimizers(local: LocalModel, state: State, loading: Loading) -> No
             continue
         entry = entries[number]
         used.add(key)
-        loading.misfits += _misfits(optimizer, parameter, entry, name)
+        loading.misfits += _misfits(optimizer, parameter, entry, slot)
         loading.before.append(
             partial(_load_entry, optimizer, group, parameter, entry, loading.pairs)
         )
@@ -293,8 +302,15 @@ def _misfits(
     optimizer: torch.optim.Optimizer,
     parameter: Tensor,
     entry: Mapping[str, Any],
-    name: str,
+    slot: Slot,
 ) -> Iterator[str]:
+    name = slot.saved_as
+    if (_MASTER in entry["state"]) != (parameter.dtype != slot.value.dtype):
+        words = ("on", "off") if _MASTER in entry["state"] else ("off", "on")
+        yield (
+            f"the optimizer's state of {name}, of {slot.value.dtype}, was saved with "
+            f"offload_optimizer {words[0]}, and it is {words[1]} here"
+        )
     for key, value in entry["state"].items():
         if not isinstance(value, Tensor) or not value.dim() == parameter.dim() > 0:
             continue
@@ -325,6 +341,9 @@ def _load_entry(
     on_device = bool(group.get("capturable") or group.get("fused"))
     for key, value in entry["state"].items():
         is_tensor = isinstance(value, Tensor)
+        if key == _MASTER:
+            pairs.append((value, parameter.detach()))
+            continue
         is_step = key == "step" and is_tensor and not value.dim()
         if is_tensor and value.shape == parameter.shape and not is_step:
             target = torch.empty_like(parameter, dtype=value.dtype).detach()

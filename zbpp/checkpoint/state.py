@@ -362,6 +362,7 @@ class Checkpoints:
             ties=self._ties,
             optimizers=optimizers,
             schedulers=self._schedulers,
+            parameter_of=self._stages.parameter_of,
         )
 
     def _warn(self, text: str | None, what: str) -> None:

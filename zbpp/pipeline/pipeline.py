@@ -161,6 +161,11 @@ class Pipeline:
             if not self.schedule.is_post_validated:
                 step = replace(step, post_validation=False)
             if optimizer is None:
+                if step.offload_optimizer:
+                    raise RequestError(
+                        "offload_optimizer is on, but optimizer is None: there is no "
+                        "state to keep; give an optimizer, or leave it out"
+                    )
                 step = replace(step, max_consecutive_skips=None)
             placement = self.schedule.placement
             split = self.schedule.split or ()
@@ -476,15 +481,22 @@ class Pipeline:
         if not overlaps:
             schedule = replace(schedule, parts=None)
         collectives = self.stages.first.collectives
-        if self.place.sum_dims() or any(transport.gather(collectives.has_units)):
+        copies = settings.step.offload_optimizer
+        if (
+            copies
+            or self.place.sum_dims()
+            or any(transport.gather(collectives.has_units))
+        ):
             shards = any(transport.gather(collectives.keeps))
             each = reduces_every(settings.replicas.shard)
             kinds = {x.kind for x in schedule.orders[0] if isinstance(x, Collective)}
             if schedule.parts is not None and not shards and not each:
                 adds_up = True
-            elif not kinds or (CollectiveKind.UNSHARD in kinds) != shards:
+            elif not kinds or (CollectiveKind.UNSHARD in kinds) != (shards or copies):
                 schedule = add_collectives(
-                    schedule, shards=shards, reduces="every" if each else "last"
+                    schedule,
+                    shards=shards or copies,
+                    reduces="every" if each else "last",
                 )
         self.schedule = schedule
         self._programs = lower(

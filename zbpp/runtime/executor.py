@@ -211,6 +211,8 @@ class Executor:
         """Take what a pass reads; return what computes it, and keeps what it writes."""
         reads, writes = _ends(job, len(self.stage_of))
         inputs: Tensors | None = None
+        if job.kind is PassKind.F:
+            self.optimizer.arrive(job.chunk)
         if reads is not None:
             sent = self._expected.pop(reads, None)
             inputs = self._values.pop(reads) if sent is None else sent.receive(job)
@@ -318,7 +320,13 @@ class Executor:
         """Run it; those that go on alongside other jobs get their times as a whole."""
         times, start = self.times, self.times.now()
         with record_function(str(job)) if times.is_profiled else _NOTHING:
+            if job.kind is CollectiveKind.UNSHARD:
+                self.optimizer.copy_in(job.chunk)
+                if job.chunk in self.collectives.chunks:  # shards are gathered
+                    self.optimizer.arrive(job.chunk)
             self.collectives.run(job)
+            if self.optimizer.copies and self.collectives.ends_gradients(job):
+                self.optimizer.copy_out(job.chunk)
         if job.kind is CollectiveKind.REDUCE_WAIT:
             sums = Collective(CollectiveKind.REDUCE_GRAD, job.chunk)
             start = self.collectives.take_start(job.chunk) or start

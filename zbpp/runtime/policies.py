@@ -157,6 +157,8 @@ class StepPolicy:
         max_consecutive_skips: with an Inf or NaN gradient, before the run ends; None:
             any number.
         loss_scale: of fp16 gradients: a number, or a `zbpp.runtime.LossScaler`.
+        offload_optimizer: keep optimizer state, and 32-bit parameters, in host memory,
+            and step there; see docs/how_to/offload.md.
 
     Raises:
         RequestError: a value is none of these.
@@ -165,6 +167,7 @@ class StepPolicy:
     post_validation: bool | None = None
     max_consecutive_skips: int | None = 5
     loss_scale: LossScaler | float | None = None
+    offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_count("max_consecutive_skips", self.max_consecutive_skips)

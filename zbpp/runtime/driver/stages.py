@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.comm.transport import Reduction, Transport
@@ -69,6 +69,12 @@ class LocalStages:
     def optimizers_by_stage(self) -> list[list[torch.optim.Optimizer]]:
         """The optimizers of each of these stages."""
         return [x.optimizer.optimizers.all for x in self.executors.values()]
+
+    @property
+    def parameter_of(self) -> dict[Tensor, Tensor]:
+        """Parameters of layers by what is stepped on the host in their place."""
+        hosts = [x.optimizer.optimizers.host for x in self.executors.values()]
+        return {m: p for x in hosts if x is not None for m, p in x.parameter_of.items()}
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer, stage after stage."""

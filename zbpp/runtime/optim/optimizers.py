@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.core import RequestError, a_kind
 from zbpp.runtime.chunk import OwnName
+from zbpp.runtime.optim.host import HostMasters
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.rollback import (
     DeferredStep,
@@ -71,14 +73,27 @@ class StageOptimizers:
     """All optimizers of a stage; false if there are none."""
 
     def __init__(
-        self, stage: Stage, make_optimizer: MakeOptimizer | None, *, own_name: OwnName
+        self,
+        stage: Stage,
+        make_optimizer: MakeOptimizer | None,
+        *,
+        own_name: OwnName,
+        offloads: bool = False,
     ) -> None:
         self._stage = stage
         self._leaves_gradients = make_optimizer is None
         named = list(_named(stage, own_name))
         self.all: list[torch.optim.Optimizer] = []
+        self.host: HostMasters | None = None
+        """What the optimizers step in place of the stage's parameters."""
         if make_optimizer is not None and named:
+            if offloads:
+                self.host = HostMasters(_by_chunk(stage), stage.device)
+                named = [(name, self.host.masters[p]) for name, p in named]
             self.all = made_optimizers(make_optimizer, named)
+        if self.host is not None:
+            self._refuse_sharded()
+            self.host.leave_out(self.stepped())
         self._rollbacks: list[Rollback] = []
         """Of the optimizers in their places, as they have stepped last."""
         self._values: list[_GroupValues] = []
@@ -91,8 +106,28 @@ class StageOptimizers:
         """Parameters of the groups as they are now; without a builder, all."""
         if self._leaves_gradients:
             return [p for _, p in _learnable(self._stage)]
+        if self.host is None:
+            return self.stepped()
+        of = self.host.parameter_of
+        return [of.get(p, p) for p in self.stepped()]
+
+    def stepped(self) -> list[Tensor]:
+        """What the optimizers step: these parameters, or their masters."""
         owned = (p for optimizer in self.all for p in parameters_of(optimizer))
         return list(dict.fromkeys(owned))
+
+    def _refuse_sharded(self) -> None:
+        """Refuse optimizers that would communicate from host memory."""
+        for optimizer in self.all:
+            if not is_elementwise(optimizer) and any(
+                map(is_sharded, parameters_of(optimizer))
+            ):
+                raise RequestError(
+                    f"offload_optimizer is on, and {a_kind(optimizer)} needs whole "
+                    "parameters, of which this process has shards; choose an optimizer "
+                    "that updates each element by itself, such as AdamW, or leave "
+                    "offload_optimizer or the shards out"
+                )
 
     def clear_unowned_grads(self) -> None:
         """Clear gradients that no optimizer steps: they would grow from step to step.
@@ -137,6 +172,7 @@ class StageOptimizers:
 
         If one of the steps raises, none has been taken.
         """
+        self._begin_writing()
         self._values = [_GroupValues(optimizer) for optimizer in self.all]
         # a script may have changed an optimizer since the step before
         last = dict(enumerate(self._rollbacks))
@@ -164,11 +200,13 @@ class StageOptimizers:
 
     def undo(self) -> None:
         """Roll all back, the last one first: two may step the same parameter."""
+        self._begin_writing()
         for rollback in reversed(self._rollbacks):
             rollback.undo()
 
     def step(self, *, skipped: bool) -> None:
         """Step all, or none; with the options of a speculative step that was undone."""
+        self._begin_writing()
         values, self._values = dict(enumerate(self._values)), []
         for place, optimizer in enumerate(self.all):
             action: Callable[[], object] = int if skipped else partial(_take, optimizer)
@@ -176,6 +214,12 @@ class StageOptimizers:
                 values[place].run(action)
             else:
                 action()
+
+    def _begin_writing(self) -> None:
+        """Masters change; no copy of them may be under way."""
+        if self.host is not None:
+            self.host.wait()
+            self.host.note_step()
 
     def zero_grad(self) -> None:
         """Clear the gradients that are stepped."""
@@ -203,6 +247,17 @@ def _learnable(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
         if p not in seen and (p.is_floating_point() or p.is_complex()):
             seen.add(p)
             yield name, p
+
+
+def _by_chunk(stage: Stage) -> dict[int, list[nn.Parameter]]:
+    """The learnable parameters, each with the first chunk that has it."""
+    left = {p for _, p in _learnable(stage)}
+    chunks: dict[int, list[nn.Parameter]] = {}
+    for index, chunk in stage.chunks.items():
+        every = dict.fromkeys(p for *_, p in chunk.all_stepped())
+        chunks[index] = [p for p in every if p in left]
+        left -= every.keys()
+    return chunks
 
 
 def _named(stage: Stage, own_name: OwnName) -> Iterator[tuple[str, nn.Parameter]]:

@@ -70,7 +70,13 @@ class StageOptimizer:
         self._stage = stage
         self._clip = clip_grad_norm
         self._n_layers = n_layers
-        self.optimizers = StageOptimizers(stage, make_optimizer, own_name=own_name)
+        self.optimizers = StageOptimizers(
+            stage,
+            make_optimizer,
+            own_name=own_name,
+            offloads=policy.offload_optimizer,
+        )
+        self._host = self.optimizers.host
         self.speculates = policy.post_validation is not False
         """Some steps may be speculative."""
         self.history = History(policy)
@@ -98,7 +104,11 @@ class StageOptimizer:
         self._check_writes()
         if self._pending is not None:
             self._pending.marks = ()  # forwards may write; a replay does so again
+        if self._host is not None:
+            self._host.refresh()
         if self._is_invalid:
+            if self._host is not None:
+                self._host.arrive_all()
             parameters = self.optimizers.parameters()
             self._before_replay = [(p, p.detach().clone()) for p in parameters]
 
@@ -112,8 +122,7 @@ class StageOptimizer:
         stage, optimizers, peers = self._stage, self.optimizers, transport.peers
         optimizers.clear_unowned_grads()
         parameters = optimizers.parameters()
-        place_gradients([p for p in parameters if is_sharded(p)])
-        multiply_gradients(parameters, 1.0 / stage.loss_scale)
+        self._end_gradients(parameters)
         counted = [p for p in parameters if p not in stage.ties.copies]
         norms = squared_norms(stage, counted, self._n_layers, peers)
         losses = stage.loss.table()
@@ -128,6 +137,41 @@ class StageOptimizer:
             speculative=self.history.speculates,
         )
         self._pending = _Pending(self.result)
+
+    def _end_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """No more is added to these gradients: bring them into their last form."""
+        if self._host is not None:
+            parameters = [p for p in parameters if not self._host.is_leaving(p)]
+        place_gradients([p for p in parameters if is_sharded(p)])
+        multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
+        if self._host is not None:
+            self._host.copy_out(parameters)
+
+    # Where the optimizers step on the host.
+
+    @property
+    def copies(self) -> bool:
+        """True if gradients leave by chunks; of a step in parts, at its end."""
+        return self._host is not None and not self._stage.batch.is_part
+
+    def copy_out(self, chunk: int) -> None:
+        """Begin to copy the gradients of a chunk to the host: they are complete.
+
+        Those of tied parameters are not: other chunks add to them.
+        """
+        ties = {x.parameter for x in self._stage.ties.parameters.values()}
+        every = self._stage.chunks[chunk].all_stepped()
+        self._end_gradients([p for *_, p in every if p not in ties])
+
+    def copy_in(self, chunk: int) -> None:
+        """Begin to copy the parameters of a chunk to the device."""
+        if self._host is not None:
+            self._host.copy_in(chunk)
+
+    def arrive(self, chunk: int) -> None:
+        """Let the device wait for the parameters of a chunk."""
+        if self._host is not None:
+            self._host.arrive(chunk)
 
     @property
     def steps_at_once(self) -> bool:
@@ -146,16 +190,19 @@ class StageOptimizer:
         pending = self._pending
         assert pending is not None, "a Step needs a Reduce before it"
         self.optimizers.mark_called()
+        if self._host is not None:
+            self._host.deliver()
         if not pending.result.speculative:
-            self.settle(job)
+            self._check_writes()
+            self._decide(job)
+            self._raise()
         elif self.optimizers.needs_barrier:
             self._decide(job)  # if it is invalid, V says so, where all stages are
         elif self.optimizers:
             self.optimizers.speculate()
-            parameters = self.optimizers.parameters()
-            pending.gradients = [(p, p.grad) for p in parameters]
+            pending.gradients = [(p, p.grad) for p in self.optimizers.stepped()]
             self.optimizers.zero_grad()  # the caller might do so too
-            pending.marks = [(p, _mark(p)) for p in parameters]
+            pending.marks = [(p, _mark(p)) for p in self.optimizers.parameters()]
 
     @property
     def may_replay(self) -> bool:
@@ -198,8 +245,13 @@ class StageOptimizer:
             NonFiniteError: too many steps in a row were skipped.
             RequestError: others have written to what the step has changed.
         """
+        if self._host is not None:
+            self._host.refresh()
         self._check_writes()
         self._decide(job)
+        if self._host is not None:
+            self._host.arrive_all()
+            self._host.may_differ = True
         self._raise()
 
     # The transitions.
@@ -261,7 +313,7 @@ class StageOptimizer:
             for parameter, gradient in pending.gradients:
                 parameter.grad = gradient
             optimizers.undo()
-        multiply_gradients(optimizers.parameters(), decision.factor)
+        multiply_gradients(optimizers.stepped(), decision.factor)
         optimizers.step(skipped=decision.skipped)
         optimizers.zero_grad()
 

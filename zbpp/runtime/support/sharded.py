@@ -55,12 +55,18 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
-    """The DTensor of a shard, dealt out as another one is, which may be plain."""
+    """The DTensor of a shard, dealt out as another one is, which may be plain.
+
+    The shard stays where it is: on the host, if the other one's mesh is of devices.
+    """
     if not is_sharded(like):
         return shard
     from torch.distributed.tensor import DTensor
 
     sharded: Any = like
+    if shard.device.type not in (sharded.device_mesh.device_type, "meta"):
+        moved: Any = as_sharded(shard.to("meta"), like)
+        return cast(Tensor, cast(Any, DTensor)(shard, moved._spec, requires_grad=False))
     return DTensor.from_local(
         shard,
         sharded.device_mesh,

@@ -1,0 +1,178 @@
+"""Parameters and optimizer state of a stage in host memory.
+
+    device  .. 3W7 | 0B7 0W7 |        | O    |                 | 0F0     | 3F0 ..
+    copies         | gradients of 3 | of 0 | | parameters of 0 | of 3    |
+    host                                   | steps |
+
+The optimizers step *masters* on the host, of 32 bits where parameters have 16.
+Gradients of a chunk leave the device after their last sum, its parameters come before
+its next F, both on a separate stream, from and to pinned memory. On CPUs the copies are
+plain.
+
+A rollback happens on the host; the parameters that have been copied in already are
+copied in once more.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.sharded import as_sharded, own_shard
+from zbpp.runtime.support.streams import NetworkStream
+
+_NARROW = torch.float16, torch.bfloat16
+
+
+class HostMasters:
+    """Masters of the parameters of each chunk, and the copies between both.
+
+    Each parameter is in one chunk. Call `wait` before a write to masters, and
+    `note_step` afterwards.
+    """
+
+    def __init__(
+        self, chunks: Mapping[int, Collection[nn.Parameter]], device: torch.device
+    ) -> None:
+        self._chunks, self._device = chunks, device
+        self._side = NetworkStream(device) if runs_ahead(device) else None
+        self._last = None if self._side is None else torch.Event(device)
+        """The end of the last copy."""
+        self._buffers: dict[tuple[Tensor, bool], Tensor] = {}
+        """Of gradients, and of parameters that have fewer bits than their masters."""
+        self._gradients: dict[Tensor, Tensor] = {}
+        """By parameter, under way."""
+        self._stale: set[Tensor] = set()
+        """Parameters whose masters are newer."""
+        self._arrivals: dict[int, torch.Event] = {}
+        self.may_differ = True
+        """Others may have written to parameters."""
+        every: Iterable[Tensor] = chain.from_iterable(chunks.values())
+        self.masters = {p: self._master(p) for p in every}
+        self.parameter_of: dict[Tensor, Tensor] = {
+            m: p for p, m in self.masters.items()
+        }
+
+    @torch.no_grad()
+    def _master(self, p: Tensor) -> nn.Parameter:
+        numbers = own_shard(p.detach())
+        dtype = torch.float32 if numbers.dtype in _NARROW else numbers.dtype
+        master = self._on_host(numbers, dtype).copy_(numbers)
+        return nn.Parameter(as_sharded(master, p), requires_grad=p.requires_grad)
+
+    def _on_host(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        pins = self._side is not None
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pins)
+
+    def _buffer(self, p: Tensor, like: Tensor, *, of_gradient: bool) -> Tensor:
+        buffer = self._buffers.get((p, of_gradient))
+        if buffer is None or buffer.dtype != like.dtype:
+            buffer = self._buffers[p, of_gradient] = self._on_host(like, like.dtype)
+        return buffer
+
+    def leave_out(self, stepped: Collection[Tensor]) -> None:
+        """Drop the masters that no optimizer has."""
+        self.parameter_of = {m: self.parameter_of[m] for m in stepped}
+        self.masters = {p: self.masters[p] for p in self.parameter_of.values()}
+
+    @contextmanager
+    def _copying(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Copies go behind all that the device has to do so far, and alongside more."""
+        if self._side is None or self._last is None:
+            yield
+            return
+        self._side.begin(tensors)
+        with self._side.stream:
+            yield
+            self._last.record()
+
+    def wait(self) -> None:
+        """Wait until no copy is under way."""
+        if self._last is not None:
+            self._last.synchronize()
+
+    # Gradients.
+
+    @torch.no_grad()
+    def copy_out(self, parameters: Iterable[Tensor]) -> None:
+        """Begin to copy gradients that are complete."""
+        gradients = {
+            p: own_shard(p.grad)
+            for p in parameters
+            if p.grad is not None and p in self.masters
+        }
+        with self._copying(gradients.values()):
+            for p, gradient in gradients.items():
+                if gradient.layout is torch.strided:
+                    buffer = self._buffer(p, gradient, of_gradient=True)
+                    buffer.copy_(gradient, non_blocking=True)
+                else:
+                    buffer = gradient.to("cpu", copy=True)
+                self._gradients[p] = buffer
+
+    def is_leaving(self, p: Tensor) -> bool:
+        """True if the gradient is copied, or is going to be."""
+        return p in self._gradients
+
+    @torch.no_grad()
+    def deliver(self) -> None:
+        """Give masters the gradients, and free those of the device."""
+        self.wait()
+        for p, gradient in self._gradients.items():
+            master = self.masters[p]
+            master.grad = as_sharded(gradient.to(master.dtype), master)
+            p.grad = None
+        self._gradients = {}
+
+    # Parameters.
+
+    def note_step(self) -> None:
+        """The masters have changed."""
+        self._stale = set(self.masters)
+
+    @torch.no_grad()
+    def copy_in(self, chunk: int) -> None:
+        """Begin to copy the parameters of a chunk whose masters have changed."""
+        stale = [p for p in self._chunks[chunk] if p in self._stale]
+        if not stale:
+            return
+        self._stale.difference_update(stale)
+        numbers = [own_shard(p.detach()) for p in stale]
+        with self._copying(numbers):
+            for p, target in zip(stale, numbers, strict=True):
+                source = own_shard(self.masters[p].detach())
+                if source.dtype != target.dtype:
+                    source = self._buffer(p, target, of_gradient=False).copy_(source)
+                target.copy_(source, non_blocking=True)
+            if self._side is not None:
+                self._arrivals[chunk] = torch.Event(self._device)
+                self._arrivals[chunk].record()
+
+    def arrive(self, chunk: int) -> None:
+        """Let the current stream wait for the parameters of a chunk."""
+        self.copy_in(chunk)
+        event = self._arrivals.pop(chunk, None)
+        if event is not None:
+            event.wait()
+
+    def arrive_all(self) -> None:
+        """Let the current stream wait for all parameters."""
+        for chunk in self._chunks:
+            self.arrive(chunk)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over what others have written to parameters meanwhile, if they may."""
+        if not self.may_differ:
+            return
+        self.may_differ = False
+        self.wait()
+        for p, master in self.masters.items():
+            numbers, here = own_shard(p.detach()).cpu(), own_shard(master.detach())
+            if numbers.dtype != here.dtype:  # what is rounded alike is the same
+                is_same = here.to(numbers.dtype) == numbers
+                numbers = torch.where(is_same, here, numbers.to(here.dtype))
+            here.copy_(numbers)
