@@ -33,7 +33,8 @@ TESTS = {
     "tuning": "tests/tuning",
     "comm": "tests/comm tests/failures tests/bits/test_processes.py",
     "parallel": "tests/failures/test_starts.py tests/bits/test_meshes.py "
-    "tests/bits/test_mesh_work.py tests/bits/test_averaging.py",
+    "tests/bits/test_mesh_work.py tests/bits/test_averaging.py "
+    "tests/bits/test_reductions.py",
     "driver": "tests/bits/test_batches.py tests/failures "
     "tests/comm tests/state tests/bits/test_one_process.py",
     "backward": "tests/split",
@@ -248,6 +249,18 @@ TABLE = (
      "zbpp/runtime/parallel/sums.py",
      "p.grad = torch.zeros_like(p, requires_grad=False)",
      "p.grad = torch.ones_like(p, requires_grad=False)"),
+    ("parallel", "nodes do not exchange their sums",
+     "zbpp/runtime/parallel/reductions.py",
+     "_wait(dist.all_reduce(part, group=between, async_op=True))", "pass"),
+    ("parallel", "a residual forgets the step before",
+     "zbpp/runtime/parallel/reductions.py",
+     "flat += torch.cat(", "flat += 0 * torch.cat("),
+    ("parallel", "a skipped step changes the residuals",
+     "zbpp/runtime/parallel/reductions.py", "if not skipped:", "if True:"),
+    ("parallel", "residuals are not loaded", "zbpp/checkpoint/state.py",
+     "loading.pairs.append((value, here))", "pass"),
+    ("parallel", "other replicas begin with all residuals", "zbpp/checkpoint/state.py",
+     "sum(0, keepdim=True) / n", "sum(0, keepdim=True)"),
     ("parallel", "replicas begin as they were built",
      "zbpp/runtime/parallel/broadcast.py", "part.copy_(after)", "pass"),
     ("parallel", "buffers of slices become those of the first",

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Costs, RequestError, Schedule
-from zbpp.core.reductions import Reduction, TwoLevel
+from zbpp.core.reductions import Reduction, TopK, TwoLevel
 from zbpp.planning import Plan, PlanRequest, make_plan, plan, read_plan
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
@@ -32,6 +32,7 @@ __all__ = [
     "RequestError",
     "Schedule",
     "StepPolicy",
+    "TopK",
     "TorchSchedule",
     "TwoLevel",
     "averaging",

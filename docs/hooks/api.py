@@ -23,7 +23,7 @@ ABOUT = {
 FIRST = {
     "": {
         "Train": "Pipeline Numerics StepPolicy Execution",
-        "Train on a mesh": "DataParallel Reduction TwoLevel mesh deal",
+        "Train on a mesh": "DataParallel Reduction TwoLevel TopK mesh deal",
         "Train beside others": "overlap_point TorchSchedule",
         "Models": "cut layers_from",
         "Plan": "plan plan_model make_plan PlanRequest Plan read_plan Schedule",

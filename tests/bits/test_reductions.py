@@ -73,19 +73,23 @@ def compare(size: tuple[int, int], reductions: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("size", "n"), [(PP2_DP2, 1), (PP2_DP2, 2), (PP1_DP4, 2)])
-def test_two_levels_sum_what_one_does(pool: Pool, size: Any, n: int) -> None:
+def test_reductions_sum_what_an_all_reduce_does(pool: Pool, size: Any, n: int) -> None:
     bf16 = torch.bfloat16
     reductions = {
         "one": None,
         "two": zbpp.TwoLevel(n),
         "bf16": zbpp.Reduction(bf16),
         "two bf16": zbpp.TwoLevel(n, bf16),
+        "all": zbpp.TopK(1.0),
+        "some": zbpp.TopK(0.5),
     }
     for found in pool.run(compare, 4, size, reductions):
         assert 0 < found["one"]["rollbacks"] < 4
         assert difference(found["two"], found["one"], rounding=1e-5) is None
         assert difference(found["bf16"], found["one"], rounding=1e-5) is not None
         assert difference(found["bf16"], found["two bf16"], rounding=3e-2) is None
+        assert difference(found["all"], found["one"], rounding=1e-5) is None
+        assert difference(found["some"], found["one"], rounding=3e-2) is not None
 
 
 def of_modes(size: tuple[int, int], reduction: Any) -> list[dict[str, Any]]:
@@ -108,9 +112,17 @@ def of_modes(size: tuple[int, int], reduction: Any) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("size", "n"), [(PP2_DP2, 2), (PP1_DP4, 2)])
-def test_modes_have_the_same_bits(pool: Pool, size: Any, n: int) -> None:
-    for first, *others, control in pool.run(of_modes, 4, size, zbpp.TwoLevel(n)):
+@pytest.mark.parametrize(
+    ("size", "reduction"),
+    [
+        (PP2_DP2, zbpp.TwoLevel(2)),
+        (PP1_DP4, zbpp.TwoLevel(2)),
+        (PP2_DP2, zbpp.TopK(0.1)),
+        (PP1_DP4, zbpp.TopK(0.1, torch.bfloat16)),
+    ],
+)
+def test_modes_have_the_same_bits(pool: Pool, size: Any, reduction: Any) -> None:
+    for first, *others, control in pool.run(of_modes, 4, size, reduction):
         assert [difference(one, first) for one in others] == [None, None]
         assert difference(control, first) is not None
 
@@ -139,14 +151,200 @@ def test_nodes_exchange_a_part_for_each_process(pool: Pool) -> None:
     assert pool.run(between_nodes, 4, zbpp.Reduction()) == [[(4, 97)] * 4] * 4
 
 
-def refusal(stages: int, sizes: dict[str, int], options: dict[str, Any]) -> str:
-    mesh = zbpp.mesh(stages=stages, **sizes)
-    layers = [nn.Linear(4, 4) for _ in range(2)]
-    if options.pop("wrapped", False):
-        from torch.distributed.fsdp import fully_shard
+# ---- Residuals.
 
-        for layer in layers:
+
+class Shift(nn.Module):
+    """Adds its weight: a mean squared error is a quadratic in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight
+
+
+def clear_residuals(pipe: zbpp.Pipeline) -> None:
+    for x in pipe.state_dict()["residuals"].values():
+        x.to_local().zero_()
+
+
+def distances(n_steps: int) -> tuple[float, float]:
+    """With residuals, and without them."""
+    return distance(True, n_steps), distance(False, n_steps)
+
+
+def distance(feedback: bool, n_steps: int) -> float:
+    """From the optimum, of a quadratic whose largest gradients cancel out.
+
+    Each replica sends one number of ten, and wants that one to be 2 or -2.
+    """
+    mesh = zbpp.mesh(stages=2, data_parallel=2)
+    with zbpp.Pipeline(
+        [Shift(), Shift()],
+        "ZBH1",
+        loss_fn=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        n_microbatches=2,
+        device="cpu",
+        mesh=zbpp.DataParallel(mesh=mesh, reduction=zbpp.TopK(0.1)),
+    ) as pipe:
+        wanted = torch.ones(4, 10)
+        wanted[:, 0] = 2.0 if pipe.place.replica else -2.0
+        for step in range(n_steps):
+            for one in pipe.optimizers:
+                one.param_groups[0]["lr"] = 0.3 / (1 + step / 20)
+            pipe.step(torch.zeros(4, 10), wanted)
+            if not feedback:
+                clear_residuals(pipe)
+        here = dict(pipe.named_parameters()).values()
+        total = sum(pipe.gather(sum(p.detach() for p in here)))
+    return float((total / 2 - wanted.mean(0).new_ones(10))[1:].abs().max())
+
+
+def test_a_quadratic_converges_by_its_residuals_alone(pool: Pool) -> None:
+    for with_residuals, without in pool.run(distances, 4, 100):
+        assert with_residuals < 0.05 and without == 1.0
+
+
+def state_of(pipe: zbpp.Pipeline) -> dict[str, Any]:
+    """Parameters and residuals of this stage; all its replicas must call."""
+    state = pipe.state_dict()
+    whole = {k: x.full_tensor().clone() for k, x in state["residuals"].items()}
+    return {
+        "residuals": whole,
+        "model": {k: x.clone() for k, x in state["model"].items()},
+    }
+
+
+TOP = zbpp.TopK(0.1)
+
+
+def with_a_bad_step(mode: str, at_once: bool) -> list[dict[str, Any]]:
+    """States after four steps: without a step that is NaN, with it, and otherwise."""
+    found = []
+    for bad in (None, 2, "cleared"):
+        step = zbpp.StepPolicy(post_validation=at_once)
+        with pipeline(PP2_DP2, mode, TOP, step=step) as pipe:
+            for number in range(4):
+                x = batch(pipe, number)
+                if number == bad:
+                    result = pipe.step(x * torch.nan, x)
+                    assert result.skipped and result.rollbacks == at_once
+                if number == 2 and bad == "cleared":
+                    clear_residuals(pipe)
+                pipe.step(x, x.roll(1, 1))
+            found.append(state_of(pipe))
+    return found
+
+
+@pytest.mark.parametrize(("mode", "at_once"), [("ZBV", True), ("1F1B", False)])
+def test_residuals_of_a_skipped_step_are_rolled_back(
+    pool: Pool, mode: str, at_once: bool
+) -> None:
+    for expected, found, cleared in pool.run(with_a_bad_step, 4, mode, at_once):
+        assert all(x.abs().sum() > 0 for x in expected["residuals"].values())
+        assert difference(found, expected) is None
+        assert difference(cleared, expected) is not None
+
+
+def resumed(folder: str) -> list[dict[str, Any]]:
+    """States of a run, of one that goes on from a checkpoint, and a wrong one."""
+    found = []
+    with pipeline(PP2_DP2, "ZBH1", TOP) as pipe:
+        trained(pipe, range(2))
+        pipe.save(folder, wait=True)
+        trained(pipe, range(2, 4))
+        found.append(state_of(pipe))
+    for is_cleared in (False, True):
+        with pipeline(PP2_DP2, "1F1B", TOP) as pipe:
+            pipe.load(folder)
+            if is_cleared:
+                clear_residuals(pipe)
+            trained(pipe, range(2, 4))
+            found.append(state_of(pipe))
+    return found
+
+
+def elsewhere(folder: str) -> list[dict[str, Any]]:
+    """Residuals of two replicas of two stages, and of four that load them."""
+    found = []
+    for size in (PP2_DP2, PP1_DP4):
+        with pipeline(size, "ZBH1", TOP) as pipe:
+            if not found:
+                trained(pipe, range(2))
+                pipe.save(folder, wait=True)
+            else:
+                pipe.load(folder)
+            stages = pipe.gather(state_of(pipe)["residuals"])
+            found.append({k: x for stage in stages for k, x in stage.items()})
+    with pipeline(PP1_DP4, "ZBH1") as pipe:  # without residuals
+        pipe.load(folder)
+        assert not pipe.state_dict()["residuals"]
+        pipe.save(folder + "/new", wait=True)
+    with pipeline(PP1_DP4, "ZBH1", TOP) as pipe:
+        trained(pipe, range(1))
+        pipe.load(folder + "/new")
+        assert not any(
+            x.to_local().any() for x in pipe.state_dict()["residuals"].values()
+        )
+    return found
+
+
+def test_a_run_resumes_with_its_residuals(pool: Pool, tmp_path: Any) -> None:
+    for expected, found, cleared in pool.run(resumed, 4, str(tmp_path)):
+        assert difference(found, expected) is None
+        assert difference(cleared, expected) is not None
+
+
+def test_other_replicas_share_what_was_not_sent(pool: Pool, tmp_path: Any) -> None:
+    for saved, loaded in pool.run(elsewhere, 4, str(tmp_path)):
+        assert len(saved) == 16 and saved.keys() == loaded.keys()
+        for name, x in loaded.items():
+            assert x.shape == (4, *saved[name].shape[1:])
+            assert x.equal((saved[name].sum(0) / 4).expand_as(x))
+
+
+# ---- Refusals.
+
+
+Options = dict[str, Any]
+HALF = torch.bfloat16
+REFUSED: list[tuple[Options, str]] = [
+    ({"reduction": "two"}, "give a zbpp.Reduction"),
+    ({"reduction": zbpp.TwoLevel(2), "shard": "optimizer"}, "zbpp.mesh(replicate="),
+    ({"reduction": zbpp.Reduction(HALF), "wrapped": True}, "sums its gradients"),
+    ({"reduction": zbpp.TwoLevel(3)}, "have [0, 1, 2], [3]; give another"),
+    ({"reduction": zbpp.TwoLevel(2), "experts": True}, "this one has dp, ep"),
+    ({"reduction": TOP, "shard": "parameters"}, "fully_shard sums"),
+    ({"reduction": TOP, "loss_scale": 2.0}, "leave loss_scale out"),
+    ({"reduction": TOP, "dealt": True}, "is a DTensor"),
+    ({"reduction": zbpp.TwoLevel(2)}, ""),
+    ({"reduction": TOP}, ""),
+]
+
+
+def refusals() -> list[str]:
+    return [refusal(dict(options)) for options, _ in REFUSED]
+
+
+def refusal(options: Options) -> str:
+    """What a pipeline of one stage says; it need not be all of `zbpp.DataParallel`."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    n = 2 if options.pop("experts", False) else 4
+    mesh = zbpp.mesh(stages=1, data_parallel=n, expert_parallel=4 // n)
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    step = zbpp.StepPolicy(loss_scale=options.pop("loss_scale", None))
+    is_wrapped, is_dealt = (options.pop(x, False) for x in ("wrapped", "dealt"))
+    for layer in layers:
+        if is_wrapped:
             fully_shard(layer, mesh=mesh["dp"])
+        if is_dealt:
+            weight = distribute_tensor(layer.weight, mesh["tp"])
+            layer.weight = nn.Parameter(weight)
     try:
         with zbpp.Pipeline(
             layers,
@@ -155,6 +353,7 @@ def refusal(stages: int, sizes: dict[str, int], options: dict[str, Any]) -> str:
             optimizer=torch.optim.SGD,
             n_microbatches=2,
             device="cpu",
+            step=step,
             mesh=zbpp.DataParallel(mesh=mesh, **options),
         ):
             return ""
@@ -162,30 +361,11 @@ def refusal(stages: int, sizes: dict[str, int], options: dict[str, Any]) -> str:
         return str(error)
 
 
-DP4 = {"data_parallel": 4}
-REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
-    (DP4, {"reduction": "two"}, "give a zbpp.Reduction"),
-    (DP4, {"reduction": zbpp.TwoLevel(2), "shard": "optimizer"}, "replicate="),
-    (DP4, {"reduction": zbpp.Reduction(torch.bfloat16), "wrapped": True}, "sums its"),
-    (DP4, {"reduction": zbpp.TwoLevel(3)}, r"\[0, 1, 2\], \[3\]; give another"),
-    (
-        {"data_parallel": 2, "expert_parallel": 2},
-        {"reduction": zbpp.TwoLevel(2)},
-        "this one has dp, ep",
-    ),
-    (DP4, {"reduction": zbpp.TwoLevel(2)}, ""),
-]
-
-
-@pytest.mark.parametrize(("sizes", "options", "text"), REFUSED)
-def test_what_does_not_combine_is_refused(
-    pool: Pool, sizes: Any, options: Any, text: str
-) -> None:
-    import re
-
-    for words in pool.run(refusal, 4, 1, sizes, options):
-        assert bool(words) == bool(text) and re.search(text, words)
-        assert "\n" not in words
+def test_what_does_not_combine_is_refused_in_one_line(pool: Pool) -> None:
+    for found in pool.run(refusals, 4):
+        for words, (options, text) in zip(found, REFUSED, strict=True):
+            assert bool(words) == bool(text) and text in words, options
+            assert "\n" not in words
 
 
 def test_values_are_checked() -> None:
@@ -193,6 +373,8 @@ def test_values_are_checked() -> None:
         (partial(zbpp.TwoLevel, 0), "ranks_per_node is 0"),
         (partial(zbpp.TwoLevel, True), "ranks_per_node is True"),
         (partial(zbpp.Reduction, torch.int8), "dtype is torch.int8"),
+        (partial(zbpp.TopK, 0), "share is 0"),
+        (partial(zbpp.TopK, 1.5), "share is 1.5"),
         (partial(zbpp.TwoLevel, 2, "bf16"), "dtype is 'bf16'"),
     ):
         with pytest.raises(zbpp.RequestError, match=text):

@@ -126,7 +126,9 @@ ZBH2, 2 iterations, post-validated:
     ],
     "mesh --devices 4 -m 4 --layers mesh.json --memory_limit 200GiB "
     "--replica_bandwidth 1e15": [
-        re.compile(r"reduction=\.\.\.\): Reduction [\d.]+, TwoLevel [\d.]+\n"),
+        re.compile(
+            r"reduction=\.\.\.\): Reduction [\d.]+, TwoLevel [\d.]+, TopK\(0.01\) "
+        ),
     ],
     # others
     "--version": [f"zbpp {version('zbpp')}\n"],

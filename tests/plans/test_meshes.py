@@ -60,6 +60,9 @@ def test_what_each_reduction_saves() -> None:
     assert one.steps["Reduction"] - 56 == pytest.approx(at_one_level)
     assert one.steps["TwoLevel"] - 56 == pytest.approx(at_two)
     assert one.steps["TwoLevel"] == one.step  # that knows the nodes, as NCCL does
+    places_too = 4 * 0.01 * 4.0 * 2
+    at_top = 8 * (places_too / 2 / 40.0 + places_too / 2 / 2 / 2.0)
+    assert one.steps["TopK(0.01)"] - 56 == pytest.approx(at_top)
     assert not alone.steps
     (one, *_) = meshes(network=Network(slow)).values()
     assert one.steps["Reduction"] == one.steps["TwoLevel"]  # there are no nodes

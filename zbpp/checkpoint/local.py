@@ -204,7 +204,7 @@ class Loading:
     misfits: list[str] = field(default_factory=list)
     used: dict[str, set[str]] = field(default_factory=dict)
     pairs: Pairs = field(default_factory=list)
-    before: list[Callable[[], None]] = field(default_factory=list)
+    before: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
 
     def run(self, copy: Copy) -> None:

@@ -1,7 +1,7 @@
 """The whole state of a run: what is saved, and how it is read, checked and loaded.
 
     {"step": 12, "model": {...}, "optimizer": {...}, "schedulers": {...},
-     "run": {"scaler": ..., ...}, "aliases": {...}, "extra": {...}}
+     "residuals": {...}, "run": {"scaler": ..., ...}, "aliases": {...}, "extra": {...}}
 
 Names are those of the model, so a state fits any schedule and any number of stages.
 
@@ -12,6 +12,7 @@ are on the meta device until they are read straight to where they belong.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ from zbpp.runtime.comm.place import Place as Peers
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.support.sharded import layout_of, local_part, whole
 
-_BY_NAME = ("model", "optimizer", "schedulers")
+_BY_NAME = ("model", "optimizer", "schedulers", "residuals")
 """The parts of a state that every stage has for its names."""
 
 _MAX_SHOWN = 8  # misfits in an error
@@ -109,7 +110,7 @@ def read_state(
 
     def get(name: str) -> Tensor:
         like = tensors.like[name]
-        is_read_later = name.startswith(("model", "optimizer"))
+        is_read_later = name.startswith(("model", "optimizer", "residuals"))
         return like if is_read_later else allocate(like, pairs)
 
     values = {
@@ -170,6 +171,12 @@ def _copy_tensors(pairs: Pairs) -> None:
             shard.numbers.copy_(shard.of(whole(value)))
 
 
+@torch.no_grad()
+def _share_out(residuals: Tensor, shard: Tensor, n: int) -> None:
+    """Give each of n replicas an equal share of the residuals of all."""
+    shard.copy_(whole(residuals).sum(0, keepdim=True) / n)
+
+
 class Checkpoints:
     """Takes, loads and saves the state of the stages of this process.
 
@@ -223,7 +230,9 @@ class Checkpoints:
 
     def _state(self, n_steps: int, is_saved: Callable[[Slot], bool]) -> State:
         run = self._stages.first.optimizer.history.state_dict()
-        state = local_state(self._local_model(), is_saved)
+        local = self._local_model()
+        residuals = {local.slot_of(p).saved_as: x for p, x in self._stages.residuals()}
+        state = local_state(local, is_saved) | {"residuals": residuals}
         return {**state, "step": n_steps, "run": run}
 
     def save(
@@ -330,6 +339,8 @@ class Checkpoints:
         try:
             state, copy = read()
             loading = compare(local, state, model_only=model_only)
+            if not model_only:
+                self._add_residuals(local, state.get("residuals", {}), loading)
         except RequestError as error:
             loading.misfits.append(str(error))
         run = None if model_only else state.get("run")
@@ -350,6 +361,18 @@ class Checkpoints:
             if model_only and self._averager is not None:
                 self._averager.begin()
         return state
+
+    def _add_residuals(self, local: LocalModel, saved: State, loading: Loading) -> None:
+        """Load what replicas have not sent; other replicas get equal shares of it."""
+        for p, here in self._stages.residuals():
+            value, shard = saved.get(local.slot_of(p).saved_as), shard_of(here).numbers
+            if value is None:
+                loading.before.append(shard.zero_)
+            elif value.shape == here.shape:
+                loading.pairs.append((value, here))
+            else:
+                every = allocate(value, loading.pairs)
+                loading.after.append(partial(_share_out, every, shard, len(here)))
 
     def _local_model(self) -> LocalModel:
         optimizers = self._stages.optimizers_by_stage

@@ -4,6 +4,7 @@
     TwoLevel   | reduce-scatter  | all-reduce          | all-gather    |
                | in the node     | between nodes, of   | in the node   |
                |                 | a part per process  |               |
+    TopK       | all-gather of the largest numbers and their places    |
 
 A dtype is one of torch's, which this module does not import.
 """
@@ -58,7 +59,34 @@ class TwoLevel:
         _check_dtype(self.dtype)
 
 
-AnyReduction = Reduction | TwoLevel
+@dataclass(frozen=True)
+class TopK:
+    """An all-gather of the largest numbers of each layer's gradient, and their places.
+
+    Each replica adds the rest, its residual, to its next gradient (error feedback, as
+    of S. Stich et al., "Sparsified SGD with memory", 2018).
+
+    Args:
+        share: of the numbers that a replica sends, above 0 and up to 1.
+        dtype: of the numbers that are sent; the residual has what rounding leaves.
+
+    Raises:
+        RequestError: a value is none of these.
+    """
+
+    share: float
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.share, int | float) and 0 < self.share <= 1):
+            raise RequestError(
+                f"share is {self.share!r}; give the part of the numbers that a replica "
+                "sends, above 0 and up to 1"
+            )
+        _check_dtype(self.dtype)
+
+
+AnyReduction = Reduction | TwoLevel | TopK
 
 
 def bytes_per_number(reduction: AnyReduction) -> int:

@@ -143,7 +143,7 @@ class Pipeline:
                 execution=execution,
             )
             check_averaging(replicas, self.place, steps=optimizer is not None)
-            check_replicas(replicas, self.place)
+            check_replicas(replicas, self.place, loss_scale=step.loss_scale)
             self.layered = layered_of(model)
             self.n_layers = self.layered.n_layers
             loss_fn = loss_of(self.layered, loss_fn)

@@ -44,7 +44,7 @@ from zbpp.core import (
     collective_time,
 )
 from zbpp.core.columns import PerRow
-from zbpp.core.reductions import AnyReduction, TwoLevel, bytes_per_number
+from zbpp.core.reductions import AnyReduction, TopK, TwoLevel, bytes_per_number
 from zbpp.core.replicas import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
@@ -115,7 +115,11 @@ class Network:
 
     def sum_time(self, reduction: AnyReduction, n_bytes: float, n: int) -> float:
         """Time to sum gradients of n replicas; one level knows nothing of nodes."""
-        n_bytes *= bytes_per_number(reduction) / 4
+        width = bytes_per_number(reduction)
+        if isinstance(reduction, TopK):  # places take 4 bytes
+            n_bytes *= n * reduction.share * (width + 4) / 4
+            return self.time(CollectiveOperation.ALL_GATHER, n_bytes, n)
+        n_bytes *= width / 4
         at_once = isinstance(reduction, TwoLevel) or n <= self.node
         network = self if at_once else Network(self.link)
         return network.time(CollectiveOperation.ALL_REDUCE, n_bytes, n)

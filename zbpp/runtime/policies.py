@@ -235,10 +235,14 @@ class DataParallel:
         alternating_buffers: for ``shard="parameters"``; see
             docs/reference/data_parallel.md.
         reduction: how gradients are summed, for ``shard="none"`` and plain layers: a
+<<<<<<< HEAD
             `zbpp.Reduction` or `zbpp.TwoLevel`.
         averaging: a `zbpp.averaging.Periodic` or `zbpp.averaging.DiLoCo`: each replica
             steps by its gradients alone, and every few steps their parameters are
             averaged. None: gradients are summed in every step.
+=======
+            `zbpp.Reduction`, `zbpp.TwoLevel` or `zbpp.TopK`.
+>>>>>>> c063f807 (Let replicas send the largest numbers of gradients, and keep the rest)
     """
 
     mesh: "DeviceMesh | None" = None

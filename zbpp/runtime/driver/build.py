@@ -246,6 +246,7 @@ def _build_executors(
             policy=settings.step,
             clip_grad_norm=settings.clip_grad_norm,
             own_name=ties.own_name,
+            top_k=collectives.top_k,
         )
         executors[stage] = Executor(
             runner,

@@ -81,6 +81,12 @@ class LocalStages:
         for executor in self.executors.values():
             yield from executor.stage.numbered()
 
+    def residuals(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters, and what their replicas have not sent of gradients (`TopK`)."""
+        for executor in self.executors.values():
+            if executor.collectives.top_k is not None:
+                yield from executor.collectives.top_k.residuals().items()
+
     def gather_dict(self, by_key: Mapping[Any, Any]) -> dict[Any, Any]:
         """Join what this pipeline's processes know by stage or name; all must call."""
         joined: dict[Any, Any] = {}

@@ -26,6 +26,7 @@ from zbpp.runtime.optim.norms import multiply_gradients, squared_norms
 from zbpp.runtime.optim.optimizers import StageOptimizers
 from zbpp.runtime.optim.same_samples import SameSamples
 from zbpp.runtime.optim.step_state import History
+from zbpp.runtime.parallel.reductions import TopKSum
 from zbpp.runtime.policies import StepPolicy
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.errors import NonFiniteError, SumsError
@@ -66,8 +67,10 @@ class StageOptimizer:
         policy: StepPolicy,
         clip_grad_norm: float | None,
         own_name: OwnName,
+        top_k: TopKSum | None = None,
     ) -> None:
         self._stage = stage
+        self._top_k = top_k
         self._clip = clip_grad_norm
         self._n_layers = n_layers
         self.optimizers = StageOptimizers(
@@ -290,6 +293,8 @@ class StageOptimizer:
             text = self.samples.difference(result.digests(), result.step)
         if text is not None:
             decision = Decision(1.0, skipped=True)
+        if self._top_k is not None:
+            self._top_k.settle(skipped=decision.skipped)
         self._finish(pending, decision)
         self._pending, self._is_invalid = None, False
         if text is not None:

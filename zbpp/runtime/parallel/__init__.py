@@ -2,7 +2,7 @@
 
 mesh       the mesh, and this process's place on it        read this first
 sums       the collectives of a stage: unshard, reshard, reduce, wait
-reductions the sums of flat gradients, on one or two levels
+reductions the sums of flat gradients
 bind       what of a stage is wrapped, and which collectives it needs
 broadcast  what all processes of a stage begin with
 wrap       wrap layers as ``--shard`` asks

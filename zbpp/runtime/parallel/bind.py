@@ -16,7 +16,7 @@ from zbpp.runtime.comm.place import DATA_DIMS, Place, single_dims
 from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buffers import alternate
 from zbpp.runtime.parallel.experts import mesh_dims
-from zbpp.runtime.parallel.reductions import StartSum, make_sum
+from zbpp.runtime.parallel.reductions import StartSum, TopKSum, make_sum
 from zbpp.runtime.parallel.sums import Buckets, ChunkCollectives, Collectives
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.policies import DataParallel
@@ -92,8 +92,13 @@ def bind_parallel(
         )
     if alternating:
         alternate((index, chunk.units) for index, chunk in collectives.items())
-    of_tied = Buckets(tied, sum_over(tuple(dims))) if dims and tied else None
-    return bound, Collectives(collectives, of_tied)
+    start, of_tied = sum_over(tuple(dims)) if dims else None, None
+    top_k = start if isinstance(start, TopKSum) else None
+    if start is not None and tied:
+        if top_k is not None:  # the copies must not part
+            start = make_sum(Reduction(replicas.reduction.dtype), place, dims)
+        of_tied = Buckets(tied, start)
+    return bound, Collectives(collectives, of_tied, top_k)
 
 
 def _parts_of(
@@ -114,7 +119,10 @@ def _parts_of(
             alike.setdefault(tuple(place.sum_dims(mesh_dims(p))), []).append(p)
     for dims, parameters in sorted(alike.items()):
         if dims:
-            parts.append(Buckets(parameters, sum_over(dims)))
+            start = sum_over(dims)
+            if isinstance(start, TopKSum):
+                start.begin(p for p in parameters if p.requires_grad)
+            parts.append(Buckets(parameters, start))
     return parts
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind
 from zbpp.runtime.backward.split import Progress
-from zbpp.runtime.parallel.reductions import Finish, StartSum
+from zbpp.runtime.parallel.reductions import Finish, StartSum, TopKSum
 from zbpp.runtime.support.fsdp import Unit
 from zbpp.runtime.support.sharded import as_sharded, local_part, place_gradients
 
@@ -75,7 +75,7 @@ class Buckets:
             for p in parameters:
                 p.grad = None
             shapes = [part.shape for part in parts]
-            self._sums.append(_Sum(parameters, shapes, self._start(flat)))
+            self._sums.append(_Sum(parameters, shapes, self._start(flat, parameters)))
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -187,10 +187,15 @@ class Collectives:
     """Runs the collectives of a stage: of chunks that have any, and of tied weights."""
 
     def __init__(
-        self, chunks: Mapping[int, ChunkCollectives], tied: Buckets | None = None
+        self,
+        chunks: Mapping[int, ChunkCollectives],
+        tied: Buckets | None = None,
+        top_k: TopKSum | None = None,
     ) -> None:
         self.chunks = chunks
         self._tied = tied
+        self.top_k = top_k
+        """Sums all others, where they are not sums of all numbers."""
 
     @property
     def has_units(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.core.reductions import AnyReduction, Reduction, TwoLevel
+from zbpp.core.reductions import AnyReduction, Reduction, TopK
 from zbpp.core.replicas import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import EXPERT_DIM, Place
@@ -22,7 +22,9 @@ from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.support.fsdp import units_in
 
 
-def check_replicas(replicas: DataParallel, place: Place) -> None:
+def check_replicas(
+    replicas: DataParallel, place: Place, *, loss_scale: object = None
+) -> None:
     """Refuse a way in which replicas cannot share, or sum."""
     shard, reduction = replicas.shard, replicas.reduction
     if shard not in SHARDS:
@@ -40,7 +42,8 @@ def check_replicas(replicas: DataParallel, place: Place) -> None:
         )
     if not isinstance(reduction, AnyReduction):
         raise RequestError(
-            f"reduction is {reduction!r}; give a zbpp.Reduction or zbpp.TwoLevel"
+            f"reduction is {reduction!r}; give a zbpp.Reduction, zbpp.TwoLevel "
+            "or zbpp.TopK"
         )
     if reduction != Reduction() and shard != "none":
         raise RequestError(
@@ -48,10 +51,15 @@ def check_replicas(replicas: DataParallel, place: Place) -> None:
             "leave reduction out, or give shard='none' (on two levels: "
             "zbpp.mesh(replicate=...); another dtype: fully_shard(mp_policy=...))"
         )
-    if isinstance(reduction, TwoLevel) and len(place.sum_dims()) > 1:
+    if not isinstance(reduction, Reduction) and len(place.sum_dims()) > 1:
         raise RequestError(
             f"reduction is {reduction}, which sums over one dimension of the mesh, and "
             f"this one has {', '.join(place.sum_dims())}; leave reduction out"
+        )
+    if isinstance(reduction, TopK) and loss_scale is not None:
+        raise RequestError(
+            f"reduction is {reduction}, which keeps residuals of gradients over steps, "
+            "and a loss scale may change from step to step; leave loss_scale out"
         )
 
 
