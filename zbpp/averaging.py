@@ -87,8 +87,8 @@ def check_averaging(replicas: DataParallel, place: Place, *, steps: bool) -> Non
         reason = "there is one replica; give a mesh whose dimension 'dp' is 2 or more"
     elif replicas.shard != "none":
         reason = f"shard is {replicas.shard!r}, and each replica needs all parameters"
-    elif replicas.reduction != Reduction() and not place.sum_dims():
-        reason = f"reduction is {replicas.reduction}, and no gradients are summed"
+    elif replicas.reduction != Reduction():
+        reason = f"reduction is {replicas.reduction}, and replicas sum no gradients"
     elif not steps:
         reason = "optimizer is None, and it comes after the optimizer's step"
     if reason is not None:

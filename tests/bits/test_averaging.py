@@ -303,7 +303,7 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(pool: Pool) -> None:
         "there is one replica; give a mesh whose dimension 'dp' is 2 or more",
         "it is a str; give zbpp.averaging.Periodic(every=..)",
         "optimizer is None",
-        "and no gradients are summed",
+        "and replicas sum no gradients",
         "sums its gradients over replicas by itself",
         "ranks 0 and 1 were started with different schedules, splits or settings",
     )

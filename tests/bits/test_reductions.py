@@ -78,8 +78,8 @@ def test_reductions_sum_what_an_all_reduce_does(pool: Pool, size: Any, n: int) -
     reductions = {
         "one": None,
         "two": zbpp.TwoLevel(n),
-        "bf16": zbpp.Reduction(bf16),
-        "two bf16": zbpp.TwoLevel(n, bf16),
+        "bf16": zbpp.Reduction(dtype=bf16),
+        "two bf16": zbpp.TwoLevel(n, dtype=bf16),
         "all": zbpp.TopK(1.0),
         "some": zbpp.TopK(0.5),
     }
@@ -99,7 +99,7 @@ def of_modes(size: tuple[int, int], reduction: Any) -> list[dict[str, Any]]:
         ("1F1B", False, reduction),
         ("ZBH1", True, reduction),
         ("ZBV", True, reduction),
-        ("ZBH1", True, zbpp.Reduction(torch.bfloat16)),
+        ("ZBH1", True, zbpp.Reduction(dtype=torch.bfloat16)),
     ):
         step = zbpp.StepPolicy(post_validation=at_once)
         with pipeline(size, mode, how, step=step) as pipe:
@@ -118,7 +118,7 @@ def of_modes(size: tuple[int, int], reduction: Any) -> list[dict[str, Any]]:
         (PP2_DP2, zbpp.TwoLevel(2)),
         (PP1_DP4, zbpp.TwoLevel(2)),
         (PP2_DP2, zbpp.TopK(0.1)),
-        (PP1_DP4, zbpp.TopK(0.1, torch.bfloat16)),
+        (PP1_DP4, zbpp.TopK(0.1, dtype=torch.bfloat16)),
     ],
 )
 def test_modes_have_the_same_bits(pool: Pool, size: Any, reduction: Any) -> None:
@@ -314,7 +314,7 @@ HALF = torch.bfloat16
 REFUSED: list[tuple[Options, str]] = [
     ({"reduction": "two"}, "give a zbpp.Reduction"),
     ({"reduction": zbpp.TwoLevel(2), "shard": "optimizer"}, "zbpp.mesh(replicate="),
-    ({"reduction": zbpp.Reduction(HALF), "wrapped": True}, "sums its gradients"),
+    ({"reduction": zbpp.Reduction(dtype=HALF), "wrapped": True}, "sums its gradients"),
     ({"reduction": zbpp.TwoLevel(3)}, "have [0, 1, 2], [3]; give another"),
     ({"reduction": zbpp.TwoLevel(2), "experts": True}, "this one has dp, ep"),
     ({"reduction": TOP, "shard": "parameters"}, "fully_shard sums"),
@@ -372,10 +372,10 @@ def test_values_are_checked() -> None:
     for make, text in (
         (partial(zbpp.TwoLevel, 0), "ranks_per_node is 0"),
         (partial(zbpp.TwoLevel, True), "ranks_per_node is True"),
-        (partial(zbpp.Reduction, torch.int8), "dtype is torch.int8"),
+        (partial(zbpp.Reduction, dtype=torch.int8), "dtype is torch.int8"),
         (partial(zbpp.TopK, 0), "share is 0"),
         (partial(zbpp.TopK, 1.5), "share is 1.5"),
-        (partial(zbpp.TwoLevel, 2, "bf16"), "dtype is 'bf16'"),
+        (partial(zbpp.TwoLevel, 2, dtype="bf16"), "dtype is 'bf16'"),
     ):
         with pytest.raises(zbpp.RequestError, match=text):
             make()

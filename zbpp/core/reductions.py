@@ -9,7 +9,7 @@
 A dtype is one of torch's, which this module does not import.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from zbpp.core.errors import RequestError
@@ -20,47 +20,50 @@ class Reduction:
     """One all-reduce of all numbers.
 
     Args:
-        dtype: of the numbers that are sent and added, for instance ``torch.bfloat16``;
-            None: that of the gradients.
+        dtype: of the numbers that are sent, for instance ``torch.bfloat16``; None: that
+            of the gradients.
 
     Raises:
-        RequestError: it is no dtype of floating-point numbers.
+        RequestError: a value is out of its range; so do the other reductions.
     """
 
-    dtype: Any = None
+    dtype: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
+        if self.dtype is not None:
+            self._check("dtype", getattr(self.dtype, "is_floating_point", False))
+
+    def _check(self, name: str, is_right: bool) -> None:
+        if not is_right:
+            value = getattr(self, name)
+            raise RequestError(f"{name} is {value!r}; give {_RIGHT[name]}")
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number in a message, of gradients in fp32."""
+        return 4 if self.dtype is None else int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
-class TwoLevel:
+class TwoLevel(Reduction):
     """A reduce-scatter in the node, an all-reduce between nodes, and an all-gather.
 
     Between nodes each process sends its part of the numbers alone.
 
     Args:
         ranks_per_node: processes of a node, whose ranks follow each other.
-        dtype: as of `Reduction`.
-
-    Raises:
-        RequestError: a value is none of these.
     """
 
     ranks_per_node: int
-    dtype: Any = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         n = self.ranks_per_node
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise RequestError(
-                f"ranks_per_node is {n!r}; give the number of processes of a node"
-            )
-        _check_dtype(self.dtype)
+        self._check("ranks_per_node", type(n) is int and n > 0)
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Reduction):
     """An all-gather of the largest numbers of each layer's gradient, and their places.
 
     Each replica adds the rest, its residual, to its next gradient (error feedback, as
@@ -68,35 +71,18 @@ class TopK:
 
     Args:
         share: of the numbers that a replica sends, above 0 and up to 1.
-        dtype: of the numbers that are sent; the residual has what rounding leaves.
-
-    Raises:
-        RequestError: a value is none of these.
     """
 
     share: float
-    dtype: Any = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.share, int | float) and 0 < self.share <= 1):
-            raise RequestError(
-                f"share is {self.share!r}; give the part of the numbers that a replica "
-                "sends, above 0 and up to 1"
-            )
-        _check_dtype(self.dtype)
+        super().__post_init__()
+        share = self.share
+        self._check("share", isinstance(share, int | float) and 0 < share <= 1)
 
 
-AnyReduction = Reduction | TwoLevel | TopK
-
-
-def bytes_per_number(reduction: AnyReduction) -> int:
-    """Bytes that a number takes in a message; gradients are taken to be in fp32."""
-    return 4 if reduction.dtype is None else int(reduction.dtype.itemsize)
-
-
-def _check_dtype(dtype: Any) -> None:
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        raise RequestError(
-            f"dtype is {dtype!r}; give torch.bfloat16 or another floating-point dtype "
-            "of torch, or None"
-        )
+_RIGHT = {
+    "dtype": "a floating-point dtype of torch, such as torch.bfloat16, or None",
+    "ranks_per_node": "the number of processes of a node",
+    "share": "the part of the numbers that a replica sends, above 0 and up to 1",
+}

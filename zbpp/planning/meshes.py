@@ -21,7 +21,7 @@ from zbpp.core import (
     RequestError,
     Schedule,
 )
-from zbpp.core.reductions import AnyReduction, Reduction, TopK, TwoLevel
+from zbpp.core.reductions import Reduction, TopK, TwoLevel
 from zbpp.core.replicas import Shard
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import make_plan
@@ -37,7 +37,7 @@ from zbpp.planning.request import PlanRequest
 from zbpp.schedules import post_validated, without_collectives
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
 
-_REDUCTIONS: Mapping[str, AnyReduction] = {
+_REDUCTIONS = {
     "Reduction": Reduction(),
     "TwoLevel": TwoLevel(1),
     "TopK(0.01)": TopK(0.01),

@@ -44,7 +44,7 @@ from zbpp.core import (
     collective_time,
 )
 from zbpp.core.columns import PerRow
-from zbpp.core.reductions import AnyReduction, TopK, TwoLevel, bytes_per_number
+from zbpp.core.reductions import Reduction, TopK, TwoLevel
 from zbpp.core.replicas import SHARDS, Shard, reduces_every
 from zbpp.schedules import add_collectives
 
@@ -113,13 +113,12 @@ class Network:
             node_link=None if node == 1 else self.node_link,
         )
 
-    def sum_time(self, reduction: AnyReduction, n_bytes: float, n: int) -> float:
+    def sum_time(self, reduction: Reduction, n_bytes: float, n: int) -> float:
         """Time to sum gradients of n replicas; one level knows nothing of nodes."""
-        width = bytes_per_number(reduction)
         if isinstance(reduction, TopK):  # places take 4 bytes
-            n_bytes *= n * reduction.share * (width + 4) / 4
+            n_bytes *= n * reduction.share * (reduction.number_bytes + 4) / 4
             return self.time(CollectiveOperation.ALL_GATHER, n_bytes, n)
-        n_bytes *= width / 4
+        n_bytes *= reduction.number_bytes / 4
         at_once = isinstance(reduction, TwoLevel) or n <= self.node
         network = self if at_once else Network(self.link)
         return network.time(CollectiveOperation.ALL_REDUCE, n_bytes, n)

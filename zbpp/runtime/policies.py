@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import RequestError, a_kind
-from zbpp.core.reductions import AnyReduction, Reduction
+from zbpp.core.reductions import Reduction
 from zbpp.core.replicas import Shard
 
 if TYPE_CHECKING:
@@ -235,20 +235,14 @@ class DataParallel:
         alternating_buffers: for ``shard="parameters"``; see
             docs/reference/data_parallel.md.
         reduction: how gradients are summed, for ``shard="none"`` and plain layers: a
-<<<<<<< HEAD
-            `zbpp.Reduction` or `zbpp.TwoLevel`.
-        averaging: a `zbpp.averaging.Periodic` or `zbpp.averaging.DiLoCo`: each replica
-            steps by its gradients alone, and every few steps their parameters are
-            averaged. None: gradients are summed in every step.
-=======
             `zbpp.Reduction`, `zbpp.TwoLevel` or `zbpp.TopK`.
->>>>>>> c063f807 (Let replicas send the largest numbers of gradients, and keep the rest)
+    averaging: Any = None
     """
 
     mesh: "DeviceMesh | None" = None
     shard: Shard = "none"
     alternating_buffers: bool = False
-    reduction: AnyReduction = field(default_factory=Reduction)
+    reduction: Reduction = field(default_factory=Reduction)
     averaging: Any = None
 
 

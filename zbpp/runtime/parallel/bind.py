@@ -96,7 +96,7 @@ def bind_parallel(
     top_k = start if isinstance(start, TopKSum) else None
     if start is not None and tied:
         if top_k is not None:  # the copies must not part
-            start = make_sum(Reduction(replicas.reduction.dtype), place, dims)
+            start = make_sum(Reduction(dtype=replicas.reduction.dtype), place, dims)
         of_tied = Buckets(tied, start)
     return bound, Collectives(collectives, of_tied, top_k)
 

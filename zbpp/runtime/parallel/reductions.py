@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from zbpp.core import RequestError
-from zbpp.core.reductions import AnyReduction, TopK, TwoLevel
+from zbpp.core.reductions import Reduction, TopK, TwoLevel
 from zbpp.runtime.comm.place import Place
 from zbpp.runtime.support.sharded import is_sharded
 
@@ -25,7 +25,7 @@ StartSum = Callable[[Tensor, Sequence[nn.Parameter]], Finish]
 """Starts to sum the flat gradients of some parameters, which it may write to."""
 
 
-def make_sum(reduction: AnyReduction, place: Place, dims: Sequence[str]) -> StartSum:
+def make_sum(reduction: Reduction, place: Place, dims: Sequence[str]) -> StartSum:
     """Make the function that sums over dimensions; all processes of a stage must call.
 
     Raises:

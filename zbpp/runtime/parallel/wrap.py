@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.core.reductions import AnyReduction, Reduction, TopK
+from zbpp.core.reductions import Reduction, TopK
 from zbpp.core.replicas import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import EXPERT_DIM, Place
@@ -40,7 +40,7 @@ def check_replicas(
             f"alternating_buffers hold layers for the time of a pass, and shard is "
             f"{shard!r}, which keeps them whole for longer; give shard='parameters'"
         )
-    if not isinstance(reduction, AnyReduction):
+    if not isinstance(reduction, Reduction):
         raise RequestError(
             f"reduction is {reduction!r}; give a zbpp.Reduction, zbpp.TwoLevel "
             "or zbpp.TopK"
@@ -51,7 +51,7 @@ def check_replicas(
             "leave reduction out, or give shard='none' (on two levels: "
             "zbpp.mesh(replicate=...); another dtype: fully_shard(mp_policy=...))"
         )
-    if not isinstance(reduction, Reduction) and len(place.sum_dims()) > 1:
+    if type(reduction) is not Reduction and len(place.sum_dims()) > 1:
         raise RequestError(
             f"reduction is {reduction}, which sums over one dimension of the mesh, and "
             f"this one has {', '.join(place.sum_dims())}; leave reduction out"
