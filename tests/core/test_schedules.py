@@ -20,6 +20,7 @@ from zbpp.core import (
     Schedule,
     ScheduleError,
     Step,
+    even_split,
     parse_job,
     parse_schedule,
     read_schedule,
@@ -329,3 +330,15 @@ def test_a_missing_key_of_a_schedule_is_named(key):
     text = json.dumps({k: v for k, v in BASE.items() if k != key})
     with pytest.raises(RequestError, match=f"the key '{key}' is missing"):
         parse_schedule(text)
+
+
+@pytest.mark.parametrize("n_chunks", range(2, 9))
+def test_even_chunks_have_as_many_blocks_without_embedding_and_head(
+    n_chunks: int,
+) -> None:
+    first, *inner, last = even_split(3 * n_chunks + 2, n_chunks)
+    assert {first - 1, *inner, last - 1} == {3}
+    for n_layers in range(n_chunks, 3 * n_chunks):
+        split = even_split(n_layers, n_chunks)
+        assert sum(split) == n_layers
+        assert max(split) - min(split) <= 1

@@ -74,10 +74,12 @@ class Placement:
 
 
 def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
-    """Deal layers to chunks by their number; the first chunks get one more.
+    """Deal layers to chunks by their number; the outer chunks get one more.
 
-    >>> even_split(7, 3)
-    (3, 2, 2)
+    There are embedding and head, so that each chunk has as many blocks: here 2.
+
+    >>> even_split(10, 4)
+    (3, 2, 2, 3)
 
     Raises:
         RequestError: fewer layers than chunks.
@@ -88,7 +90,8 @@ def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
             "fewer stages, or a mode with fewer chunks a stage"
         )
     base, more = divmod(n_layers, n_chunks)
-    return tuple(base + (chunk < more) for chunk in range(n_chunks))
+    places = ((2 * i, 2 * (n_chunks - i) - 1) for i in range(n_chunks))
+    return tuple(base + (min(from_ends) < more) for from_ends in places)
 
 
 def check_split(split: Sequence[int], n_layers: int, n_chunks: int) -> None:

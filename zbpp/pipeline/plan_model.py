@@ -64,7 +64,7 @@ def plan_model(
             estimated; every rank must call.
         memory_limit: of a stage: a text such as ``"16GiB"``, a number in the unit of
             the costs, or a list with one entry a stage.
-        split: layers of each chunk, or ``"even"``: the first chunks get one more, or
+        split: layers of each chunk, or ``"even"``: the outer chunks get one more, or
             ``"balanced"``: by the costs of layers. None: the schedule's; if it has
             none, balanced with costs of layers, else even.
         recompute: layers that B computes again, to hold less: ``"auto"`` (by costs with
