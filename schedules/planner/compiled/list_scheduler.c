@@ -51,7 +51,7 @@ typedef struct {
     const Problem *of;
     const Settings *settings;
     double *ends;    /* of F's and B's, by number and micro-batch; INFINITY: not known */
-    double *sources; /* ends of parts of F's and B's, by part and micro-batch */
+    double *sources; /* ends of parts of B's, by part and micro-batch */
     double *w_ready; /* by number: when the next part of its W may start */
     int64_t *started, *w_part; /* by number; the part of a W: -1 while the last runs */
     int64_t *w_turn; /* by number and micro-batch: turn of the W on its stage */
@@ -331,7 +331,7 @@ static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
         } else {
             end = compute(draft, stage, end, of->part_time[part]);
         }
-        draft->sources[part * m + flight->i] = end;
+        if (flight->q >= of->n_chunks) draft->sources[part * m + flight->i] = end;
         stage->row[stage->n_row++] = (int32_t)part;
     }
     flight->ready = end;
@@ -422,7 +422,7 @@ ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Settings *settings,
                                     int32_t *rows, const int64_t *rows_from,
                                     int64_t *lengths, double *span) {
     const int64_t C = of->n_chunks, m = of->n_microbatches, p = of->n_stages;
-    const int64_t n_parts = of->part_from[3 * C], n_times = (2 * C + n_parts) * m;
+    const int64_t n_parts = of->part_from[2 * C], n_times = (2 * C + n_parts) * m;
     int64_t result = NO_MEMORY;
     Draft draft = {.of = of, .settings = settings, .most_idle = -INFINITY};
     double *times = calloc((size_t)(n_times + 3 * C), sizeof(double));
