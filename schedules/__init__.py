@@ -1,9 +1,9 @@
 """Planners of schedules, and the passes that make programs of them."""
 
-from zbpp.schedules.passes.collectives import add_collectives, without_collectives
+from zbpp.schedules.passes.collectives import add_collectives
 from zbpp.schedules.passes.lower import lower, lower_forward
 from zbpp.schedules.passes.parts import lay_out
-from zbpp.schedules.passes.post_validation import post_validated, without_checks
+from zbpp.schedules.passes.post_validation import post_validated
 from zbpp.schedules.passes.torch_csv import to_torch_csv, torch_schedule_name
 from zbpp.schedules.patterns.interleaved import plan_combined_1f1b, plan_vpp
 from zbpp.schedules.patterns.one_chunk import (
@@ -35,6 +35,4 @@ __all__ = [
     "post_validated",
     "to_torch_csv",
     "torch_schedule_name",
-    "without_checks",
-    "without_collectives",
 ]

@@ -543,8 +543,8 @@ TABLE = (
     ("cli", "a folder that is not there", "zbpp/training/options.py",
      "if not path.parent.is_dir()", "if not path.parent.name"),
     ("cli", "the costs of a plan are lost", "zbpp/cli/flags.py",
-     "if chosen is None or chosen == (change is post_validated)",
-     "if chosen is None or chosen != (change is post_validated)"),
+     "if self.enable_optimizer_post_validation in (None, checks)",
+     "if self.enable_optimizer_post_validation in (None, not checks)"),
     # ---- bench
     ("bench", "NaN is right", "zbpp/bench/run.py",
      "if not math.isclose(wanted, found, rel_tol=tolerance)",

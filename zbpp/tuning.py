@@ -33,6 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import (
+    Check,
+    Collective,
     CollectiveKind,
     Costs,
     LayerCosts,
@@ -47,7 +49,6 @@ from zbpp.planning import Plan, PlanRequest, make_plan
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 from zbpp.runtime.support.random_state import random_state, set_random_state
 from zbpp.runtime.values import as_value
-from zbpp.schedules import without_checks, without_collectives
 
 __all__ = ["Watch", "Watcher", "replan"]
 
@@ -204,7 +205,7 @@ def replan(schedule: Schedule, costs: Costs, *, effort: str) -> Replanned:
             effort=effort,
         )
     )
-    bare = without_checks(without_collectives(schedule))
+    bare = schedule.without(Collective).without(Check)
     now = replace(best, schedule=bare).span
     new_schedule = replace(
         bare, name=best.mode, orders=best.schedule.orders, parts=best.schedule.parts

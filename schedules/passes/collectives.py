@@ -76,14 +76,9 @@ def add_collectives(
         )
     orders = tuple(
         tuple(_with_collectives(order, shards, reduces == "every"))
-        for order in without_collectives(schedule).orders
+        for order in schedule.without(Collective).orders
     )
     return replace(schedule, orders=orders)
-
-
-def without_collectives(schedule: Schedule) -> Schedule:
-    """Take all collectives out of a schedule."""
-    return schedule.without(Collective)
 
 
 def _with_collectives(order: Sequence[Job], shards: bool, every: bool) -> Iterator[Job]:

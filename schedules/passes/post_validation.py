@@ -58,11 +58,6 @@ def post_validated(schedule: Schedule) -> Schedule:
     return replace(schedule, orders=tuple(orders), parts=parts)
 
 
-def without_checks(schedule: Schedule) -> Schedule:
-    """Take the V's out of a schedule: every O waits for the norm of all stages."""
-    return schedule.without(Check)
-
-
 def _parts_with_checks(schedule: Schedule, cuts: Sequence[int]) -> tuple[Order, ...]:
     """Rows of parts with each V before what comes after it in the order."""
     rows = []

@@ -10,6 +10,7 @@ import pytest
 from moe import C, N, moe_costs
 
 from zbpp.core import (
+    Check,
     Costs,
     Lane,
     LayerCosts,
@@ -39,7 +40,6 @@ from zbpp.schedules import (
     plan_dual_pipe_v,
     plan_vpp,
     post_validated,
-    without_checks,
 )
 from zbpp.simulator import simulate, span, steady_step_time
 
@@ -217,7 +217,7 @@ def test_validations_are_laid_out_and_taken_out_again():
     schedule = lay_out(plan_combined_1f1b(n_stages=2, n_microbatches=4), moe_costs(0.4))
     checked = post_validated(schedule)
     assert all(sum(str(job) == "V" for job in row) == 1 for row in checked.parts)
-    assert without_checks(checked) == schedule
+    assert checked.without(Check) == schedule
     assert simulate(checked, moe_costs(0.4)).n_microbatches == 4
 
 

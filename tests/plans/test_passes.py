@@ -30,7 +30,6 @@ from zbpp.schedules import (
     post_validated,
     to_torch_csv,
     torch_schedule_name,
-    without_collectives,
 )
 
 F, B, W, BW = PassKind
@@ -102,14 +101,14 @@ def test_collectives_are_put_in_before_or_after_validation_and_leave_the_rest(
     plain = plan(mode, n_stages=3, n_microbatches=4)
     first, then = add_collectives(plain, **sharding), post_validated(plain)
     assert parse_schedule(schedule_text(first)) == first
-    assert without_collectives(first).orders == plain.orders
+    assert first.without(Collective).orders == plain.orders
     for schedule in (
         post_validated(first),
         add_collectives(then, **sharding),
         add_collectives(post_validated(first), **sharding),  # in place of those there
     ):
         lower(schedule, ties=[(0, plain.placement.n_chunks - 1)])
-        assert without_collectives(schedule).orders == then.orders
+        assert schedule.without(Collective).orders == then.orders
         for order in schedule.orders:
             collectives = [x for x in at_check(order)[0] if isinstance(x, Collective)]
             assert {x.kind for x in collectives} <= {UNSHARD}

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from zbpp.core import Costs, LayerCosts, RequestError, Schedule, Timeline
 from zbpp.core.replicas import Shard
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
+from zbpp.planning.make import choose_validation
 from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import (
     gathering,
@@ -16,7 +17,6 @@ from zbpp.planning.replicas import (
     with_replicas,
 )
 from zbpp.planning.request import parse_recompute, parse_split
-from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import LIST, Count, Names, Planning
 
@@ -82,13 +82,8 @@ class PlanFlags(Replicas, Planning):
 
     def with_checks(self, schedule: Schedule) -> Schedule:
         """Place V's or take them out, if the flag says so."""
-        match self.enable_optimizer_post_validation:
-            case None:
-                return schedule
-            case True:
-                return post_validated(schedule)
-            case False:
-                return without_checks(schedule)
+        chosen = self.enable_optimizer_post_validation
+        return schedule if chosen is None else choose_validation(schedule, chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +124,11 @@ class ScheduleFlags(PlanFlags):
         n = self.iterations
         if n == 1:
             return [simulate(schedule, costs)]
-        kinds = {
-            f"{schedule.name}, {n} iterations behind a barrier": without_checks,
-            f"{schedule.name}, {n} iterations, post-validated": post_validated,
-        }
-        chosen = self.enable_optimizer_post_validation
-        return [
-            join(simulate_iterations(change(schedule), costs, n), name=name)
-            for name, change in kinds.items()
-            if chosen is None or chosen == (change is post_validated)
-        ]
+        kinds = {" behind a barrier": False, ", post-validated": True}
+        timelines = []
+        for kind, checks in kinds.items():
+            if self.enable_optimizer_post_validation in (None, checks):
+                steps = choose_validation(schedule, checks)
+                name = f"{schedule.name}, {n} iterations{kind}"
+                timelines.append(join(simulate_iterations(steps, costs, n), name=name))
+        return timelines

@@ -7,9 +7,8 @@ from itertools import chain
 
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import Summary, short_memory, steady, summarize
-from zbpp.core import KINDS, Costs, Schedule, Timeline, draw, kind_of
+from zbpp.core import KINDS, Collective, Costs, Schedule, Timeline, draw, kind_of
 from zbpp.core.timeline import extent
-from zbpp.schedules import without_collectives
 from zbpp.simulator import (
     critical_path,
     idle,
@@ -92,7 +91,7 @@ def _collectives_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> s
     if not jobs:
         return ""
     counts = ", ".join(f"{number} {kind}" for kind, number in jobs.items())
-    alone = step_time(simulate(without_collectives(schedule), costs))
+    alone = step_time(simulate(schedule.without(Collective), costs))
     return f"{counts}; they add {max(step_time(timeline) - alone, 0.0):.6g} to a step"
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from zbpp.core import Costs, Schedule, format_memory
-from zbpp.schedules import post_validated, without_checks
+from zbpp.core import Check, Costs, Schedule, format_memory
+from zbpp.schedules import post_validated
 from zbpp.simulator import (
     bubble_rate,
     lower_bounds,
@@ -105,5 +105,5 @@ class Steady:
 
 def steady(schedule: Schedule, costs: Costs) -> Steady:
     """Simulate steps until they repeat: some ten times the work of `summarize`."""
-    barrier = steady_step_time(without_checks(schedule), costs)
+    barrier = steady_step_time(schedule.without(Check), costs)
     return Steady(barrier, *with_rollback(post_validated(schedule), costs))

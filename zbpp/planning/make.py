@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zbpp.core import (
+    Check,
     LayerCosts,
     PassKind,
     RequestError,
@@ -32,7 +33,7 @@ from zbpp.planning.request import (
     costs_like,
     split_of,
 )
-from zbpp.schedules import post_validated, without_checks
+from zbpp.schedules import post_validated
 from zbpp.schedules.planner.limits import parse_effort
 
 _log = logging.getLogger("zbpp")
@@ -250,4 +251,4 @@ def choose_validation(
     if wanted is None:
         asked = schedule.runs(PassKind.W) or schedule.is_post_validated
         wanted = steps and schedule.n_stages > 1 and asked
-    return post_validated(schedule) if wanted else without_checks(schedule)
+    return post_validated(schedule) if wanted else schedule.without(Check)

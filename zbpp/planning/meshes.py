@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zbpp.core import (
+    Collective,
     Costs,
     LayerCosts,
     PassKind,
@@ -34,7 +35,7 @@ from zbpp.planning.replicas import (
     replicated,
 )
 from zbpp.planning.request import PlanRequest
-from zbpp.schedules import post_validated, without_collectives
+from zbpp.schedules import post_validated
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
 
 _REDUCTIONS = {
@@ -202,8 +203,8 @@ def _planned(
         mesh,
         plan=replace(plan, schedule=schedule),
         step=step,
-        exposed=max(0.0, step - _step(without_collectives(bare), alone)),
-        bubble=bubble_rate(simulate(without_collectives(bare), alone)),
+        exposed=max(0.0, step - _step(bare.without(Collective), alone)),
+        bubble=bubble_rate(simulate(bare.without(Collective), alone)),
         peak=peak,
         steps=steps,
     )
