@@ -126,7 +126,7 @@ def certify(
         for order in schedule.orders
     )
     # refused if it exceeds the limit
-    schedule = replace(schedule, orders=in_turn, costs=costs)
+    schedule = replace(schedule, orders=in_turn)
     problem = _Problem(schedule, chunk_costs, cp_model.CpModel())
     problem.add_order()
     problem.add_memory(chunk_costs)

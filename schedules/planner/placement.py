@@ -140,13 +140,10 @@ def plan_placement(
         whole = replace(costs, parts=None, splits=costs.on(placement).splits)
     problem = problem_of(whole)
     plan = _search(problem, "fast" if has_parts else effort)
-    limited = None if costs.memory_limit is None else costs
-    orders = problem.orders(plan.rows)
+    schedule = Schedule(name, placement, n_microbatches, problem.orders(plan.rows))
     if not has_parts:
-        return Schedule(name, placement, n_microbatches, orders, limited)
-    passes = Schedule(name, placement, n_microbatches, orders)
-    planned = plan_in_parts(passes, costs, problem_of(costs), effort=effort)
-    return replace(planned, costs=limited)
+        return schedule
+    return plan_in_parts(schedule, costs, problem_of(costs), effort=effort)
 
 
 def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[Plan]:

@@ -8,16 +8,17 @@ import pytest
 from zbpp.core import (
     Costs,
     LayerCosts,
+    LimitError,
     PassKind,
     Placement,
     RequestError,
     Schedule,
-    ScheduleError,
     held_during,
     parse_job,
     peaks,
     recomputed,
 )
+from zbpp.planning import Plan, PlanRequest, make_plan
 from zbpp.schedules import plan_zb_v
 
 F, B, W, BW = PassKind
@@ -318,8 +319,14 @@ def test_what_a_stage_holds_during_its_jobs(memory, jobs, held):
     assert peaks([()], costs) == [costs.fixed[0]]
 
 
+def planned(row: str, costs: Costs) -> Plan:
+    """The plan of one stage's order, under the memory limit of the costs."""
+    orders = (order(row),)
+    schedule = Schedule("given", ONE, row.count("F"), orders)
+    return make_plan(PlanRequest(schedule=schedule, costs=costs))
+
+
 def test_a_limit_counts_all_of_it_and_says_bytes():
-    rows = (order("0F0 0B0 0W0 O"),)
     gib = 2.0**30
     model = Costs(
         m_b=gib,
@@ -327,16 +334,17 @@ def test_a_limit_counts_all_of_it_and_says_bytes():
         m_fixed=9 * gib,
         memory_limit=11 * gib,
     )
-    Schedule("fits", ONE, 1, rows, model)
+    assert planned("0F0 0B0 0W0 O", model).peak == 11 * gib
     for worse in ({"m_fixed": 10 * gib}, {"peak_b": 2 * gib}, {"peak_o": 3 * gib}):
-        with pytest.raises(ScheduleError, match=r"needs memory 12\.0 GiB, over the"):
-            Schedule("no", ONE, 1, rows, replace(model, **worse))
+        with pytest.raises(
+            LimitError, match=r"needs memory 12\.0 GiB .*over the limit"
+        ):
+            planned("0F0 0B0 0W0 O", replace(model, **worse))
 
 
 def test_a_limit_is_kept_to_the_last_digit_but_not_beyond():
-    rows = (order("0F0 0B0 0F1 0B1 0W0 0W1"),)
-    Schedule("fits", ONE, 2, rows, Costs(m_w=0.4, memory_limit=1.4))
-    with pytest.raises(ScheduleError) as error:
-        Schedule("no", ONE, 2, rows, Costs(m_w=0.4, memory_limit=1.39))
-    assert "row 0, column 2" in str(error.value)
-    assert "0F1 needs memory 1.4, over the limit 1.39 of stage 0" in str(error.value)
+    row = "0F0 0B0 0F1 0B1 0W0 0W1"
+    found = planned(row, Costs(m_w=0.4, memory_limit=1.4))
+    assert found.schedule.orders == (order(row),)
+    with pytest.raises(LimitError, match=r"needs memory 1\.4 on stage 0, .* 1\.39"):
+        planned(row, Costs(m_w=0.4, memory_limit=1.39))

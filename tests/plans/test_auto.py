@@ -121,7 +121,7 @@ def test_all_are_planned_where_each_could_win():
     assert not skipped(best)
     spans = [auto(costs=costs, placement=p).span for p in SEARCHES.values()]
     assert len(set(spans)) == 3 and best.span == min(spans)
-    assert best.schedule.name == f"auto: {best.mode}" and best.schedule.costs == costs
+    assert best.schedule.name == f"auto: {best.mode}" and best.costs == costs
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def test_a_schedule_file_is_a_mode(tmp_path, monkeypatch):
     path = tmp_path / "no_suffix"
     write_schedule(schedule, path)
     assert plan(str(path)) == schedule == plan(str(path), **SMALL)
-    assert plan(str(path), memory_limit=2).costs == Costs(memory_limit=2)
+    found = make_plan(PlanRequest(schedule=path, memory_limit=2))
+    assert found.costs == Costs(memory_limit=2) and found.schedule == schedule
     (tmp_path / "zbh1").write_text("a file of that name does not hide the mode")
     monkeypatch.chdir(tmp_path)
     assert plan("zbh1", **SMALL).name == "ZBH1"
@@ -156,12 +157,15 @@ def test_a_schedule_file_is_a_mode(tmp_path, monkeypatch):
 
 
 def test_a_limit_is_put_into_the_costs_and_replaces_theirs():
-    assert plan("ZBH2", **SMALL).costs is None
-    assert plan("ZBH2", **SMALL, memory_limit=3).costs == Costs(memory_limit=3)
+    def costs_of(mode: str, **more: object) -> Costs:
+        return make_plan(PlanRequest(schedule=mode, **SMALL, **more)).costs
+
+    assert costs_of("ZBH2") == Costs()
+    assert costs_of("ZBH2", memory_limit=3) == Costs(memory_limit=3)
     costs = Costs(m_b=2.0**30, m_w=2.0**29)
     limited = replace(costs, memory_limit=2.0**31)
-    assert plan("ZB", **SMALL, costs=costs, memory_limit="2GiB").costs == limited
-    assert plan("ZB", **SMALL, costs=limited).costs == limited
+    assert costs_of("ZB", costs=costs, memory_limit="2GiB") == limited
+    assert costs_of("ZB", costs=limited) == limited
 
 
 @pytest.mark.parametrize("mode", sorted({*MODES} - {"DualPipeV"}))

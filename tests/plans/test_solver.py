@@ -46,6 +46,5 @@ def test_no_bound_is_above_an_optimum_and_no_plan_below(costs, p):
     assert found.is_optimal
     assert found.span == pytest.approx(span(simulate(found.schedule, costs)))
     assert found.span <= span(simulate(schedule, costs)) * (1 + 1e-9)
-    assert found.schedule.costs == costs
     for name, bound in lower_bounds(schedule.placement, 3, costs).items():
         assert bound <= found.span * (1 + 1e-9), name

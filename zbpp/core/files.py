@@ -345,9 +345,7 @@ def parse_schedule(text: str, *, source: str = "schedule") -> Schedule:
     return schedule_of(object_of(text, source), source=source)
 
 
-def schedule_of(
-    data: Mapping[str, Any], *, source: str = "schedule", costs: Costs | None = None
-) -> Schedule:
+def schedule_of(data: Mapping[str, Any], *, source: str = "schedule") -> Schedule:
     """Read a schedule from the object of a schedule file, or of a plan file.
 
     Raises:
@@ -369,7 +367,6 @@ def schedule_of(
             placement,
             file.n_microbatches,
             _parse_rows("jobs", file.jobs),
-            costs,
             split=file.split,
             recompute=file.recompute,
             parts=None if file.parts is None else _parse_rows("parts", file.parts),

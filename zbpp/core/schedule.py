@@ -26,7 +26,6 @@ from zbpp.core.timeline import Slot, Timeline
 from zbpp.core.validation import (
     Recompute,
     check_layers,
-    check_memory,
     check_parts,
     validate,
 )
@@ -44,7 +43,6 @@ class Schedule:
         placement: chunk to stage.
         n_microbatches: micro-batches in a step, at least 1.
         orders: one order per stage.
-        costs: if given, no stage may exceed their memory limit.
         split: layers of each chunk that it was planned for; None: any.
         recompute: for each chunk True if B computes all its layers again, False, or
             the layers, counted from 0 in the chunk, that it does so with; None: none.
@@ -54,7 +52,7 @@ class Schedule:
 
     Raises:
         ScheduleError: a pass is missing, doubled, on a wrong stage or before its
-            input; the stages wait for one another; or memory exceeds the limit.
+            input; or the stages wait for one another.
         RequestError: split or recompute do not fit the chunks.
     """
 
@@ -62,7 +60,6 @@ class Schedule:
     placement: Placement
     n_microbatches: int
     orders: tuple[Order, ...]
-    costs: Costs | None = None
     split: tuple[int, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     parts: tuple[Order, ...] | None = None
@@ -70,14 +67,8 @@ class Schedule:
     def __post_init__(self) -> None:
         check_layers(self.placement, self.split, self.recompute)
         validate(self.placement, self.n_microbatches, self.orders)
-        limited = None
-        if self.costs is not None and self.costs.memory_limit is not None:
-            limited = self.costs.on(self.placement)
-            check_memory(self.orders, limited)
         if self.parts is not None:
             check_parts(self.placement, self.orders, self.parts)
-            if limited is not None:
-                check_memory(self.parts, limited)
 
     @property
     def n_stages(self) -> int:

@@ -11,11 +11,9 @@ Where passes have parts, each stage has its order of passes, and a row of their 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from zbpp.core.amounts import format_memory
-from zbpp.core.costs import ChunkCosts, Costs
+from zbpp.core.costs import Costs
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.graph import JobGraph, LanesOfParts, lanes_of_parts, unit_times
-from zbpp.core.held import held_during
 from zbpp.core.jobs import (
     KINDS,
     Check,
@@ -285,20 +283,6 @@ def _part_breaches(
     missing = [*chain.from_iterable(to_come.values()), *(at_any_time - set(to_come))]
     for job in (*missing, *starts):
         yield len(row), f"{job} is missing"
-
-
-def check_memory(orders: Orders, costs: ChunkCosts) -> None:
-    """No stage may exceed its limit (with a margin for rounding)."""
-    for stage, order in enumerate(orders):
-        limit = costs.limit[stage]
-        for column, held in enumerate(held_during(order, costs, stage=stage)):
-            if held > limit * (1 + 1e-9):
-                need, most = format_memory(held), format_memory(limit)
-                reason = (
-                    f"{order[column]} needs memory {need}, over the limit {most} of "
-                    f"stage {stage}; run a B or W first"
-                )
-                raise mistake(orders, stage, column, reason)
 
 
 def check_layers(

@@ -26,14 +26,18 @@ from zbpp.core import (
     Costs,
     JobGraph,
     Order,
+    PassKind,
     RequestError,
     Schedule,
     lower_bound,
+    passes_in,
     peaks,
     schedule_text,
 )
 from zbpp.core.files import costs_data, decode, fail, schedule_of, table_of
+from zbpp.planning.modes import JOINT_WORDS
 from zbpp.schedules.planner.balance import is_below
+from zbpp.schedules.planner.limits import check_limits
 
 FORMAT = "zbpp-plan"
 _COMPARED = ("time", "barrier_step", "peak")
@@ -201,6 +205,23 @@ class _File:
     schedule: dict[str, Any]
 
 
+def check_fits(schedule: Schedule, costs: Costs) -> None:
+    """Refuse a schedule that exceeds the memory limit, or splits what cannot be."""
+    on_chunks = costs.on(schedule.placement)
+    for stage, order in enumerate(schedule.orders):
+        for job in () if on_chunks.splits[stage] else order:
+            kinds = {part.kind for part in passes_in(job)}
+            if not kinds.isdisjoint((PassKind.B, PassKind.W)):
+                raise RequestError(
+                    f"{schedule.name} runs {job}, but stage {stage} cannot split its "
+                    f"backward (splits[{stage}] of the costs is false, or w has no "
+                    f"parts); plan again with these costs, or choose {JOINT_WORDS}"
+                )
+    if costs.memory_limit is not None:
+        needs = peaks(schedule.rows_for(on_chunks), on_chunks)
+        check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)
+
+
 def plan_text(plan: Plan) -> str:
     """Write a plan as JSON; the schedule has one line a stage."""
     figures = {name: getattr(plan, name) for name in _FIGURES}
@@ -223,17 +244,13 @@ def plan_of(data: Mapping[str, Any], *, source: str) -> Plan:
     """Read a plan from the object of a plan file; figures follow from its schedule."""
     file: _File = decode(_File, data, source)
     costs = table_of(Costs, file.costs, f"{source}: costs")
-    schedule = schedule_of(
-        file.schedule,
-        source=source,
-        costs=None if costs.memory_limit is None else costs,
-    )
+    schedule = schedule_of(file.schedule, source=source)
     ideal, even = (
         decode(float | None, file.figures.get(key), source, key)
         for key in ("ideal_step", "even_step")
     )
     try:
-        costs.on(schedule.placement)
+        check_fits(schedule, costs)
         return Plan(
             schedule,
             costs,

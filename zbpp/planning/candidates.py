@@ -31,21 +31,18 @@ from zbpp.core import (
     LayerCosts,
     LimitError,
     Parts,
-    PassKind,
     Placement,
     RequestError,
     Schedule,
     even_split,
     format_memory,
     lower_bound_on,
-    passes_in,
-    peaks,
     recomputed,
 )
 from zbpp.core.layers import chunk_layers
-from zbpp.planning.answer import Plan, Rejected
+from zbpp.planning.answer import Plan, Rejected, check_fits
 from zbpp.planning.layers import plan_split
-from zbpp.planning.modes import AUTO, BASELINE, CHUNKED_MODES, JOINT_WORDS, MODES, Mode
+from zbpp.planning.modes import AUTO, BASELINE, CHUNKED_MODES, MODES, Mode
 from zbpp.planning.request import (
     PlanRequest,
     Recomputing,
@@ -58,7 +55,6 @@ from zbpp.schedules import lay_out, plan_placement
 from zbpp.schedules.planner.limits import (
     ROUNDING,
     capped,
-    check_limits,
     check_sizes,
     shares,
 )
@@ -207,7 +203,8 @@ class _Problem:
             schedule = mode.order_on(placement, self.n_microbatches)
             if mode.pairs and self.costs.parts is not None:
                 schedule = lay_out(schedule, self.costs)
-            return within_limit(schedule, self.costs)
+            check_fits(schedule, self.costs)
+            return schedule
         most = mode.memory(placement.n_stages) if mode else _allowance(placement)
         assert most is not None, mode
         return plan_placement(
@@ -223,9 +220,8 @@ class _Problem:
     def auto(self, placements: Sequence[Placement]) -> Plan:
         """The best of all modes on these placements."""
         best = _best_of(self._candidates(placements))
-        limited = None if self.costs.memory_limit is None else self.costs
         name = f"{AUTO}: {best.mode}"
-        return replace(best, schedule=replace(best.schedule, name=name, costs=limited))
+        return replace(best, schedule=replace(best.schedule, name=name))
 
     def _candidates(self, placements: Sequence[Placement]) -> Iterator[_Candidate]:
         """Every placement under all its memory, then every mode under its limit.
@@ -326,25 +322,6 @@ def _has(mode: Mode, placement: Placement) -> bool:
     if mode.order is not None and mode.chunks is None and chunks == 1:
         return False  # VPP of one chunk a stage is 1F1B
     return mode.place(placement.n_stages, chunks) == placement
-
-
-def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
-    """Return a schedule that keeps the memory limit."""
-    on_chunks = costs.on(schedule.placement)
-    for stage, order in enumerate(schedule.orders):
-        for job in () if on_chunks.splits[stage] else order:
-            kinds = {part.kind for part in passes_in(job)}
-            if not kinds.isdisjoint((PassKind.B, PassKind.W)):
-                raise RequestError(
-                    f"{schedule.name} runs {job}, but stage {stage} cannot split its "
-                    f"backward (splits[{stage}] of the costs is false, or w has no "
-                    f"parts); plan again with these costs, or choose {JOINT_WORDS}"
-                )
-    if costs.memory_limit is None:
-        return schedule
-    needs = peaks(schedule.rows_for(on_chunks), on_chunks)
-    check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)
-    return replace(schedule, costs=costs)
 
 
 # ---- Costs of layers, and recompute.

@@ -23,8 +23,8 @@ from zbpp.core import (
 )
 from zbpp.core.columns import PerRow
 from zbpp.core.files import object_of, read, schedule_of
-from zbpp.planning.answer import FORMAT, Plan, plan_of
-from zbpp.planning.candidates import best_plan, within_limit
+from zbpp.planning.answer import FORMAT, Plan, check_fits, plan_of
+from zbpp.planning.candidates import best_plan
 from zbpp.planning.modes import MODES, Mode, canonical, is_auto, is_file
 from zbpp.planning.request import (
     CostsLike,
@@ -163,7 +163,8 @@ def _under_limit(plan: Plan, limit: PerRow | None) -> Plan:
     if limit is None:
         return plan
     costs = plan.costs.with_limit(limit)
-    return replace(plan, schedule=within_limit(plan.schedule, costs), costs=costs)
+    check_fits(plan.schedule, costs)
+    return replace(plan, costs=costs)
 
 
 # ---- Requests of pipelines.
