@@ -33,7 +33,7 @@ from zbpp.pipeline import Pipeline
 from zbpp.runtime.comm.transport import Expected, Reduction, Transport
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.sums import Collectives
-from zbpp.runtime.policies import Execution, StepPolicy
+from zbpp.runtime.policies import StepPolicy
 from zbpp.runtime.values import Tensors, with_tensors
 
 _OVERSHOOT_S = 2e-4
@@ -43,7 +43,6 @@ def emulated_pipeline(
     schedule: Schedule,
     costs: Costs,
     *,
-    timeout_s: float = 600.0,
     post_validation: bool | None = None,
 ) -> Pipeline:
     """Make a pipeline whose passes sleep (every rank must call).
@@ -52,7 +51,6 @@ def emulated_pipeline(
         schedule: what to run.
         costs: in ms. A message takes its link's ``comm``, or the time that it
             takes by itself if that is longer.
-        timeout_s: how long a stage may wait for another.
         post_validation: None: sums over the stages are as fast as they are. Else they
             take ``costs.reduction``; True: steps are validated in the next one; False:
             behind a barrier.
@@ -67,7 +65,6 @@ def emulated_pipeline(
         optimizer=_optimizer,
         device="cpu",
         step=StepPolicy(post_validation=bool(post_validation)),
-        execution=Execution(timeout_s=timeout_s),
     )
     for stage, executor in pipeline.stages.executors.items():
         if any(times.hops):

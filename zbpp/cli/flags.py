@@ -1,7 +1,7 @@
 """The flags that planning commands share, and the schedules and costs they name."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -16,7 +16,6 @@ from zbpp.planning.replicas import (
     replicated,
     with_replicas,
 )
-from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import LIST, Count, Names, Planning
 
@@ -59,7 +58,8 @@ class PlanFlags(Replicas, Planning):
             raise RequestError("--split needs --layers, the costs of each layer")
         elif costs and gathers_in_passes(self.data_parallel, self.shard):
             costs = gathering(costs)
-        split, recompute = ",".join(self.split), ",".join(self.recompute)
+        split: Any = ",".join(self.split) or None
+        recompute: Any = ",".join(self.recompute) or None
         return PlanRequest(
             schedule=mode,
             n_stages=self.stages,
@@ -67,8 +67,8 @@ class PlanFlags(Replicas, Planning):
             chunks_per_stage=self.chunks_per_stage,
             costs=costs,
             memory_limit=self.memory_limit,
-            split=parse_split(split) if split else None,
-            recompute=parse_recompute(recompute) if recompute else None,
+            split=split,
+            recompute=recompute,
             effort=self.effort,
         )
 

@@ -564,16 +564,17 @@ def lower_bounds(
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    return _all_bounds(costs.on(placement).without_pairs(), n_microbatches)
+    return _all_bounds(costs.on(placement), n_microbatches)
 
 
 def lower_bound_on(costs: ChunkCosts, n_microbatches: int) -> float:
-    """Return the best bound of schedules without pairs, for costs on a placement."""
+    """Return the best bound for costs on a placement."""
     return max(_all_bounds(costs, n_microbatches).values())
 
 
 def _all_bounds(costs: ChunkCosts, n_microbatches: int) -> dict[str, float]:
+    costs = costs.without_pairs().above_fixed()
     if costs.parts:
-        return bounds_on_lanes(costs.above_fixed(), n_microbatches)
-    stages = stages_of(costs.above_fixed(), n_microbatches)
+        return bounds_on_lanes(costs, n_microbatches)
+    stages = stages_of(costs, n_microbatches)
     return {name: max(map(bound, stages)) for name, bound in _BOUNDS.items()}

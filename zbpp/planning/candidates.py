@@ -253,7 +253,7 @@ class _Problem:
                     limit = times.limit
                     limited = replace(self, costs=replace(costs, memory_limit=limit))
                 m = self.n_microbatches
-                bound = partial(lower_bound_on, times.without_pairs(), m)
+                bound = partial(lower_bound_on, times, m)
             plan = partial(limited._as_plan, mode, placement, costs)
             yield _Candidate(name, plan, bound)
 

@@ -33,7 +33,7 @@ from zbpp.core import (
     RequestError,
     Schedule,
     even_split,
-    lower_bound,
+    lower_bound_on,
     ranges_of,
 )
 from zbpp.planning.answer import Plan
@@ -97,11 +97,11 @@ def plan_split(
     kind, seconds = parse_effort(effort)
     search = _Search(planner, layers, placement, n_microbatches, mode)
     starts = search.starts(list(map(frozenset, sets)), split)
-    chosen = [starts[0], *starts]
+    chosen = starts
     if split in (None, "balanced") or len(sets) > 1:
         budget = search.budget(kind, _SEARCH_SHARE * seconds, len(sets))
         best = search.climb(starts, split in (None, "balanced"), len(sets) > 1, budget)
-        chosen = starts if best is None else [best.choice, *starts]
+        chosen = [best.choice, *starts] if best else starts
     if kind != "best":
         return search.finished(search.best(chosen, effort), effort)
     best = search.best(chosen, "default")
@@ -275,13 +275,12 @@ class _Search:
 
     def _can_be_shorter(self, choice: Choice, step: float) -> bool:
         """True if a micro-batch fits, and the lower bound is not above a step."""
-        costs = self._on_chunks(choice)
-        on_stages = costs.on(self._placement)
+        on_stages = self._on_chunks(choice).on(self._placement)
         try:
             check_limits("split", needs(on_stages), on_stages, self._m)
         except LimitError:
             return False
-        return lower_bound(self._placement, self._m, costs) <= step
+        return lower_bound_on(on_stages, self._m) <= step
 
     def _worthwhile(self, split: Sequence[int]) -> list[list[int]]:
         """Layers of each chunk that save memory, most for their time first."""

@@ -25,9 +25,17 @@ Split = Literal["balanced", "even"] | Sequence[int] | None
 Recomputing = Literal["auto", "all", "none"] | Collection[int]
 """Layers of the whole model that are recomputed, or how to choose them."""
 
-_SPLITS: dict[str, Split] = {"balanced": "balanced", "even": "even"}
-_RECOMPUTE_CHOICES = "auto, all or none, or give numbers, as 0,2,5"
-_RECOMPUTE: dict[str, Recomputing] = {"auto": "auto", "all": "all", "none": "none"}
+_CHOICES = {
+    "split": (
+        ("balanced", "even"),
+        "balanced or even, or give the layers of each chunk, as 3,4,5",
+    ),
+    "recompute": (
+        ("auto", "all", "none"),
+        "auto, all or none, or give numbers, as 0,2,5",
+    ),
+}
+"""Words for split and recompute, and what an error offers."""
 
 MemoryLimit = str | float | Sequence[float]
 """Of a stage: a number, a text such as ``"16GiB"``, or a list by stage."""
@@ -94,7 +102,7 @@ class PlanRequest:
                 values[name] = whole_number(name, size)
         split = listed(self.split)
         if isinstance(split, str):
-            values["split"] = parse_split(split)
+            values["split"] = _parse("split", split)
         elif split is not None:
             values["split"] = tuple(whole_number("split", n) for n in split)
         values["recompute"] = _recompute_like(self.recompute)
@@ -134,9 +142,9 @@ def _recompute_like(value: Any) -> Any:
     """Numbers of chunks or layers, or one of the words for all of them."""
     value = listed(value)
     if isinstance(value, str):
-        return parse_recompute(value)
+        return _parse("recompute", value)
     if value is not None and isinstance(value, bool | int | float):
-        raise RequestError(f"recompute is {value!r}; choose {_RECOMPUTE_CHOICES}")
+        raise RequestError(f"recompute is {value!r}; choose {_CHOICES['recompute'][1]}")
     if value is None:
         return None
     numbers = [whole_number("recompute", number) for number in value]
@@ -175,32 +183,13 @@ def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]
     return schedule.split
 
 
-def parse_split(text: str) -> Split:
-    """Read ``balanced``, ``even`` or the layers of each chunk, as ``3,4,5``.
-
-    >>> parse_split("3,4,5")
-    (3, 4, 5)
-    """
-    if text in _SPLITS:
-        return _SPLITS[text]
-    choices = "balanced or even, or give the layers of each chunk, as 3,4,5"
-    return _numbers(text, f"split {text!r} is not known; choose {choices}")
-
-
-def parse_recompute(text: str) -> Recomputing:
-    """Read ``auto``, ``all``, ``none``, or numbers of chunks or layers, as ``0,2,5``.
-
-    >>> parse_recompute("0,2,5")
-    (0, 2, 5)
-    """
-    if text in _RECOMPUTE:
-        return _RECOMPUTE[text]
-    message = f"recompute {text!r} is not known; choose {_RECOMPUTE_CHOICES}"
-    return _numbers(text, message)
-
-
-def _numbers(text: str, otherwise: str) -> tuple[int, ...]:
+def _parse(name: str, text: str) -> Any:
+    """Read a word of split or recompute, or numbers, as ``0,2,5``."""
+    words, choices = _CHOICES[name]
+    if text in words:
+        return text
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise RequestError(otherwise) from None
+        message = f"{name} {text!r} is not known; choose {choices}"
+        raise RequestError(message) from None
