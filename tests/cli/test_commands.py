@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from page_data import panels_of
 
-from zbpp.core import read_costs, read_schedule
-from zbpp.planning import MODES, plan
+from zbpp.core import read_costs
+from zbpp.planning import MODES, plan, read_plan
 from zbpp.schedules import add_collectives, post_validated, to_torch_csv
 from zbpp.simulator import (
     bubble_rate,
@@ -176,7 +176,7 @@ def test_plan_and_show_have_the_figures_of_the_mode(zbpp, mode):
     timeline = simulate(schedule, costs)
     sizes = f"{mode} -p 3 -m 7 --costs costs.json"
     out = zbpp(f"plan {sizes} -o plan.json --csv torch.csv")
-    assert read_schedule("plan.json") == schedule
+    assert read_plan("plan.json").schedule == schedule
     assert Path("torch.csv").read_text() == to_torch_csv(schedule)
     shape = {(0, 1, 2): "1F1B", (0, 1, 2, 0, 1, 2): "Interleaved1F1B"}
     titan = shape.get(schedule.placement.stage_of, "ZBVZeroBubble")
@@ -203,12 +203,12 @@ def test_plan_and_show_have_the_figures_of_the_mode(zbpp, mode):
 )
 def test_modes_stand_bare_and_flags_have_several_spellings(zbpp, line):
     zbpp(line)
-    assert read_schedule("x.json") == plan("ZBV", n_stages=2, n_microbatches=4)
+    assert read_plan("x.json").schedule == plan("ZBV", n_stages=2, n_microbatches=4)
 
 
 def test_a_plan_is_shown_with_the_times_of_its_own_split(zbpp):
     zbpp("plan ZBH1 -p 2 -m 4 --layers layers.json --split 2,6 -o plan.json")
-    assert read_schedule("plan.json").split == (2, 6)
+    assert read_plan("plan.json").schedule.split == (2, 6)
     asked = zbpp.json("show plan.json --layers layers.json")
     even = zbpp.json("show plan.json --layers layers.json --split even")
     assert asked["span"] == 4 * 3 * 8 > even["span"]
@@ -226,7 +226,7 @@ def test_chunks_or_layers_to_recompute_are_named(zbpp):
         ("plan.json --recompute 1", (False, True)),
     ):
         zbpp(f"plan {flags} -m 6 -o plan.json".replace("plan.json -m 6", "plan.json"))
-        assert read_schedule("plan.json").recompute == expected, flags
+        assert read_plan("plan.json").schedule.recompute == expected, flags
     assert "recompute      chunks 1\n" in zbpp("show plan.json")
 
 
@@ -241,7 +241,7 @@ def test_v_is_planned_only_where_it_is_asked_for(zbpp):
         texts[flag] = [Path(name).read_text() for name in ("plan.json", "torch.csv")]
     assert texts[""] == texts[BARRIER] and texts[""][1] == texts[VALIDATED][1]
     bare = plan("ZBH1", n_stages=2, n_microbatches=3)
-    assert read_schedule("plan.json") == post_validated(bare)
+    assert read_plan("plan.json").schedule == post_validated(bare)
     assert zbpp(f"show plan.json {BARRIER}") == zbpp("show ZBH1 -p 2 -m 3")
 
 
@@ -268,7 +268,8 @@ def test_plans_for_replicas_have_collectives(zbpp, shard, expected, n_sums):
     zbpp(f"plan ZBV -p 2 -m 3 --data_parallel 2 --shard {shard} -o plan.json")
     alone = plan("ZBV", n_stages=2, n_microbatches=3)
     assert (
-        read_schedule("plan.json").orders == add_collectives(alone, **expected).orders
+        read_plan("plan.json").schedule.orders
+        == add_collectives(alone, **expected).orders
     )
     base = zbpp.json(f"show ZBV -p 2 -m 3 {costs}")
     assert zbpp.json(f"show plan.json {costs}")["step_time"] > base["step_time"]

@@ -13,15 +13,15 @@ from zbpp.core import (
     parse_memory,
     read_costs,
     read_layers,
-    read_schedule,
     write_costs,
 )
+from zbpp.planning import read_plan
 
 
 def test_errors_begin_with_the_file(tmp_path):
     missing = tmp_path / "absent.json"
     with pytest.raises(RequestError, match=f"^{missing}: cannot be read"):
-        read_schedule(missing)
+        read_plan(missing)
     binary = tmp_path / "binary.json"
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(RequestError, match=f"^{binary}: cannot be read"):

@@ -23,11 +23,10 @@ from zbpp.core import (
     even_split,
     parse_job,
     parse_schedule,
-    read_schedule,
     schedule_text,
     write_schedule,
 )
-from zbpp.planning import plan
+from zbpp.planning import plan, read_plan
 
 F, B, W, BW = PassKind
 
@@ -294,7 +293,7 @@ def test_schedule_file_has_the_fixed_format(tmp_path):
         "placement": [0, 1],
         "jobs": [["0F0", "0BW0", "O"], ["1F0", "1BW0", "O"]],
     }
-    assert read_schedule(tmp_path / "plan.json") == schedule
+    assert read_plan(tmp_path / "plan.json").schedule == schedule
 
 
 BASE = json.loads(schedule_text(plan("FThenB", n_stages=4, n_microbatches=5)))

@@ -27,7 +27,7 @@ from zbpp.core import (
     members_of,
     parse_job,
     passes_in,
-    stage_of,
+    place_of,
 )
 
 F, B, W, BW = PassKind
@@ -161,12 +161,12 @@ def test_there_is_a_row_for_every_kind_and_each_is_seen_here():
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_a_job_has_a_text_a_time_a_memory_and_a_stage(job):
+def test_a_job_has_a_text_a_time_a_memory_and_a_place(job):
     costs = Costs().on(TWO)
     work = [kind for part in members_of(job) for kind in kind_of(part).work]
     assert costs.of(job) == len(work), "a unit each of F, B and W"
     assert costs.peak(job) >= max(0.0, costs.change(job))
-    assert stage_of(job, TWO) == 1
+    assert place_of(job) == 1
     assert parse_job(str(job), stage=1) == job
     assert re.sub(r"\(.*\)|\d", "", str(job)) == job.kind
     assert len(passes_in(job)) == {PassKind: 1, PairKind: 2}.get(type(job.kind), 0)

@@ -24,7 +24,6 @@ from zbpp.core import (
     draw,
     read_costs,
     read_layers,
-    read_schedule,
     schedule_text,
     write_costs,
 )
@@ -132,7 +131,7 @@ def plan_of(costs: Any) -> Any:
 FORMATS = {
     "schedule": Format(
         lambda path: path.write_text(schedule_text(zbpp.plan("ZBV", **SIZES))),
-        read_schedule,
+        lambda path: zbpp.read_plan(path).schedule,
         lambda schedule: draw(simulate(schedule)),
     ),
     "costs": Format(lambda path: write_costs(COSTS, path), read_costs, plan_with),
@@ -193,7 +192,7 @@ def test_numbers_in_files_are_not_counted_to(
     data = json.loads(written["schedule"].read_text(encoding="utf-8"))
     path.write_text(json.dumps(data | {"n_microbatches": n, "jobs": [["0F0"], []]}))
     with pytest.raises(RequestError, match="0B0 is missing"):
-        read_schedule(path)
+        zbpp.read_plan(path)
 
 
 @pytest.mark.slow

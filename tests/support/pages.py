@@ -30,7 +30,8 @@ from typing import Any
 from unittest import mock
 
 from zbpp.cli import main
-from zbpp.core import parse_schedule, read_costs, read_layers, read_schedule
+from zbpp.core import parse_schedule, read_costs, read_layers
+from zbpp.planning import read_plan
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
@@ -157,7 +158,7 @@ def _stages_of(words: list[str]) -> int:
     if "--stages" in words:
         return int(words[words.index("--stages") + 1])
     is_plan = words[1].endswith(".json")
-    return read_schedule(words[1]).placement.n_stages if is_plan else 0
+    return read_plan(words[1]).schedule.placement.n_stages if is_plan else 0
 
 
 def _paths(words: list[str]) -> set[str]:

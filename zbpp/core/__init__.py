@@ -15,7 +15,6 @@ from zbpp.core.files import (
     parse_schedule,
     read_costs,
     read_layers,
-    read_schedule,
     schedule_text,
     write_costs,
     write_schedule,
@@ -50,7 +49,6 @@ from zbpp.core.jobs import (
     place_of,
     reader,
     reads,
-    stage_of,
     writes,
 )
 from zbpp.core.layers import LayerCosts
@@ -157,12 +155,10 @@ __all__ = [
     "ranges_of",
     "read_costs",
     "read_layers",
-    "read_schedule",
     "reader",
     "reads",
     "recomputed",
     "schedule_text",
-    "stage_of",
     "write_costs",
     "write_schedule",
     "writes",

@@ -327,15 +327,6 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     write_file(path, schedule_text(schedule))
 
 
-def read_schedule(path: str | Path) -> Schedule:
-    """Read a schedule file and validate it.
-
-    Raises:
-        RequestError: the file cannot be read or holds no valid schedule.
-    """
-    return parse_schedule(read(path), source=str(path))
-
-
 def parse_schedule(text: str, *, source: str = "schedule") -> Schedule:
     """Read a schedule from JSON text; ``source`` names it in errors.
 

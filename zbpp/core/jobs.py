@@ -42,7 +42,6 @@ from itertools import repeat
 from typing import ClassVar, TypeVar
 
 from zbpp.core.errors import RequestError
-from zbpp.core.placement import Placement
 
 _T = TypeVar("_T")
 
@@ -408,12 +407,6 @@ def place_of(job: Job) -> int:
         case Pair(forward):
             return forward.chunk
     return job.chunk
-
-
-def stage_of(job: Job, placement: Placement) -> int:
-    """The stage that runs a job."""
-    place = place_of(job)
-    return place if isinstance(job.kind, StageKind) else placement.stage_of[place]
 
 
 def passes_in(job: object) -> tuple[Pass, ...]:
