@@ -34,7 +34,7 @@ RUN = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)
 cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-printed = lambda: [x.text for cell in cells for x in cell.outputs if "text" in x]
+printed = lambda: "".join(x.get("text", "") for c in cells for x in c.outputs)
 before = printed()
 nbclient.NotebookClient(notebook, timeout=500).execute()
 if sys.argv[2] == "equal":
