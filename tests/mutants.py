@@ -555,6 +555,10 @@ TABLE = (
     ("simgpu", "an event is recorded again, not waited for",
      "zbpp/runtime/support/streams.py",
      "self._event.synchronize()", "self._event.record()"),
+    ("simgpu", "masters are stepped while they are copied",
+     "zbpp/runtime/optim/host.py",
+     "self.wait()\n        self._stale = set(self.masters)",
+     "self._stale = set(self.masters)"),
     ("simgpu", "one pinned buffer for all copies", "zbpp/runtime/support/streams.py",
      "    return staged.copy_(tensor).to(",
      "    staged = globals().setdefault('_ONLY', {}).setdefault(\n"
@@ -604,6 +608,7 @@ UNSEEN = {
     "self._waits.confirm(sent.work)": "sums of the last steps have been read",
     "executor.transport.flush()": "sums of the last steps have been read",
     "torch.accelerator.current_stream().wait_event(event)": "a later event is awaited",
+    "with self._side.stream:": "the order is the same, less runs at a time",
     "with self.network.running():": "the order is the same, less runs at a time",
     "with self._side.running():": "the order is the same, less runs at a time",
 }

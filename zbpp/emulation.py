@@ -44,6 +44,7 @@ def emulated_pipeline(
     costs: Costs,
     *,
     post_validation: bool | None = None,
+    offload_optimizer: bool = False,
 ) -> Pipeline:
     """Make a pipeline whose passes sleep (every rank must call).
 
@@ -54,6 +55,8 @@ def emulated_pipeline(
         post_validation: None: sums over the stages are as fast as they are. Else they
             take ``costs.reduction``; True: steps are validated in the next one; False:
             behind a barrier.
+        offload_optimizer: copies to and from host memory take ``reduce_scatter`` and
+            ``all_gather``.
     """
     placement = schedule.placement
     times = costs.on(placement)
@@ -64,7 +67,9 @@ def emulated_pipeline(
         loss_fn=_mean,
         optimizer=_optimizer,
         device="cpu",
-        step=StepPolicy(post_validation=bool(post_validation)),
+        step=StepPolicy(
+            post_validation=bool(post_validation), offload_optimizer=offload_optimizer
+        ),
     )
     for stage, executor in pipeline.stages.executors.items():
         if any(times.hops):

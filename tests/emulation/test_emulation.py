@@ -41,6 +41,27 @@ def test_a_step_of_one_stage_takes_what_is_simulated(monkeypatch) -> None:
     assert step_time(simulate(schedule, costs)) == pytest.approx(16_000)
 
 
+@pytest.mark.parametrize("mode", ["ZBV", "ZBH1", "VPP"])
+def test_copies_to_the_host_take_what_is_simulated(monkeypatch, mode: str) -> None:
+    """Alongside passes, where there are any to go alongside."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock.read)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    costs = Costs(1000, 1000, 1000, optimizer=2000, all_gather=600, reduce_scatter=700)
+    schedule = zbpp.plan(mode, n_stages=1, n_microbatches=3)
+    with emulated_pipeline(schedule, costs, offload_optimizer=True) as pipeline:
+        batch = emulated_batch(pipeline)
+        for _ in range(3):
+            start = clock.now
+            pipeline.step(batch, batch)
+            took = (clock.now - start) * 1e3
+        planned = steady_step_time(pipeline.schedule, costs)
+    assert took == pytest.approx(planned, rel=0.03)
+    assert planned > 9000 + 2000, "some of the copies shows"
+    hidden = 9000 + 2000 + 600 + 700 - planned
+    assert (hidden > 100) == (mode != "ZBH1"), "one chunk has nothing to go alongside"
+
+
 CASES = [
     # one step at a time: links and a loss show in the simulated step, 300 without them
     ("ZBH1", 3, {"comm": 60, "loss": 10, "splits": (True, False)}, None, 1.2 * 250),

@@ -301,3 +301,25 @@ def test_replicas_that_shard_hold_what_zero_says() -> None:
     assert whole["none"] == whole["optimizer"] == 0
     assert whole["gradients"] == pytest.approx(stage / 2 * 63 / 64, abs=1)
     assert whole["parameters"] - whole["gradients"] == pytest.approx(layer, abs=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_optimizer_needs_no_memory_of_the_device(
+    dtype: torch.dtype,
+) -> None:
+    layers = [nn.Linear(16, 16, dtype=dtype) for _ in range(4)]
+    x = torch.zeros(4, 16, dtype=dtype)
+    how: dict[str, Any] = {"n_stages": 2, "n_microbatches": 4, "modes": ["ZBV"]}
+    here, there = (
+        estimate(layers, (x, x), mse_loss, offload_optimizer=x_there, **how).modes[
+            "ZBV"
+        ]
+        for x_there in (False, True)
+    )
+    n = 2 * 17 * 16  # numbers of a stage
+    for on_device, on_host in zip(here, there, strict=True):
+        assert on_host.optimizer == on_host.rollback == on_device.host == 0
+        saved = on_device.optimizer + on_device.rollback
+        assert on_device.peak - on_host.peak >= saved >= 3 * dtype.itemsize * n
+        # masters, gradients, two moments and the copy for a rollback
+        assert on_host.host >= 5 * 4 * n

@@ -187,6 +187,44 @@ def test_steps_leave_nothing_behind(mode: str) -> None:
     trained.close()
 
 
+def noting(call: Any, name: str, host: Any, seen: set[str]) -> Any:
+    """A pass that notes its name if copies are under way as it is issued."""
+
+    def noted(*args: Any) -> Any:
+        copies = [*host._arrivals.values(), *[host._last] * bool(host.gradients)]
+        if not all(event.query() for event in copies):
+            seen.add(name)
+        return call(*args)
+
+    return noted
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's wait
+def test_copies_of_masters_go_on_while_passes_are_issued() -> None:
+    """Both ways; and neither moments nor copies for rollbacks are on the device."""
+    sizes = {}
+    for on_host in (True, False):
+        simgpu.begin("lazy")
+        trained = make(replace(ONE_PROCESS["ZBV, on the host"], n_stages=1,
+                               offload_optimizer=on_host))  # fmt: skip
+        trained.step(*LM.batch(0))
+        executor = trained.stages.first
+        host, stage = executor.optimizer.host, executor.stage
+        seen: set[str] = set()
+        for name in ("forward", "backward_weight", "backward"):
+            setattr(stage, name, noting(getattr(stage, name), name, host, seen))
+        trained.step(*LM.batch(1))
+        trained.synchronize()
+        assert ("forward" in seen) == on_host
+        assert bool(seen & {"backward_weight", "backward"}) == on_host
+        torch.cuda.synchronize()
+        sizes[on_host] = sum(int(block.split()[0]) for block in simgpu.live())
+        parameters = sum(p.nbytes for _, p in trained.named_parameters())
+        trained.close()
+        assert simgpu.reports() == []
+    assert sizes[False] - sizes[True] >= 2 * parameters
+
+
 class Call(torch.autograd.Function):
     """Notes on which streams it runs."""
 

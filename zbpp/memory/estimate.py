@@ -47,6 +47,7 @@ class StageEstimate:
             the most that is whole for a while of what replicas shard.
         activations_peak: most of what F and B leave, and of what passes need inside.
         peak: most of all together at any time.
+        host: in host memory, where the optimizer steps there; no part of the peak.
     """
 
     parameters: int
@@ -58,6 +59,7 @@ class StageEstimate:
     other: int
     activations_peak: int
     peak: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,7 @@ class _Stages:
             optimizer=sum(step.state for step in steps) // n,
             buffers=layers.buffers(here),
             rollback=sum(step.rollback for step in steps) // n,
+            host=sum(step.host for step in steps) // n,
             **sums,
         )
 

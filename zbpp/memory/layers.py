@@ -31,6 +31,7 @@ from zbpp.runtime.chunk import Chunk, OwnName
 from zbpp.runtime.layer_random import LayerRandom
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import MicroBatches
+from zbpp.runtime.optim.host import master_dtype
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.rollback import DeferredStep, can_defer
 from zbpp.runtime.stage import Stage
@@ -61,6 +62,8 @@ class Tracing(TypedDict, total=False):
     """Compute dtype of the forward."""
     exact_sums: bool
     """Add gradients in micro-batch order."""
+    offload_optimizer: bool
+    """Optimizers step in host memory; as in `zbpp.StepPolicy`."""
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -135,6 +138,8 @@ class StepBytes(NamedTuple):
     """Copies that post-validation keeps."""
     peak: int = 0
     """Most that a step needs besides."""
+    host: int = 0
+    """All of it, masters and gradients too, where it is in host memory."""
 
 
 @dataclass
@@ -148,6 +153,7 @@ class Layers:
         loss_fn: None: the last layer puts out the loss.
         autocast: compute dtype of the forward.
         exact_sums: add gradients in micro-batch order.
+        offloads: optimizers step in host memory.
 
     Raises:
         RequestError: a layer decides by its data, which fake tensors do not have.
@@ -159,6 +165,7 @@ class Layers:
     loss_fn: LossFn | None
     autocast: torch.dtype | None
     exact_sums: bool
+    offloads: bool = False
     rows: list[_Layer] = field(init=False, default_factory=list)
     _looks: list[Any] = field(init=False, default_factory=list)
     """Equal for layers that are alike."""
@@ -292,6 +299,10 @@ class Layers:
         for i in layers:
             for name, p in self.fake.layers[i].named_parameters():
                 names.setdefault(p, self.own_name(i, name))
+        if self.offloads:
+            named = [(names[p], p) for p in learning]
+            learning = [nn.Parameter(p.detach().to(master_dtype(p))) for p in learning]
+            names = {p: name for p, (name, _) in zip(learning, named, strict=True)}
         for p in learning:
             p.grad = torch.empty_like(p, requires_grad=False)
         tracker = Tracker(self.block)
@@ -315,6 +326,9 @@ class Layers:
                 peak = max(peak, tracker.most - base)
         for p in learning:
             p.grad = None
+        if self.offloads:
+            masters = 2 * self.bytes_of(learning)  # and gradients
+            return StepBytes(host=masters + state + rollback + peak)
         return StepBytes(state, rollback, peak)
 
     # ---- Tracing.
@@ -428,6 +442,7 @@ def trace_layers(
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     exact_sums: bool = True,
+    offload_optimizer: bool = False,
 ) -> Layers:
     """Trace the layers of a model on fake tensors; `layer_memory` explains the rest."""
     layered = layered_of(model)
@@ -441,7 +456,15 @@ def trace_layers(
         None if loss_fn is None else targets,
         device=torch.device(device),
     ).of_size(microbatch_size)
-    return Layers(fake, optimizer, layered.own_name, loss_fn, autocast, exact_sums)
+    return Layers(
+        fake,
+        optimizer,
+        layered.own_name,
+        loss_fn,
+        autocast,
+        exact_sums,
+        offload_optimizer,
+    )
 
 
 def _refuse(*_: object) -> Tensor:

@@ -114,6 +114,7 @@ def plan_model(
                 and optimizer is not None
                 and (n_stages or place.n_stages) > 1,
                 max_consecutive_skips=None,
+                offload_optimizer=step.offload_optimizer,
             ),
             execution=replace(execution, watch=False),
         )
@@ -126,6 +127,7 @@ def plan_model(
             post_validation=step.post_validation is not False,
             autocast=numerics.autocast,
             exact_sums=numerics.exact_sums,
+            offload_optimizer=step.offload_optimizer,
         )
         if not isinstance(example, tuple) and layered.cut_batch is not None:
             example = layered.cut_batch(example)

@@ -212,7 +212,7 @@ class Executor:
         reads, writes = _ends(job, len(self.stage_of))
         inputs: Tensors | None = None
         if job.kind is PassKind.F:
-            self.optimizer.arrive(job.chunk)
+            self.optimizer.host.arrive(job.chunk)
         if reads is not None:
             sent = self._expected.pop(reads, None)
             inputs = self._values.pop(reads) if sent is None else sent.receive(job)
@@ -320,12 +320,12 @@ class Executor:
         """Run it; those that go on alongside other jobs get their times as a whole."""
         times, start = self.times, self.times.now()
         with record_function(str(job)) if times.is_profiled else _NOTHING:
+            is_alone = job.chunk not in self.collectives.chunks
             if job.kind is CollectiveKind.UNSHARD:
-                self.optimizer.copy_in(job.chunk)
-                if job.chunk in self.collectives.chunks:  # shards are gathered
-                    self.optimizer.arrive(job.chunk)
+                host = self.optimizer.host
+                (host.copy_in if is_alone else host.arrive)(job.chunk)
             self.collectives.run(job)
-            if self.optimizer.copies and self.collectives.ends_gradients(job):
+            if job.kind is CollectiveKind.REDUCE_GRAD and is_alone:
                 self.optimizer.copy_out(job.chunk)
         if job.kind is CollectiveKind.REDUCE_WAIT:
             sums = Collective(CollectiveKind.REDUCE_GRAD, job.chunk)

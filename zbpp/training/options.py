@@ -128,6 +128,8 @@ class RunOptions(ModelOptions, Planning):
     """Options of a run."""
 
     pipeline_schedule_mode: Mode = field(default="ZBH1", kw_only=False)
+    offload_optimizer: Switch = False
+    """Keep the optimizer's state in host memory, and step there."""
 
     @property
     def measures_first(self) -> bool:

@@ -75,6 +75,7 @@ def build_pipeline(
         "step": StepPolicy(
             post_validation=options.enable_optimizer_post_validation,
             loss_scale=LossScaler() if options.dtype == "fp16" else None,
+            offload_optimizer=options.offload_optimizer,
         ),
         "execution": Execution(watch=options.measures_first),
     }

@@ -73,8 +73,8 @@ class LocalStages:
     @property
     def parameter_of(self) -> dict[Tensor, Tensor]:
         """Parameters of layers by what is stepped on the host in their place."""
-        hosts = [x.optimizer.optimizers.host for x in self.executors.values()]
-        return {m: p for x in hosts if x is not None for m, p in x.parameter_of.items()}
+        hosts = [x.optimizer.host for x in self.executors.values()]
+        return {master: p for x in hosts for master, p in x.parameter_of.items()}
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer, stage after stage."""

@@ -27,30 +27,35 @@ from zbpp.runtime.support.streams import NetworkStream
 _NARROW = torch.float16, torch.bfloat16
 
 
-class HostMasters:
-    """Masters of the parameters of each chunk, and the copies between both.
+def master_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of the master of a parameter."""
+    return torch.float32 if p.dtype in _NARROW else p.dtype
 
-    Each parameter is in one chunk. Call `wait` before a write to masters, and
-    `note_step` afterwards.
-    """
+
+class HostMasters:
+    """Masters of the parameters of each chunk, if any, and the copies between both."""
 
     def __init__(
         self, chunks: Mapping[int, Collection[nn.Parameter]], device: torch.device
     ) -> None:
         self._chunks, self._device = chunks, device
-        self._side = NetworkStream(device) if runs_ahead(device) else None
+        self._side = (
+            NetworkStream(device)
+            if any(chunks.values()) and runs_ahead(device)
+            else None
+        )
         self._last = None if self._side is None else torch.Event(device)
         """The end of the last copy."""
         self._buffers: dict[tuple[Tensor, bool], Tensor] = {}
         """Of gradients, and of parameters that have fewer bits than their masters."""
-        self._gradients: dict[Tensor, Tensor] = {}
-        """By parameter, under way."""
+        self.gradients: dict[Tensor, Tensor] = {}
+        """On the host, or on their way, by parameter."""
         self._stale: set[Tensor] = set()
         """Parameters whose masters are newer."""
         self._arrivals: dict[int, torch.Event] = {}
         self.may_differ = True
         """Others may have written to parameters."""
-        every: Iterable[Tensor] = chain.from_iterable(chunks.values())
+        every: Iterable[Tensor] = dict.fromkeys(chain.from_iterable(chunks.values()))
         self.masters = {p: self._master(p) for p in every}
         self.parameter_of: dict[Tensor, Tensor] = {
             m: p for p, m in self.masters.items()
@@ -59,8 +64,7 @@ class HostMasters:
     @torch.no_grad()
     def _master(self, p: Tensor) -> nn.Parameter:
         numbers = own_shard(p.detach())
-        dtype = torch.float32 if numbers.dtype in _NARROW else numbers.dtype
-        master = self._on_host(numbers, dtype).copy_(numbers)
+        master = self._on_host(numbers, master_dtype(p)).copy_(numbers)
         return nn.Parameter(as_sharded(master, p), requires_grad=p.requires_grad)
 
     def _on_host(self, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,7 +79,7 @@ class HostMasters:
 
     def leave_out(self, stepped: Collection[Tensor]) -> None:
         """Drop the masters that no optimizer has."""
-        self.parameter_of = {m: self.parameter_of[m] for m in stepped}
+        self.parameter_of = {m: p for m, p in self.parameter_of.items() if m in stepped}
         self.masters = {p: self.masters[p] for p in self.parameter_of.values()}
 
     @contextmanager
@@ -111,26 +115,23 @@ class HostMasters:
                     buffer.copy_(gradient, non_blocking=True)
                 else:
                     buffer = gradient.to("cpu", copy=True)
-                self._gradients[p] = buffer
-
-    def is_leaving(self, p: Tensor) -> bool:
-        """True if the gradient is copied, or is going to be."""
-        return p in self._gradients
+                self.gradients[p] = buffer
 
     @torch.no_grad()
     def deliver(self) -> None:
         """Give masters the gradients, and free those of the device."""
         self.wait()
-        for p, gradient in self._gradients.items():
+        for p, gradient in self.gradients.items():
             master = self.masters[p]
             master.grad = as_sharded(gradient.to(master.dtype), master)
             p.grad = None
-        self._gradients = {}
+        self.gradients = {}
 
     # Parameters.
 
-    def note_step(self) -> None:
-        """The masters have changed."""
+    def begin_step(self) -> None:
+        """The masters will change; no copy of them may be under way."""
+        self.wait()
         self._stale = set(self.masters)
 
     @torch.no_grad()
@@ -158,10 +159,11 @@ class HostMasters:
         if event is not None:
             event.wait()
 
-    def arrive_all(self) -> None:
-        """Let the current stream wait for all parameters."""
+    def arrive_all(self, *, may_differ: bool = False) -> None:
+        """Let the current stream wait for all parameters; others may write to them."""
         for chunk in self._chunks:
             self.arrive(chunk)
+        self.may_differ |= may_differ
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -169,7 +171,6 @@ class HostMasters:
         if not self.may_differ:
             return
         self.may_differ = False
-        self.wait()
         for p, master in self.masters.items():
             numbers, here = own_shard(p.detach()).cpu(), own_shard(master.detach())
             if numbers.dtype != here.dtype:  # what is rounded alike is the same

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError, a_kind
+from zbpp.core import RequestError
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.optim.host import HostMasters
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
@@ -84,16 +84,24 @@ class StageOptimizers:
         self._leaves_gradients = make_optimizer is None
         named = list(_named(stage, own_name))
         self.all: list[torch.optim.Optimizer] = []
-        self.host: HostMasters | None = None
-        """What the optimizers step in place of the stage's parameters."""
+        here = {p for _, p in named} if offloads else set[Tensor]()
+        chunks = stage.chunks.items()
+        self.host = HostMasters(
+            {i: [p for *_, p in x.all_stepped() if p in here] for i, x in chunks},
+            stage.device,
+        )
+        """What the optimizers step in place of the stage's parameters, if so."""
         if make_optimizer is not None and named:
-            if offloads:
-                self.host = HostMasters(_by_chunk(stage), stage.device)
-                named = [(name, self.host.masters[p]) for name, p in named]
+            masters = self.host.masters
+            named = [(name, masters.get(p, p)) for name, p in named]
             self.all = made_optimizers(make_optimizer, named)
-        if self.host is not None:
-            self._refuse_sharded()
-            self.host.leave_out(self.stepped())
+        self.host.leave_out(set(self.stepped()))
+        if offloads and self._mixes_shards:
+            raise RequestError(
+                "offload_optimizer is on, and an optimizer of shards needs whole "
+                "parameters; choose one that updates each element by itself, such as "
+                "AdamW, or leave out offload_optimizer or the shards"
+            )
         self._rollbacks: list[Rollback] = []
         """Of the optimizers in their places, as they have stepped last."""
         self._values: list[_GroupValues] = []
@@ -106,8 +114,6 @@ class StageOptimizers:
         """Parameters of the groups as they are now; without a builder, all."""
         if self._leaves_gradients:
             return [p for _, p in _learnable(self._stage)]
-        if self.host is None:
-            return self.stepped()
         of = self.host.parameter_of
         return [of.get(p, p) for p in self.stepped()]
 
@@ -115,19 +121,6 @@ class StageOptimizers:
         """What the optimizers step: these parameters, or their masters."""
         owned = (p for optimizer in self.all for p in parameters_of(optimizer))
         return list(dict.fromkeys(owned))
-
-    def _refuse_sharded(self) -> None:
-        """Refuse optimizers that would communicate from host memory."""
-        for optimizer in self.all:
-            if not is_elementwise(optimizer) and any(
-                map(is_sharded, parameters_of(optimizer))
-            ):
-                raise RequestError(
-                    f"offload_optimizer is on, and {a_kind(optimizer)} needs whole "
-                    "parameters, of which this process has shards; choose an optimizer "
-                    "that updates each element by itself, such as AdamW, or leave "
-                    "offload_optimizer or the shards out"
-                )
 
     def clear_unowned_grads(self) -> None:
         """Clear gradients that no optimizer steps: they would grow from step to step.
@@ -153,13 +146,13 @@ class StageOptimizers:
         Hooks of a step may do anything. On sharded parameters an optimizer that mixes
         elements communicates, which all processes of the mesh must do at the same time.
         """
+        return any(map(has_step_hooks, self.all)) or self._mixes_shards
+
+    @property
+    def _mixes_shards(self) -> bool:
         return any(
-            has_step_hooks(optimizer)
-            or (
-                not is_elementwise(optimizer)
-                and any(map(is_sharded, parameters_of(optimizer)))
-            )
-            for optimizer in self.all
+            not is_elementwise(x) and any(map(is_sharded, parameters_of(x)))
+            for x in self.all
         )
 
     def mark_called(self) -> None:
@@ -172,7 +165,7 @@ class StageOptimizers:
 
         If one of the steps raises, none has been taken.
         """
-        self._begin_writing()
+        self.host.begin_step()
         self._values = [_GroupValues(optimizer) for optimizer in self.all]
         # a script may have changed an optimizer since the step before
         last = dict(enumerate(self._rollbacks))
@@ -200,13 +193,13 @@ class StageOptimizers:
 
     def undo(self) -> None:
         """Roll all back, the last one first: two may step the same parameter."""
-        self._begin_writing()
+        self.host.begin_step()
         for rollback in reversed(self._rollbacks):
             rollback.undo()
 
     def step(self, *, skipped: bool) -> None:
         """Step all, or none; with the options of a speculative step that was undone."""
-        self._begin_writing()
+        self.host.begin_step()
         values, self._values = dict(enumerate(self._values)), []
         for place, optimizer in enumerate(self.all):
             action: Callable[[], object] = int if skipped else partial(_take, optimizer)
@@ -214,12 +207,6 @@ class StageOptimizers:
                 values[place].run(action)
             else:
                 action()
-
-    def _begin_writing(self) -> None:
-        """Masters change; no copy of them may be under way."""
-        if self.host is not None:
-            self.host.wait()
-            self.host.note_step()
 
     def zero_grad(self) -> None:
         """Clear the gradients that are stepped."""
@@ -247,17 +234,6 @@ def _learnable(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
         if p not in seen and (p.is_floating_point() or p.is_complex()):
             seen.add(p)
             yield name, p
-
-
-def _by_chunk(stage: Stage) -> dict[int, list[nn.Parameter]]:
-    """The learnable parameters, each with the first chunk that has it."""
-    left = {p for _, p in _learnable(stage)}
-    chunks: dict[int, list[nn.Parameter]] = {}
-    for index, chunk in stage.chunks.items():
-        every = dict.fromkeys(p for *_, p in chunk.all_stepped())
-        chunks[index] = [p for p in every if p in left]
-        left -= every.keys()
-    return chunks
 
 
 def _named(stage: Stage, own_name: OwnName) -> Iterator[tuple[str, nn.Parameter]]:

@@ -79,7 +79,7 @@ class StageOptimizer:
             own_name=own_name,
             offloads=policy.offload_optimizer,
         )
-        self._host = self.optimizers.host
+        self.host = self.optimizers.host
         self.speculates = policy.post_validation is not False
         """Some steps may be speculative."""
         self.history = History(policy)
@@ -107,11 +107,9 @@ class StageOptimizer:
         self._check_writes()
         if self._pending is not None:
             self._pending.marks = ()  # forwards may write; a replay does so again
-        if self._host is not None:
-            self._host.refresh()
+        self.host.refresh()
         if self._is_invalid:
-            if self._host is not None:
-                self._host.arrive_all()
+            self.host.arrive_all()
             parameters = self.optimizers.parameters()
             self._before_replay = [(p, p.detach().clone()) for p in parameters]
 
@@ -143,38 +141,22 @@ class StageOptimizer:
 
     def _end_gradients(self, parameters: Sequence[Tensor]) -> None:
         """No more is added to these gradients: bring them into their last form."""
-        if self._host is not None:
-            parameters = [p for p in parameters if not self._host.is_leaving(p)]
+        parameters = [p for p in parameters if p not in self.host.gradients]
         place_gradients([p for p in parameters if is_sharded(p)])
         multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
-        if self._host is not None:
-            self._host.copy_out(parameters)
-
-    # Where the optimizers step on the host.
-
-    @property
-    def copies(self) -> bool:
-        """True if gradients leave by chunks; of a step in parts, at its end."""
-        return self._host is not None and not self._stage.batch.is_part
+        self.host.copy_out(parameters)
 
     def copy_out(self, chunk: int) -> None:
-        """Begin to copy the gradients of a chunk to the host: they are complete.
+        """Begin to copy gradients to the host, where optimizers step there.
 
-        Those of tied parameters are not: other chunks add to them.
+        Those of tied parameters, and of a step in parts, are not complete yet.
         """
         ties = {x.parameter for x in self._stage.ties.parameters.values()}
-        every = self._stage.chunks[chunk].all_stepped()
-        self._end_gradients([p for *_, p in every if p not in ties])
-
-    def copy_in(self, chunk: int) -> None:
-        """Begin to copy the parameters of a chunk to the device."""
-        if self._host is not None:
-            self._host.copy_in(chunk)
-
-    def arrive(self, chunk: int) -> None:
-        """Let the device wait for the parameters of a chunk."""
-        if self._host is not None:
-            self._host.arrive(chunk)
+        every = [
+            p for *_, p in self._stage.chunks[chunk].all_stepped() if p not in ties
+        ]
+        if not self._stage.batch.is_part:
+            self._end_gradients([p for p in every if p in self.host.masters])
 
     @property
     def steps_at_once(self) -> bool:
@@ -193,8 +175,7 @@ class StageOptimizer:
         pending = self._pending
         assert pending is not None, "a Step needs a Reduce before it"
         self.optimizers.mark_called()
-        if self._host is not None:
-            self._host.deliver()
+        self.host.deliver()
         if not pending.result.speculative:
             self._check_writes()
             self._decide(job)
@@ -248,13 +229,10 @@ class StageOptimizer:
             NonFiniteError: too many steps in a row were skipped.
             RequestError: others have written to what the step has changed.
         """
-        if self._host is not None:
-            self._host.refresh()
+        self.host.refresh()
         self._check_writes()
         self._decide(job)
-        if self._host is not None:
-            self._host.arrive_all()
-            self._host.may_differ = True
+        self.host.arrive_all(may_differ=True)
         self._raise()
 
     # The transitions.

@@ -170,12 +170,6 @@ class ChunkCollectives(Progress):
         for part in self.parts:
             part.wait()
 
-    def put_back(self) -> None:
-        """Leave the sums where gradients belong."""
-        for part in self.parts:
-            if isinstance(part, Buckets):
-                part.put_back()
-
     def drop(self) -> None:
         """Drop all that was gathered: the step ends, or was rolled back."""
         for unit in self.units:
@@ -219,23 +213,12 @@ class Collectives:
         start, self.chunks[chunk].began = self.chunks[chunk].began, None
         return start
 
-    def ends_gradients(self, job: Collective) -> bool:
-        """True if gradients of a chunk are complete with this job, and in their place.
-
-        Where every W sums, they are so at the end of the step.
-        """
-        if job.chunk not in self.chunks:
-            return job.kind is CollectiveKind.REDUCE_GRAD
-        chunk = self.chunks[job.chunk]
-        if chunk.sums_each or job.kind is not CollectiveKind.REDUCE_WAIT:
-            return False
-        chunk.put_back()
-        return True
-
     def end_sums(self) -> None:
         """All sums of a step are there: leave every gradient where it belongs."""
         for chunk in self.chunks.values():
-            chunk.put_back()
+            for part in chunk.parts:
+                if isinstance(part, Buckets):
+                    part.put_back()
 
     def sum_tied(self) -> None:
         """Sum gradients of tied parameters, to which all stages have added theirs."""
