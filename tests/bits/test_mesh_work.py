@@ -115,6 +115,47 @@ def test_a_step_has_the_collectives_of_its_shards(pool: Pool) -> None:
         }
 
 
+def in_pieces(piece_bytes: int | None) -> tuple[list[tuple[int, int]], list[float]]:
+    """Bytes and address of every gather of a step, and losses of three.
+
+    Each process has 1364 bytes of the first layer, and 1240 of the second.
+    """
+    torch.manual_seed(0)
+    x, layers = torch.randn(8, 10), [nn.Linear(10, 61), nn.Linear(61, 10)]
+    with zbpp.Pipeline(
+        layers,
+        "ZBH1",
+        loss_fn=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        n_microbatches=N_MICROBATCHES,
+        device="cpu",
+        mesh=zbpp.DataParallel(
+            mesh=zbpp.mesh(stages=1, data_parallel=2),
+            shard="parameters",
+            gather_piece_bytes=piece_bytes,
+        ),
+    ) as pipeline:
+        losses = [pipeline.step(x, x).loss for _ in range(2)]
+        with Collectives() as collectives:
+            losses.append(pipeline.step(x, x).loss)
+    gathers = [(n, at) for name, n, at in collectives.found if name == "allgather"]
+    return gathers, losses
+
+
+def test_gathers_in_pieces_have_the_same_bits(pool: Pool) -> None:
+    wholes, losses = zip(*pool.run(in_pieces, 2, None), strict=True)
+    for gathers in wholes:
+        assert all(n % 32 for n, _ in gathers)  # of two processes
+    for n_bytes in (256, 16, 2**20):
+        parts = pool.run(in_pieces, 2, n_bytes)
+        for whole, (pieces, found) in zip(wholes, parts, strict=True):
+            assert found == losses[0]
+            assert all(n % 32 == 0 and n <= 2 * n_bytes for n, _ in pieces)
+            assert all(at % 16 == 0 for _, at in pieces)
+            each = sum(-(-n // 2 // n_bytes) for n, _ in whole)
+            assert len(pieces) == each
+
+
 def timed_jobs() -> dict[str, tuple[float, float]]:
     """Start and end of this stage's jobs in a step."""
     with replicas(8, "ZBV", 2, shard="optimizer") as pipeline:

@@ -234,6 +234,8 @@ class DataParallel:
             or ``"parameters"`` as well; ``"none"``: each holds all.
         alternating_buffers: for ``shard="parameters"``; see
             docs/reference/data_parallel.md.
+        gather_piece_bytes: of the pieces in which ``shard`` gathers layers, a multiple
+            of 16; None: each as a whole.
         reduction: how gradients are summed, for ``shard="none"`` and plain layers: a
             `zbpp.Reduction`, `zbpp.TwoLevel` or `zbpp.TopK`.
     averaging: Any = None
@@ -242,6 +244,7 @@ class DataParallel:
     mesh: "DeviceMesh | None" = None
     shard: Shard = "none"
     alternating_buffers: bool = False
+    gather_piece_bytes: int | None = None
     reduction: Reduction = field(default_factory=Reduction)
     averaging: Any = None
 

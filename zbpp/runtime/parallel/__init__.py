@@ -7,6 +7,7 @@ bind       what of a stage is wrapped, and which collectives it needs
 broadcast  what all processes of a stage begin with
 wrap       wrap layers as ``--shard`` asks
 buffers    alternating buffers
+pieces     all-gathers in pieces
 experts    experts as DTensors
 
 A module that `fully_shard` or `replicate` has wrapped is a `Unit` of

@@ -16,6 +16,7 @@ from zbpp.runtime.comm.place import DATA_DIMS, Place, single_dims
 from zbpp.runtime.parallel.broadcast import broadcast_first
 from zbpp.runtime.parallel.buffers import alternate
 from zbpp.runtime.parallel.experts import mesh_dims
+from zbpp.runtime.parallel.pieces import PieceGather
 from zbpp.runtime.parallel.reductions import StartSum, TopKSum, make_sum
 from zbpp.runtime.parallel.sums import Buckets, ChunkCollectives, Collectives
 from zbpp.runtime.parallel.wrap import check_bare, wrap
@@ -70,6 +71,9 @@ def bind_parallel(
 
         inner = {part for x in wrapped for part in x.modules() if part is not x}
         share_comm_ctx([x for x in wrapped if x not in inner])  # type: ignore[misc]
+    if (n_bytes := replicas.gather_piece_bytes) is not None:
+        for module in wrapped:
+            module.set_custom_all_gather(PieceGather(n_bytes))  # type: ignore[operator]
     for module in wrapped if alternating else ():  # torch reads it in the first gather
         module.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
     bound: list[Chunk] = []

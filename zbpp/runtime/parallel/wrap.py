@@ -18,7 +18,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import EXPERT_DIM, Place
 from zbpp.runtime.parallel.experts import experts_in
 from zbpp.runtime.parallel.mesh import shard_mesh
-from zbpp.runtime.policies import DataParallel
+from zbpp.runtime.policies import DataParallel, check_count
 from zbpp.runtime.support.fsdp import units_in
 
 
@@ -39,6 +39,13 @@ def check_replicas(
         raise RequestError(
             f"alternating_buffers hold layers for the time of a pass, and shard is "
             f"{shard!r}, which keeps them whole for longer; give shard='parameters'"
+        )
+    n_bytes = replicas.gather_piece_bytes
+    check_count("gather_piece_bytes", n_bytes)
+    if n_bytes and (n_bytes % 16 or shard == "none" or replicas.alternating_buffers):
+        raise RequestError(
+            f"gather_piece_bytes is {n_bytes}; give a multiple of 16, a shard= that "
+            "divides parameters, and no alternating_buffers"
         )
     if not isinstance(reduction, Reduction):
         raise RequestError(
