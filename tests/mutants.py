@@ -335,7 +335,7 @@ TABLE = (
      "min(1.0, self._max_norm / (norm + 1e-6))",
      "self._max_norm / (norm + 1e-6)"),
     ("optim", "a norm of one shard", "zbpp/runtime/optim/optimizers.py",
-     "with WholeSums() if has_shards and not can_defer(optimizer) else nullcontext():",
+     "with WholeSums() if has_shards else nullcontext():",
      "with nullcontext():"),
     ("optim", "options of now for a step of then", "zbpp/runtime/optim/optimizers.py",
      "            group.update(before)\n", ""),

@@ -330,7 +330,7 @@ def refusals() -> list[str]:
 
 
 def refusal(options: Options) -> str:
-    """What a pipeline of one stage says; it need not be all of `zbpp.DataParallel`."""
+    """The error of a pipeline of one stage, for options of `zbpp.DataParallel`."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
 

@@ -1,4 +1,4 @@
-"""What all contenders share: options, plan, device, model, the batch of a step."""
+"""The setting of all contenders: options, plan, device, model, batch of a step."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -64,7 +64,7 @@ class Wait(NamedTuple):
     source: int
     """Node of another job, or one of the nodes without a job (`JobGraph`)."""
     reason: Literal["lane", "part", "state", "value"]
-    """What the job needs of it."""
+    """The need of the job for it."""
     delay: float = 0.0
     """Time from the end of the source on."""
     from_start: bool = False
@@ -72,7 +72,7 @@ class Wait(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What the passes of one kind and chunk have in common."""
+    """The properties that the passes of one kind and chunk share."""
 
     times: tuple[float, float]
     """Its time, and that of the message that it waits for."""
@@ -116,7 +116,7 @@ class JobGraph:
         self._waits: dict[int, list[Wait]] = {}
         """By node; those of rows of whole passes are listed when they are asked for."""
         self._sources = array("q")
-        """What each job of such rows waits for, besides the one before it."""
+        """The node that each job of these rows waits for, besides the one before it."""
         self._times: list[tuple[float, float]] = []
         """Of each job, and of the message of its source."""
         self._writers: dict[tuple[What, int], dict[int, int]] = defaultdict(dict)

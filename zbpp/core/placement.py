@@ -76,7 +76,8 @@ class Placement:
 def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
     """Deal layers to chunks by their number; the outer chunks get one more.
 
-    There are embedding and head, so that each chunk has as many blocks: here 2.
+    The first and last layers often are an embedding and a head: then each chunk has as
+    many blocks, here 2.
 
     >>> even_split(10, 4)
     (3, 2, 2, 3)

@@ -50,7 +50,7 @@ class Timeline:
 
     @cached_property
     def collectives(self) -> tuple[tuple[Slot, ...], ...]:
-        """What goes on alongside the jobs of each stage; empty: nothing does."""
+        """The work alongside the jobs of each stage; empty: there is none."""
         beside = self._on(computes=False)
         return beside if any(beside) else ()
 

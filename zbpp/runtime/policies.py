@@ -223,7 +223,7 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """A mesh, and what its replicas hold in parts.
+    """A mesh, and what its replicas shard.
 
     Args:
         mesh: of stages, data, context, expert and tensor parallelism; see `zbpp.mesh`.
@@ -238,7 +238,9 @@ class DataParallel:
             of 16; None: each as a whole.
         reduction: how gradients are summed, for ``shard="none"`` and plain layers: a
             `zbpp.Reduction`, `zbpp.TwoLevel` or `zbpp.TopK`.
-    averaging: Any = None
+        averaging: a `zbpp.averaging.Periodic` or `zbpp.averaging.DiLoCo`: each replica
+            steps by its gradients alone, and every few steps their parameters are
+            averaged. None: gradients are summed in every step.
     """
 
     mesh: "DeviceMesh | None" = None

@@ -38,7 +38,7 @@ class HostMasters:
     def __init__(
         self, chunks: Mapping[int, Collection[nn.Parameter]], device: torch.device
     ) -> None:
-        self._chunks, self._device = chunks, device
+        self.chunks, self._device = chunks, device
         self._side = (
             NetworkStream(device)
             if any(chunks.values()) and runs_ahead(device)
@@ -81,6 +81,10 @@ class HostMasters:
         """Drop the masters that no optimizer has."""
         self.parameter_of = {m: p for m, p in self.parameter_of.items() if m in stepped}
         self.masters = {p: self.masters[p] for p in self.parameter_of.values()}
+        self.chunks = {
+            chunk: [p for p in parameters if p in self.masters]
+            for chunk, parameters in self.chunks.items()
+        }
 
     @contextmanager
     def _copying(self, tensors: Iterable[Tensor]) -> Iterator[None]:
@@ -137,7 +141,7 @@ class HostMasters:
     @torch.no_grad()
     def copy_in(self, chunk: int) -> None:
         """Begin to copy the parameters of a chunk whose masters have changed."""
-        stale = [p for p in self._chunks[chunk] if p in self._stale]
+        stale = [p for p in self.chunks[chunk] if p in self._stale]
         if not stale:
             return
         self._stale.difference_update(stale)
@@ -161,7 +165,7 @@ class HostMasters:
 
     def arrive_all(self, *, may_differ: bool = False) -> None:
         """Let the current stream wait for all parameters; others may write to them."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             self.arrive(chunk)
         self.may_differ |= may_differ
 

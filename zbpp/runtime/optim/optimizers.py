@@ -90,7 +90,7 @@ class StageOptimizers:
             {i: [p for *_, p in x.all_stepped() if p in here] for i, x in chunks},
             stage.device,
         )
-        """What the optimizers step in place of the stage's parameters, if so."""
+        """Stepped in place of the parameters of the stage, if they are offloaded."""
         if make_optimizer is not None and named:
             masters = self.host.masters
             named = [(name, masters.get(p, p)) for name, p in named]
@@ -118,7 +118,7 @@ class StageOptimizers:
         return [of.get(p, p) for p in self.stepped()]
 
     def stepped(self) -> list[Tensor]:
-        """What the optimizers step: these parameters, or their masters."""
+        """The tensors that the optimizers step: parameters, or their masters."""
         owned = (p for optimizer in self.all for p in parameters_of(optimizer))
         return list(dict.fromkeys(owned))
 
@@ -216,8 +216,9 @@ class StageOptimizers:
 
 def _take(optimizer: torch.optim.Optimizer) -> None:
     """Step once; those of torch know by themselves what a sum over shards is."""
-    has_shards = any(map(is_sharded, parameters_of(optimizer)))
-    with WholeSums() if has_shards and not can_defer(optimizer) else nullcontext():
+    is_foreign = not can_defer(optimizer)
+    has_shards = is_foreign and any(map(is_sharded, parameters_of(optimizer)))
+    with WholeSums() if has_shards else nullcontext():
         optimizer.step()
 
 

@@ -151,12 +151,10 @@ class StageOptimizer:
 
         Those of tied parameters, and of a step in parts, are not complete yet.
         """
-        ties = {x.parameter for x in self._stage.ties.parameters.values()}
-        every = [
-            p for *_, p in self._stage.chunks[chunk].all_stepped() if p not in ties
-        ]
-        if not self._stage.batch.is_part:
-            self._end_gradients([p for p in every if p in self.host.masters])
+        parameters = self.host.chunks[chunk]
+        if parameters and not self._stage.batch.is_part:
+            ties = {x.parameter for x in self._stage.ties.parameters.values()}
+            self._end_gradients([p for p in parameters if p not in ties])
 
     @property
     def steps_at_once(self) -> bool:

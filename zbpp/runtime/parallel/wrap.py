@@ -18,6 +18,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.place import EXPERT_DIM, Place
 from zbpp.runtime.parallel.experts import experts_in
 from zbpp.runtime.parallel.mesh import shard_mesh
+from zbpp.runtime.parallel.pieces import ALIGNED_BYTES
 from zbpp.runtime.policies import DataParallel, check_count
 from zbpp.runtime.support.fsdp import units_in
 
@@ -42,10 +43,12 @@ def check_replicas(
         )
     n_bytes = replicas.gather_piece_bytes
     check_count("gather_piece_bytes", n_bytes)
-    if n_bytes and (n_bytes % 16 or shard == "none" or replicas.alternating_buffers):
+    if n_bytes and (
+        n_bytes % ALIGNED_BYTES or shard == "none" or replicas.alternating_buffers
+    ):
         raise RequestError(
-            f"gather_piece_bytes is {n_bytes}; give a multiple of 16, a shard= that "
-            "divides parameters, and no alternating_buffers"
+            f"gather_piece_bytes is {n_bytes}; give a multiple of {ALIGNED_BYTES}, a "
+            "shard= that divides parameters, and no alternating_buffers"
         )
     if not isinstance(reduction, Reduction):
         raise RequestError(
