@@ -245,9 +245,9 @@ class Memory:
         """Times and amounts by colour."""
         for stage in range(0, len(curves), math.ceil(len(curves) / _MOST_CURVES)):
             amount, points = fixed[stage], [(0.0, fixed[stage])]
-            for time, held in dict(curves[stage]).items():  # the last of one time
-                points += [(time - origin, amount), (time - origin, held)]
-                amount = held
+            for time, memory in dict(curves[stage]).items():  # the last of one time
+                points += [(time - origin, amount), (time - origin, memory)]
+                amount = memory
             points.append((step_time(timeline), amount))
             self.curves[_stage_colour(stage, len(curves))] = points
 

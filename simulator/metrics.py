@@ -136,13 +136,13 @@ def _above_zero(part: float, whole: float) -> float:
 def memory_over_time(
     timeline: Timeline, costs: Costs
 ) -> list[list[tuple[float, float]]]:
-    """List for each stage when its memory changes, and what it holds from then on.
+    """List for each stage when its memory changes, and its memory from then on.
 
     Times are those of the timeline, memory is in the unit of the costs. What is fixed
     is there from the first start. F takes its memory when it starts; B, W
     and BW leave less, or more, when they end; and inside each is its peak:
 
-        held |          peak_f
+      memory |          peak_f
              |        ____
              |       |    |__m_b__ ...
              | fixed |
@@ -154,7 +154,7 @@ def memory_over_time(
     times = costs.on(timeline.placement)
     origin = min((row[0].start for row in timeline.rows if row), default=0.0)
     curves = []
-    for stage, held in enumerate(times.fixed):
+    for stage, memory in enumerate(times.fixed):
         jobs: dict[Job | Slot, tuple[Job, float, float]] = {}
         for slot in timeline.slots[stage]:
             job: Job = slot.job.of if isinstance(slot.job, Part) else slot.job
@@ -166,20 +166,20 @@ def memory_over_time(
             peak = times.peak(job)
             changes += [(start, peak), (end, times.change(job) - peak)]
         changes.sort(key=itemgetter(0))  # at one time a job ends before the next starts
-        curve = [(origin, held)] if held else []
+        curve = [(origin, memory)] if memory else []
         for time, change in changes:
-            held += change
+            memory += change
             if change:
-                if curve and curve[-1][0] == time and curve[-1][1] <= held:
+                if curve and curve[-1][0] == time and curve[-1][1] <= memory:
                     curve.pop()  # a peak stays, even of a job that takes no time
-                curve.append((time, held))
+                curve.append((time, memory))
         curves.append(curve)
     return curves
 
 
 @takes_timelines
 def peak_memory(timeline: Timeline, costs: Costs) -> list[float]:
-    """Largest memory that each stage holds, fixed memory and peaks included.
+    """Largest memory of each stage, fixed memory and peaks included.
 
     In the unit of the costs.
 

@@ -183,7 +183,7 @@ def _panel(drawing: Drawing, unit: float) -> dict[str, Any]:
             "limit": memory.limit,
             "labels": [*memory.labels.items()],
             "curves": [
-                (colour, [(_rounded(time), _rounded(held)) for time, held in points])
+                (colour, [(_rounded(time), _rounded(size)) for time, size in points])
                 for colour, points in memory.curves.items()
             ],
         }

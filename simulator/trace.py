@@ -86,9 +86,9 @@ def _events(drawing: Drawing, run: int, per_unit: float) -> Iterator[dict[str, A
         yield event("s", name, source, ts=sent, **arrow)
         yield event("f", name, target, ts=read_at, bp="e", **arrow)
     for stage, curve in enumerate(memory_over_time(timeline, costs) if costs else []):
-        for time, held in curve:
+        for time, memory in curve:
             name, ts = f"memory of stage {stage}", microseconds(time - origin)
-            yield event("C", name, stage, ts=ts, args={"held": held})
+            yield event("C", name, stage, ts=ts, args={"memory": memory})
 
 
 _Place = tuple[int, Slot]

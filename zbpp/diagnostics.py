@@ -157,7 +157,7 @@ def profile(
     """Measure the costs of every layer on these devices (every rank must call).
 
     It trains: some steps on the batch; then each layer runs alone on what it reads in a
-    step, which says how the times of the chunks are dealt to their layers. Make the
+    step, which shows how each chunk's times divide among its layers. Make the
     pipeline for it; no layer is recomputed in it from here on.
 
     Args:

@@ -1,6 +1,6 @@
 """The real runtime on passes that sleep instead of computing.
 
-Every chunk is one small layer, and its passes last as long as the costs say, in
+Every chunk is one small layer, and its passes last as long as in the costs, in
 milliseconds; so do optimizer steps, messages, sums and collectives. A stage that sleeps
 takes no processor from the others, so schedules of many stages are measured on few
 cores: what shows is the schedule and the runtime's overhead.

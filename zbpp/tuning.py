@@ -17,7 +17,7 @@ A `Watcher` plans again from what steps take: after the first ones, and now and 
                             | plan, switch                | plan, switch
 
 A window is the last steps; the executors keep their times, so watching costs nothing
-but `zbpp.diagnostics.measured_costs` at its end, which holds messages and optimizer
+but `zbpp.diagnostics.measured_costs` at its end, with messages and optimizer
 too. Rank 0 plans while the others wait, and the schedule travels as text. It has the
 same placement and split: the bits of a run stay what they were.
 """
@@ -53,7 +53,7 @@ from zbpp.runtime.values import as_value
 __all__ = ["Watch", "Watcher", "replan"]
 
 SAFE_MODE = "ZBH1"
-"""Splits the backward, and holds no more than 1F1B."""
+"""Splits the backward, and uses no more memory than 1F1B."""
 
 
 def measure_layers(

@@ -1,6 +1,6 @@
 """Add the collectives of data parallelism to a schedule.
 
-Replicas of a stage hold the same chunks and run the same order on different
+Replicas of a stage have the same chunks and run the same order on different
 micro-batches. Replicated parameters only need their gradients added up:
 
     0F0 0F1 0B0 0W0 0B1 0W1 0REDUCE_GRAD .. (other chunks) .. 0REDUCE_WAIT O
@@ -54,7 +54,7 @@ def add_collectives(
     Args:
         schedule: of one replica.
         shards: parameters are sharded, so they are gathered and freed; False: every
-            replica holds all of them.
+            replica has all of them.
         reduces: "last" adds gradients up once a step, after the chunk's last W;
             "every" after each W, for gradients that are sharded.
 

@@ -7,7 +7,7 @@ One stage hands its values to another through a channel that keeps their order:
     stage 1 | post(F0) post(F1) F0 post(F2) F1 ...
 
 A value is sent as soon as it is computed. Its receive is posted before the job that
-reads it, so that it can travel while the stage computes, and so that a stage holds
+reads it, so that it can travel while the stage computes, and so that a stage has
 buffers only for what it will read next. As a channel keeps the order of its sends, a
 receive is posted earlier still where a later message is needed first.
 
@@ -20,8 +20,8 @@ All stages fail together. So what is sent before a V is received, even if it is 
 read, before the V of the other end, and what is sent after it, after it: then each
 channel carries the same messages in the same order at both ends in either case.
 
-A parameter that several chunks hold has a gradient in each. A chunk sends its
-gradient after its last W, to every other stage that holds the parameter, and all
+A parameter that several chunks use has a gradient in each. A chunk sends its
+gradient after its last W, to every other stage with the parameter, and all
 add them up:
 
     chunk 0 on stage 0 | ... 0W7 send(tie) ... +tie add reduce O
@@ -103,7 +103,7 @@ Sent = tuple[Message, int]
 """A message, and the column of its sender's order behind which it leaves."""
 
 Ties = Sequence[Sequence[int]]
-"""Of each parameter that several chunks or layers hold, the chunks."""
+"""Of each parameter that several chunks or layers use, the chunks."""
 
 
 def lower(
@@ -126,13 +126,13 @@ def lower(
             without delay.
         on_device: receives occupy the device until their values come (NCCL). Each is
             then posted in the job in which its sender ends by the costs, whatever
-            ``ahead`` says: no job that waits for its device waits for itself.
-        ties: chunks of each parameter that several layers hold.
+            ``ahead`` is: no job that waits for its device waits for itself.
+        ties: chunks of each parameter that several layers use.
         overlaps: passes in parts are cut into segments (`in_segments`), and a `Pair`
             stays one instruction, with what its passes send behind it. False takes
             pairs apart, and leaves every pass in one piece.
         adds_up: where there are segments, replicas add the gradients of a chunk up
-            behind its last W; orders of whole passes say so by their collectives.
+            behind its last W; orders of whole passes have collectives for it.
 
     Raises:
         ScheduleError: before its V a stage reads what another one computes after its V.

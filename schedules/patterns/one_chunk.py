@@ -9,7 +9,7 @@ FThenB (GPipe): every forward, then every backward.
     1 | .   F0  F1  F2  F3  .   .   .   BW0 -   BW1 -   BW2 -   BW3 -
     2 | .   .   F0  F1  F2  F3  BW0 -   BW1 -   BW2 -   BW3 -
 
-Idle time (p-1)(F+B+W), as 1F1B, but every stage holds all m activations: the simplest
+Idle time (p-1)(F+B+W), as 1F1B, but every stage keeps all m activations: the simplest
 schedule, and the one to compare memory with (Huang et al., arXiv 1811.06965).
 
 1F1B: as soon as the pipeline is full, one backward for each forward.
@@ -18,8 +18,8 @@ schedule, and the one to compare memory with (Huang et al., arXiv 1811.06965).
     1 | .   F0  F1  .   .   BW0 -   F2  BW1 -   F3  BW2 -   .   BW3 -
     2 | .   .   F0  BW0 -   F1  BW1 -   F2  BW2 -   F3  BW3 -
 
-Idle time (p-1)(F+B+W) when m >= p. Stage s holds at most p-s activations, whatever m:
-that is what it gains over FThenB (Narayanan et al., arXiv 2006.09503).
+Idle time (p-1)(F+B+W) when m >= p. Stage s keeps at most p-s activations, whatever m:
+that is its gain over FThenB (Narayanan et al., arXiv 2006.09503).
 
 ZB-H1: 1F1B with the backward split, at the memory of 1F1B.
 

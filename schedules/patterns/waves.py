@@ -10,7 +10,7 @@ ZB-V: no bubble when F = B = W, at the memory of 1F1B.
     1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
 
 The loss is on stage 0, which may begin the backward while stage p-1 is still busy with
-the forward: memory is given back sooner, and all stages hold the same. W follows its B
+the forward: memory is freed sooner, and all stages keep the same. W follows its B
 at once, save the last ones of each stage, which fill the end.
 
 No idle time when F = B = W, no communication and m >= 2p-1 (Qi et al., arXiv
@@ -28,7 +28,7 @@ alongside up, up alongside down. W's are split off only to fill warm-up and cool
 
 Idle time of the slowest stage (p-1)(FB-2F) + (3F-FB)/2 when F = B = W and m >= 2p, if
 the pairs of a stage's two chunks take FB, from 2F to 3F (checked on a grid). Layers
-that communicate say so by ``zbpp.overlap_point``; of others FB is 3F.
+that communicate call ``zbpp.overlap_point``; of others FB is 3F.
 
 The order is that of torch's ``ScheduleDualPipeV``, job for job, after
 https://github.com/deepseek-ai/DualPipe (DeepSeek-V3, arXiv 2412.19437).

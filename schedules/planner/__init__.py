@@ -11,8 +11,8 @@ splits layers. Five ideas make plans good:
 3. Only a change on the critical path can shorten a plan: moves of single passes there,
    every one that is not worse taken (`critical_path`).
 4. Where no such move helps, moves that are worse for a while do (`travel`).
-5. A lower bound says when to stop (`zbpp.core.bounds`), a span that is too long when to
-   give a run up.
+5. A search stops at a lower bound (`zbpp.core.bounds`), and gives up a run whose span
+   is already too long.
 
 The loops of 2 and 3 are in C (`compiled`). `limits` are those of sizes, of memory and
 of the effort. What a mode is, and how `auto` chooses, is in `zbpp.planning`.

@@ -5,7 +5,7 @@ The load of a stage is the time that it is busy in a step, whatever the order:
     sum over its layers of  m (f + b + w) + optimizer        m micro-batches
                             m (2 f + b + w) + optimizer      a recomputed layer
     and over its chunks of  m (pass_f + pass_b + pass_w)     on top of the layers'
-    the last layer's f holds the loss; of passes in parts, those that compute count
+    the last layer's f includes the loss; of passes in parts, those that compute count
 
 Its memory is at least what is there all the time, and what the forwards leave of the
 micro-batches that a chunk has in flight, one or more.
@@ -305,16 +305,16 @@ def is_below(figures: Iterable[float], others: Iterable[float]) -> bool:
 def _does_not_fit(loads: Loads) -> LimitError:
     """No split fits; the smallest limit for all stages is that of the best balance.
 
-    Memory as load, where all chunks hold as many micro-batches as the one that holds
-    most: with other numbers, that is an upper bound.
+    Memory as load, where all chunks keep as many micro-batches as the one with most:
+    with other numbers, that is an upper bound.
     """
-    held = loads.fixed + loads.in_flight.max() * loads.left
+    amounts = loads.fixed + loads.in_flight.max() * loads.left
     free = np.full(loads.placement.n_stages, math.inf)
-    memory = replace(loads, time=held, limit=free, overhead=0.0)
+    memory = replace(loads, time=amounts, limit=free, overhead=0.0)
     split = _split(memory)
     assert split is not None
     return LimitError(
-        f"no split of {len(held) - 1} layers to {loads.placement.n_chunks} chunks "
+        f"no split of {len(amounts) - 1} layers to {loads.placement.n_chunks} chunks "
         f"fits the memory of {loads.placement.n_stages} stages",
         smallest=memory.largest(split),
     )

@@ -1,8 +1,8 @@
 """Limits of a request: its sizes, its memory, the promises of modes, and its effort.
 
-A stage holds least, its *need*, if it runs one micro-batch at a time, and each W right
-after its B. Where passes have no peaks and W's keep no more than m_b, that is M_B: what
-a micro-batch holds when all its F's are done. A promise of n M_B is one of n
+A stage uses least memory, its *need*, if it runs one micro-batch at a time, and each W
+right after its B. Where passes have no peaks and W's keep no more than m_b, that is
+M_B: what a micro-batch keeps when all its F's are done. A promise of n M_B allows n
 micro-batches in flight:
 
     limit = m_fixed + (need - M_B) + n M_B
@@ -36,16 +36,16 @@ def beyond(costs: ChunkCosts) -> list[float]:
     return [_beyond(costs, chunks) for chunks in costs.placement.chunks_of]
 
 
-def _beyond(held: ChunkCosts, chunks: Sequence[int]) -> float:
+def _beyond(costs: ChunkCosts, chunks: Sequence[int]) -> float:
     """The largest of what its passes need, less M_B; never below 0."""
     before = most = 0.0
     for c in chunks:
-        after = before + held.m_b[c]
+        after = before + costs.m_b[c]
         most = max(
             most,
-            before + held.peak_f[c],
-            after + held.peak_b[c],
-            before + held.m_w[c] + held.peak_w[c],
+            before + costs.peak_f[c],
+            after + costs.peak_b[c],
+            before + costs.m_w[c] + costs.peak_w[c],
         )
         before = after
     return max(0.0, most - before)
@@ -54,7 +54,7 @@ def _beyond(held: ChunkCosts, chunks: Sequence[int]) -> float:
 def needs(costs: ChunkCosts, n_in_flight: float = 1.0) -> list[float]:
     """Return the limit of each stage under which so many micro-batches are in flight.
 
-    One is the least: a smaller limit holds no micro-batch.
+    One is the least: no micro-batch fits a smaller limit.
     """
     parts = zip(
         costs.fixed, beyond(costs), micro_batch(costs), costs.peak_o, strict=True
@@ -80,7 +80,7 @@ def capped(
 
 
 def check_limits(
-    name: str, wanted: Sequence[float], held: ChunkCosts, n_microbatches: int
+    name: str, wanted: Sequence[float], costs: ChunkCosts, n_microbatches: int
 ) -> None:
     """Refuse what needs more memory than there is.
 
@@ -88,9 +88,9 @@ def check_limits(
         LimitError: it names the stage that lacks most, and the smallest limit that
             works.
     """
-    lacks = [need - limit for need, limit in zip(wanted, held.limit, strict=True)]
+    lacks = [need - limit for need, limit in zip(wanted, costs.limit, strict=True)]
     stage = lacks.index(max(lacks))
-    need, limit, fixed = wanted[stage], held.limit[stage], held.fixed[stage]
+    need, limit, fixed = wanted[stage], costs.limit[stage], costs.fixed[stage]
     if need > limit * (1 + ROUNDING):
         of_it = f" ({format_memory(fixed)} of it fixed)" if fixed else ""
         raise LimitError(
@@ -105,8 +105,8 @@ def check_sizes(n_stages: int, n_microbatches: int, chunks_per_stage: int = 1) -
     """Refuse sizes below 1, and those that would be planned for hours.
 
     Raises:
-        RequestError: there is none of one of them, or too many; it says how many jobs
-            or chunks are asked for, and how many are planned at most.
+        RequestError: a number is zero or too large; the error names the number of jobs
+            or chunks in the request, and the largest that is planned.
     """
     if min(n_stages, n_microbatches, chunks_per_stage) < 1:
         raise RequestError(

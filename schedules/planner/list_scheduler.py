@@ -32,9 +32,9 @@ soon as it is there and fits. So the same loop places the W's of a known order:
     0 | F0 F1 F2 .  B0 F3 B1 ...      given: the F's and B's of each stage
     0 | F0 F1 F2 .  B0 W0 F3 B1 ...   W's go where the stage waits, or memory lacks
 
-No deadlock by ranks, for every limit that holds one micro-batch: an F is admitted only
+No deadlock by ranks, for every limit that fits one micro-batch: an F is admitted only
 if after it the first micro-batch with no B on this stage could still run all its F's,
-once those before it have given back what they hold. It then comes to its B's, and
+once those before it have freed their memory. It then comes to its B's, and
 when it is through, it leaves as much memory as the next one may need.
 
 Passes with peaks, and B's that add memory, need more room: as much as the most

@@ -34,9 +34,9 @@ Many plans are made and the one with the smallest largest span of a stage is kep
 3. `hill_climb` changes settings, `critical_path` moves passes of the best three plans,
    and then travels.
 
-``effort`` says how much of it, counted in passes: ``fast`` is 1 and 2, ``default`` adds
-3, and ``best`` goes on with 3 for a time. All end when the plan reaches a lower bound;
-the first two depend on nothing but the arguments.
+``effort`` chooses the steps: ``fast`` is 1 and 2, ``default`` adds 3, and ``best``
+repeats 3 for a time. All end when the plan reaches a lower bound. The amount of search
+is counted in passes, so the first two depend on nothing but the arguments.
 
 **Passes in parts** are planned with these as a start.
 
@@ -115,24 +115,24 @@ def plan_placement(
     Args:
         placement: chunk to stage: a wave, interleaved, or any other.
         n_microbatches: micro-batches in a step, at least 1.
-        costs: times and memories of chunks; every limit must hold one micro-batch.
+        costs: times and memories of chunks; every limit must fit one micro-batch.
         effort: ``fast``, ``default``, ``best`` or ``best:SECONDS``.
         name: the mode, for people.
         memory_cap: a further limit on every stage, in M_B of that stage.
         default_limit: the same, only where ``costs`` have no limit.
 
     Raises:
-        LimitError: a limit holds no micro-batch; it names the smallest that works.
+        LimitError: no micro-batch fits a limit; it names the smallest that works.
         RequestError: a number is invalid.
     """
     most_chunks = max(map(len, placement.chunks_of))
     check_sizes(placement.n_stages, n_microbatches, most_chunks)
 
     def problem_of(costs: Costs) -> PlacementProblem:
-        held = costs.on(placement)
-        check_limits(name, needs(held), held, n_microbatches)
-        held = capped(held, memory_cap=memory_cap, default_limit=default_limit)
-        return PlacementProblem(held.above_fixed(), n_microbatches)
+        on_chunks = costs.on(placement)
+        check_limits(name, needs(on_chunks), on_chunks, n_microbatches)
+        limited = capped(on_chunks, memory_cap=memory_cap, default_limit=default_limit)
+        return PlacementProblem(limited.above_fixed(), n_microbatches)
 
     has_parts = costs.parts is not None
     whole = costs
@@ -210,8 +210,8 @@ def plan_in_parts(
 
     def span(schedule: Schedule) -> float:
         rows = schedule.rows_for(problem.costs)
-        held = peaks(rows, problem.costs)
-        if any(a > b for a, b in zip(held, problem.limits, strict=True)):
+        needed = peaks(rows, problem.costs)
+        if any(a > b for a, b in zip(needed, problem.limits, strict=True)):
             return math.inf
         if schedule.parts is None:
             return JobGraph(rows, problem.costs).run().span

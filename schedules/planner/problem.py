@@ -57,7 +57,7 @@ class PlacementProblem:
     """Times and memories by number in the chain, or by stage.
 
     Args:
-        costs: joined and above what is fixed; every limit must hold one micro-batch.
+        costs: joined and above what is fixed; every limit must fit one micro-batch.
         n_microbatches: in a step.
     """
 
@@ -102,7 +102,7 @@ class PlacementProblem:
         """The memory that each number takes (> 0) or gives back (< 0)."""
         inside = *costs.peak_f, *reversed(costs.peak_b), *reversed(costs.peak_w)
         self.peak = np.maximum(self.change, inside)
-        """The most memory inside each number, above what is held before it."""
+        """The most memory inside each number, above the memory before it."""
         self.limits = [limit * (1 + ROUNDING) for limit in costs.limit]
         """The memory limit of each stage, and what rounding adds to sums."""
         self.beyond = beyond(costs)
@@ -149,10 +149,10 @@ class PlacementProblem:
         return [stretch * start for start in starts]
 
     def _forward_limits(self) -> Iterator[float]:
-        """Per stage what may be held after an F, so that all B's and W's fit later.
+        """Per stage the most memory after an F with which all B's and W's fit later.
 
-        The limit, less the most that any pass adds to what F's left; -inf where this
-        holds no micro-batch, though it fits if each pass is looked at for itself.
+        The limit, less the most that any pass adds to what F's left; -inf where no
+        micro-batch fits this, though each single pass of it does.
         """
         for limit, numbers in zip(self.limits, self.numbers, strict=True):
             half = len(numbers) // 2

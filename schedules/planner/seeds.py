@@ -380,8 +380,8 @@ def _caps(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
 
 def _without_b(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
     m, memory = problem.n_microbatches, problem.costs
-    held = micro_batch(memory)
-    for limit, more, whole in zip(memory.limit, problem.beyond, held, strict=True):
+    amounts = micro_batch(memory)
+    for limit, more, whole in zip(memory.limit, problem.beyond, amounts, strict=True):
         most = math.inf
         if whole > 0 and rule.max_without_b < math.inf:  # else 0 times infinity
             most = rule.max_without_b * (limit - more) / whole

@@ -139,7 +139,7 @@ def test_a_contender_with_another_loss_is_refused_and_not_timed(bench, flags, sa
 def test_a_contender_that_cannot_run_is_one_line(bench, flags):
     _, printed = bench(flags, code=2)
     (name,) = re.findall("torch:[^ ]+", flags)
-    assert f"{name} cannot run: torch says: " in printed
+    assert f"{name} cannot run: torch raises " in printed
     assert "Traceback" not in printed
 
 

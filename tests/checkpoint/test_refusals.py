@@ -154,7 +154,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         ({"table": torch.eye(2).to_sparse()}, "extra/table is a tensor of layout spa"),
         (
             {"numbers": torch.zeros(1, dtype=torch.complex128)},
-            r"files hold no torch\.complex128",
+            r"files store no torch\.complex128",
         ),
     ],
 )

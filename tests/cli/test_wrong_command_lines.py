@@ -91,7 +91,7 @@ WRONG = {
     "compare 1F1B -p 2 -m 3 --costs costs.json,missing.json": "missing.json: cannot",
     "show ZBV -p 2 -m 3 --costs large.json": "large.json: comm is 1e+101; take another",
     "train --data nowhere": "nowhere does not exist",
-    "train --data empty.txt": "holds no text; give --data a text file",
+    "train --data empty.txt": "contains no text; give --data a text file",
     "train --data short.txt --seq 16": "leaves 10 bytes for validation; --seq 16 need",
     "train --size tiny --layers layers.json": "8 layers, but the model has 6",
     "show costs.json": "this is a costs file, not a schedule or plan file; give it",

@@ -13,7 +13,7 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
-    held_during,
+    memory_during,
     parse_job,
     peaks,
     recomputed,
@@ -291,7 +291,7 @@ def order(text: str):
 
 
 @pytest.mark.parametrize(
-    ("memory", "jobs", "held"),
+    ("memory", "jobs", "used"),
     [
         # F takes at its start, B and W give back at their end.
         ({"m_w": 0.4}, "0F0 0F1 0B0 0W0 0BW1 O", [1, 2, 2, 1.4, 1, 0]),
@@ -301,7 +301,7 @@ def order(text: str):
             "0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2",
             [1, 2, 6, 4, 2, 6, 4, 5, 3],
         ),
-        # Two W's put off hold 6, where two F's in flight hold 2.
+        # Two delayed W's keep 6, two F's in flight keep 2.
         ({"m_w": 3}, "0F0 0F1 0B0 0B1 0W0 0W1", [1, 2, 4, 6, 6, 3]),
         ({"m_w": 3}, "0F0 0F1 0BW0 0BW1", [1, 2, 4, 3]),
         # Fixed memory and the peak of an optimizer step count.
@@ -312,10 +312,10 @@ def order(text: str):
         ),
     ],
 )
-def test_what_a_stage_holds_during_its_jobs(memory, jobs, held):
+def test_memory_of_a_stage_during_its_jobs(memory, jobs, used):
     costs = Costs(**memory).on(ONE)
-    assert held_during(order(jobs), costs, stage=0) == pytest.approx(held)
-    assert peaks([order(jobs)], costs) == [pytest.approx(max(held))]
+    assert memory_during(order(jobs), costs, stage=0) == pytest.approx(used)
+    assert peaks([order(jobs)], costs) == [pytest.approx(max(used))]
     assert peaks([()], costs) == [costs.fixed[0]]
 
 

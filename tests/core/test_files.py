@@ -79,7 +79,7 @@ NOT_READ = ("loss", "reduction", "validation")
     [
         ("", "line 1, column 1: no JSON"),
         ('{"f": 1,}', r"line 1, column [89]: no JSON"),  # 3.13 points at the comma
-        ("[1, 2]", "must hold one JSON object"),
+        ("[1, 2]", "must contain one JSON object"),
         ('{"F": 1}', "unknown key 'F'; the keys are f, b, w, comm, optimizer, loss"),
         ('{"f": "1"}', "f is '1', not a number"),
         ('{"f": true}', "f is True, not a number"),

@@ -181,7 +181,7 @@ def test_gradients_are_summed_after_the_last_w():
 
 @pytest.mark.parametrize("stage_of", [(), (1,), (0, 2), (-1, 0), (0, 10**12)])
 def test_a_stage_without_a_chunk_is_refused(stage_of):
-    with pytest.raises(RequestError, match="must hold at least one chunk") as error:
+    with pytest.raises(RequestError, match="must have at least one chunk") as error:
         Placement(stage_of)
     assert str(list(stage_of)) in str(error.value)
     Placement((0, 1, 0))  # stages may hold different numbers

@@ -148,7 +148,7 @@ def test_counters_of_a_trace_are_the_memory_of_the_stages(tmp_path):
     events = events_of(timeline, tmp_path / "t.json", "C", costs=costs)
     for stage, curve in enumerate(memory_over_time(timeline, costs)):
         mine = [e for e in events if e["name"] == f"memory of stage {stage}"]
-        assert [(e["ts"] / 1e3, e["args"]["held"]) for e in mine] == curve
+        assert [(e["ts"] / 1e3, e["args"]["memory"]) for e in mine] == curve
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_product_that_two_weights_share_is_made_once(
     wanted = plainly(plain, 1)
     graph = split_forward(ours, torch.tensor(0), *ours.inputs(0))
     graph.backward_input()
-    assert graph.held_bytes() == 0
+    assert graph.stored_bytes() == 0
     assert not differences(ours.found(), wanted)
 
 

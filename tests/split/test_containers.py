@@ -66,7 +66,7 @@ def test_an_unknown_container_is_refused_by_name(kind: Any) -> None:
         lambda: split_forward(lambda box: layer(x), kind(x)),
         lambda: split_forward(lambda x: [1, {"y": kind(layer(x))}], x),
     ):
-        with pytest.raises(RequestError, match=f"a {name} holds tensors"):
+        with pytest.raises(RequestError, match=f"a {name} contains tensors"):
             call()
     split_forward(lambda box: layer(x), kind(torch.ones(4)))
     split_forward(lambda box: layer(x), kind(layer.weight))  # a parameter is no input

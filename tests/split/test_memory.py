@@ -20,13 +20,13 @@ def test_b_leaves_the_operands_of_w_and_no_more() -> None:
     activations: list[weakref.ref[Tensor]] = []
     module[0].register_forward_hook(lambda m, x, y: activations.append(weakref.ref(y)))
     graph = split_forward(module, x)
-    assert graph.held_bytes() == 0 and activations[0]() is not None
+    assert graph.stored_bytes() == 0 and activations[0]() is not None
     graph.backward_input(torch.randn(4, 5))
     inputs_and_gradients = 4 * (6 + 8) + 4 * (8 + 5)
-    assert graph.held_bytes() == 4 * inputs_and_gradients
+    assert graph.stored_bytes() == 4 * inputs_and_gradients
     assert activations[0]() is None, "no product needs it"
     graph.backward_weight()
-    assert graph.held_bytes() == 0
+    assert graph.stored_bytes() == 0
 
 
 def test_operands_stay_until_w_and_may_not_change() -> None:
@@ -71,7 +71,7 @@ def test_a_forward_may_have_a_queue_of_its_caller() -> None:
     y = layer(torch.ones(4, 2))
     graph = SplitGraph([y], queue=queue)
     graph.backward_input(torch.ones(4, 3))
-    assert graph.held_bytes() > 0
+    assert graph.stored_bytes() > 0
     queue.run()
     assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, torch.full((3, 2), 4.0))

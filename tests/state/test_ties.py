@@ -181,7 +181,7 @@ def test_a_tie_beside_others_is_refused() -> None:
 def test_a_module_in_two_layers_is_refused() -> None:
     inner = nn.Linear(WIDTH, WIDTH)
     layers = [*untied()[:-1], inner, inner]
-    assert "layers 5 and 6 share the Linear that holds" in refusal(make, layers)
+    assert "layers 5 and 6 share the Linear with" in refusal(make, layers)
 
 
 def test_a_tie_within_one_chunk_needs_no_name() -> None:

@@ -192,7 +192,7 @@ def test_the_text_is_divided_by_the_names_of_its_files(
         assert run_train(*words_of(data=data, steps=1)) == 0
         line = capsys.readouterr().out.splitlines()[0]
         figures = re.search(
-            r": (\d+) files, ([\d,]+) bytes \(([\d,]+) held out\)", line
+            r": (\d+) files, ([\d,]+) bytes \(([\d,]+) for validation\)", line
         )
         assert figures, line
         files, n_bytes, held_out = (int(x.replace(",", "")) for x in figures.groups())

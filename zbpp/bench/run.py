@@ -117,7 +117,7 @@ def difference(
 
 @contextmanager
 def _refusals(name: str) -> Iterator[None]:
-    """Within this, errors say which contender cannot run.
+    """Within this, errors name the contender that cannot run.
 
     What torch raises before and in its first step is what it cannot do with the model
     and the sizes.
@@ -135,7 +135,7 @@ def _refusals(name: str) -> Iterator[None]:
             raise
         text = (str(error) or repr(error)).splitlines()[0]
         raise RequestError(
-            f"{name} cannot run: torch says: {type(error).__name__}: {text}; leave it "
+            f"{name} cannot run: torch raises {type(error).__name__}: {text}; leave it "
             "out of --peers"
         ) from error
 

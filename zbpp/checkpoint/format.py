@@ -188,8 +188,8 @@ def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
         ]
         return {kind: rows}
     raise RequestError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; it "
-        "holds numbers, texts, tensors, and lists, tuples and dicts of them"
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot store; it "
+        "stores numbers, texts, tensors, and lists, tuples and dicts of them"
     )
 
 
@@ -263,8 +263,8 @@ def write_shards(
     except SafetensorError as error:
         path.unlink(missing_ok=True)  # so that a full disk takes the reason
         raise CheckpointError(f"{path} cannot be written: {error}") from error
-    except KeyError as error:  # so the package says that its format has no such dtype
-        raise CheckpointError(f"safetensors files hold no {error.args[0]}") from error
+    except KeyError as error:  # the package's way to refuse a dtype
+        raise CheckpointError(f"safetensors files store no {error.args[0]}") from error
     return FileHash(path.stat().st_size, _sha256_of(path))
 
 
@@ -307,7 +307,7 @@ class SavedTensors:
 
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it says that it reads alone
+                warnings.simplefilter("ignore")  # that it reads without processes
                 yield
         except (CheckpointException, OSError, SafetensorError) as error:
             cause = str(error).strip().splitlines()[-1]  # before it come tracebacks

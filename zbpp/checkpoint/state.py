@@ -72,7 +72,7 @@ def _snapshot(
             layout = str(tensor.layout).removeprefix("torch.")
             raise RequestError(
                 f"{name} is a tensor of layout {layout}, which a checkpoint cannot "
-                "hold; give a dense one (sparse gradients make a momentum of SGD "
+                "store; give a dense one (sparse gradients make a momentum of SGD "
                 "sparse: leave the momentum out there)"
             )
         if peers.owns(local_part(tensor).names):

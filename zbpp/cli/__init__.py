@@ -1,4 +1,4 @@
-"""The ``zbpp`` command, `main`; `commands` holds one dataclass a command."""
+"""The ``zbpp`` command, `main`; `commands` has one dataclass per command."""
 
 from zbpp.cli.commands import main
 

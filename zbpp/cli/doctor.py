@@ -96,7 +96,7 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
 
 
 def _split() -> str:
-    """Try to split a backward, and say how it went."""
+    """Try to split a backward, and return the result in words."""
     from zbpp.runtime.backward.self_check import check_split
 
     try:

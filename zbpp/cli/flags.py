@@ -81,7 +81,7 @@ class PlanFlags(Replicas, Planning):
         return replace(plan, schedule=schedule)
 
     def with_checks(self, schedule: Schedule) -> Schedule:
-        """Place V's or take them out, if the flag says so."""
+        """Place V's or take them out, if the flag is given."""
         chosen = self.enable_optimizer_post_validation
         return schedule if chosen is None else choose_validation(schedule, chosen)
 

@@ -74,7 +74,7 @@ def _idle(ideal: float, step: float) -> float:
 
 
 def _torchtitan_lines(schedule: Schedule, csv: Path) -> list[str]:
-    """Say how torchtitan runs a CSV: its flags, then what they leave open.
+    """Explain how torchtitan runs a CSV: its flags, then what they leave open.
 
     torchtitan takes the placement of the chunks from the schedule's name, and the
     number of micro-batches from the batch sizes; a CSV that disagrees hangs.

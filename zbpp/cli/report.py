@@ -32,8 +32,8 @@ def print_report(
     """Print the picture, a table of the stages and the figures of a schedule.
 
     ``drawn``: what the picture shows in place of one iteration; the table and the
-    figures are those of one, unless they say otherwise. ``costs_name`` says where the
-    costs come from.
+    figures are those of one iteration, unless labelled. ``costs_name`` is the source of
+    the costs.
     """
     summary = summarize(schedule, costs)
     among = steady(schedule, costs)
@@ -96,7 +96,7 @@ def _collectives_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> s
 
 
 def recompute_text(schedule: Schedule) -> str:
-    """Say which chunks, or layers of them, B computes again: ``layers 0 2 of chunk 4``.
+    """Name the chunks, or layers, that B computes again: ``layers 0 2 of chunk 4``.
 
     Layers are counted from 0 in their chunk.
     """
@@ -115,12 +115,12 @@ def recompute_text(schedule: Schedule) -> str:
 
 
 def gain_text(gain: float) -> str:
-    """Say how much shorter, or longer, a step is than that of even chunks."""
+    """The difference of a step from that of even chunks: ``3.1% shorter``."""
     return f"{abs(gain):.1%} {'shorter' if gain >= 0 else 'longer'}"
 
 
 def _pictures(timelines: Sequence[Timeline], name: str) -> list[str]:
-    """Draw timelines in cells of one size, under their names if these say more."""
+    """Draw timelines in cells of one size, with titles where names differ."""
     slots = chain(*(row for timeline in timelines for row in timeline.rows))
     durations = sorted(slot.duration for slot in slots if slot.duration > 0)
     if not durations:

@@ -34,7 +34,7 @@ class Summary:
     peak_memory: list[float]
     """Per stage."""
     memory_bound: float | list[float]
-    """The memory per stage for which the lower bound holds."""
+    """The memory per stage that the lower bound assumes."""
     lower_bound: float
     """Of the span: no schedule with this placement and memory is shorter."""
     lower_bound_by: str
@@ -49,12 +49,12 @@ class Summary:
 def summarize(schedule: Schedule, costs: Costs) -> Summary:
     """Simulate a schedule and compare it with the lower bound.
 
-    The bound holds for every schedule with the same placement and costs within the
+    The bound is for all schedules with the same placement and costs within the
     memory limit; if there is none, within the largest memory that this one takes.
     """
     timeline = simulate(schedule, costs)
-    held = peak_memory(timeline, costs)
-    limit = max(held) if costs.memory_limit is None else costs.memory_limit
+    peaks = peak_memory(timeline, costs)
+    limit = max(peaks) if costs.memory_limit is None else costs.memory_limit
     bounds = lower_bounds(
         schedule.placement, schedule.n_microbatches, replace(costs, memory_limit=limit)
     )
@@ -71,7 +71,7 @@ def summarize(schedule: Schedule, costs: Costs) -> Summary:
         span=longest,
         makespan=makespan(timeline),
         step_time=step_time(timeline),
-        peak_memory=held,
+        peak_memory=peaks,
         memory_bound=list(limit) if isinstance(limit, tuple) else limit,
         lower_bound=bound,
         lower_bound_by=by,

@@ -20,7 +20,7 @@ from zbpp.core.files import (
     write_schedule,
 )
 from zbpp.core.graph import JobGraph, JobTimes, Wait
-from zbpp.core.held import held_during, peaks
+from zbpp.core.occupancy import memory_during, peaks
 from zbpp.core.jobs import (
     KINDS,
     Check,
@@ -137,7 +137,7 @@ __all__ = [
     "format_bytes",
     "format_memory",
     "grid",
-    "held_during",
+    "memory_during",
     "input_of",
     "kind_of",
     "lanes_of",

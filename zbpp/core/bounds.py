@@ -1,12 +1,12 @@
 """Times below which no schedule can go; a plan is judged by its gap to them.
 
-Each bound is on the largest span, holds for any placement, and has its proof in
+Each bound is on the largest span, is valid for any placement, and has its proof in
 its docstring; `lower_bound` takes the highest.
 
 Notation: on a stage, F, B and W are sums over its chunks; the loop of a chunk is the
 time from the start of its F to the end of its B on one micro-batch if nothing waits:
 all F and B of later chunks, and messages, between. Until it is through its loop, a
-micro-batch holds the memory m_b of that chunk.
+micro-batch takes the memory m_b of that chunk.
 
 A stage with chunks 0, ..., v-1 (in forward order) runs 2v passes of every micro-batch:
 q = 0, 1, ... are F of 0, ..., v-1, then B of v-1, ..., 0; and there are W's. Of the
@@ -17,7 +17,7 @@ outer stage of a V, if nothing waits:
                |---- loop of chunk 0 ----------------|
                      |---- loop of chunk 1 |
 
-M_c is m_b of the chunks 0 to c, what a micro-batch holds at least from the start of F
+M_c is m_b of the chunks 0 to c, the least memory of a micro-batch from the start of F
 of c to the end of B of c.
 
 Every bound is tested against all planners on random costs.
@@ -33,7 +33,7 @@ from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.jobs import Lane, Pass, PassKind
 from zbpp.core.placement import Placement
 
-MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
+MARGIN = 1e-9  # relative; a limit of 0.3 fits three times 0.1
 _BUSY = 8  # stages with the most F and B; a micro-batch goes through all, at any price
 
 
@@ -92,15 +92,15 @@ Through = tuple[float, float]
 def _relaxed(costs: ChunkCosts) -> ChunkCosts:
     """Memory as the proofs of the bounds see it: with few peaks.
 
-    Every schedule that keeps the true model keeps this one too, so that a bound under
-    this one holds under the true one:
+    Every schedule that keeps the true model keeps this one too, so a bound under this
+    one is also valid under the true one:
 
-    - Right after an F of c, at least peak_f - m_b of c less than the limit is held. So
-      the least of these is taken off the limit. It holds right after each F; and the
-      sum of all m_b that are held keeps it at all times, as only F's add to it.
-    - Right after a B more may be held, where m_w is above m_b: up to the whole limit.
-    - F of c starts only where peak_f of c fits with all that is held, and B or BW of
-      c where peak_b of c does.
+    - Right after an F of c, the memory is at least peak_f - m_b of c below the limit.
+      So the least of these is taken off the limit. This is true right after each F;
+      and the sum of all m_b in memory keeps it at all times, as only F's add to it.
+    - Right after a B there may be more, where m_w is above m_b: up to the whole limit.
+    - F of c starts only where peak_f of c fits with all that is in memory, and B or BW
+      of c where peak_b of c does.
     """
     placement = costs.placement
     inside = [peak - left for peak, left in zip(costs.peak_f, costs.m_b, strict=True)]
@@ -159,7 +159,7 @@ class Stage:
         self.time = [*self.f, *reversed(self.b)]
         self.start = [way.start[q] - way.start[passes[0]] for q in passes]
         self.work = m * (sum(self.f) + sum(self.b) + sum(self.w))
-        self.held = list(accumulate(self.m_b))
+        self.memory = list(accumulate(self.m_b))
         """M_c of each chunk c."""
         busy = way.busy
         self.through = [[way.through(c, passes[-1], x) for x in busy] for c in chunks]
@@ -209,15 +209,15 @@ def ramp(stage: Stage) -> float:
 
     Tail: when the last pass j ends, its micro-batch still has all passes after j before
     it, and so the way to the end of its B of chunk 0. All others have had j as well.
-    What is left of their work holds memory, as does the micro-batch of the last j: of
-    what is left b + w hold m_b (F's too if j is an F), and w holds m_w. Therefore
+    What is left of their work takes memory, as does the micro-batch of the last j: of
+    what is left b + w take m_b (F's too if j is an F), and w takes m_w. Therefore
     the length is at least all work, less the most that can be left, plus that way.
     Right after a B where a chunk keeps m_w > m_b, ``net`` bounds this sum (see
     `_relaxed`).
 
     The idle time of the front adds to it if the last j ends after the first i starts.
     So it is for i <= j. For i > j it can be otherwise only if all micro-batches have
-    had j while none has begun i; all hold M_c then, c being the last chunk of which F
+    had j while none has begun i; all take M_c then, c being the last chunk of which F
     is not after j. If this does not fit in memory, front and tail add. If it fits, then
     in that other case the first i starts after start[i] and after all passes up to j,
     and all passes from i on follow. The length is at least the smaller of both.
@@ -230,7 +230,7 @@ def ramp(stage: Stage) -> float:
     longest = 0.0
     for j in range(2 * stage.v):
         tail = stage.work - _left(stage, j) + stage.end(-1) - stage.end(j)
-        all_fit = stage.m * stage.held[min(j, stage.v - 1)] <= stage.limit
+        all_fit = stage.m * stage.memory[min(j, stage.v - 1)] <= stage.limit
         for i, idle_before in enumerate(idle):
             length = tail + idle_before
             if i > j and all_fit:
@@ -244,12 +244,12 @@ def _before(stage: Stage, i: int) -> float:
     """Most work that fits in memory before the first pass i: an F, or the first B."""
     if i < stage.v:
         return _forwards(stage, i, stage.limit - stage.peak_f[i])
-    room = stage.limit - stage.peak_b[-1] - stage.held[-1]
+    room = stage.limit - stage.peak_b[-1] - stage.memory[-1]
     return min(stage.m * sum(stage.f), sum(stage.f) + _forwards(stage, stage.v, room))
 
 
 def _forwards(stage: Stage, n: int, room: float) -> float:
-    """Most time of F's of the first n chunks that are all held in some room.
+    """Most time of F's of the first n chunks that fit together in some room.
 
     A micro-batch has had the F's of its first r chunks, r = 1, ..., n: no set of them
     is better for its number of F's than the best r.
@@ -269,21 +269,21 @@ def _left(stage: Stage, j: int) -> float:
 
     The micro-batch of that pass has a separate part; all others together have what fits
     with it. The W's of its chunks whose B is done count among those of the others.
-    Another one is right after pass q >= j: with n chunks held, its W's from there on
-    can run, and its other work is left.
+    Another one is right after pass q >= j: with n chunks in memory, its W's from there
+    on can run, and its other work is left.
     """
     v, c, m_w = stage.v, stage.chunk(j), stage.m_w
     of_last = _rest(stage, j) + (stage.w[c] if j >= v else 0.0)
     others = stage.m - 1 if j < v else stage.m
     adds = j >= v and any(w > b for b, w in zip(stage.m_b, m_w, strict=True))
-    room = (stage.net if adds else stage.limit) - stage.held[c]
+    room = (stage.net if adds else stage.limit) - stage.memory[c]
     if others == 0 or room < 0:  # room: no schedule at all
         return of_last
     states = []
     for q in range(j, 2 * v):
-        n_held = q + 1 if q < v else stage.chunk(q)
-        memory = stage.held[n_held - 1] if n_held else 0.0
-        states.append((_rest(stage, q), n_held, memory, v if q < v else n_held))
+        n_stored = q + 1 if q < v else stage.chunk(q)
+        memory = stage.memory[n_stored - 1] if n_stored else 0.0
+        states.append((_rest(stage, q), n_stored, memory, v if q < v else n_stored))
 
     def at_price(price: float) -> float:
         """Each micro-batch leaves at most the price of its memory and the largest
@@ -302,7 +302,7 @@ def _left(stage: Stage, j: int) -> float:
     left = min(map(at_price, prices))
     m_b, are_equal = stage.m_b[0], len({*zip(stage.m_b, m_w, strict=True)}) == 1
     if are_equal and min(m_b, m_w[0]) > 0 and room <= _MOST_COUNTED * m_b:
-        # all chunks of the stage hold the same: whole ones are left
+        # all chunks of the stage take the same: whole ones are left
         each = max((rest / n for rest, n, _, _ in states if n), default=0.0)
         left = min(
             left,
@@ -316,10 +316,11 @@ def _left(stage: Stage, j: int) -> float:
 
 def _rest(stage: Stage, q: int) -> float:
     """Work of a micro-batch after pass q, but for the W's that can run already."""
-    n_held = q + 1 if q < stage.v else stage.chunk(q)
-    rest = sum(stage.b[:n_held]) + sum(stage.w[:n_held])
+    n_stored = q + 1 if q < stage.v else stage.chunk(q)
+    rest = sum(stage.b[:n_stored]) + sum(stage.w[:n_stored])
     if q < stage.v:
-        rest += sum(stage.f[n_held:]) + sum(stage.b[n_held:]) + sum(stage.w[n_held:])
+        passes = stage.f, stage.b, stage.w
+        rest += sum(sum(times[n_stored:]) for times in passes)
     return rest
 
 
@@ -331,12 +332,12 @@ def rounds(stage: Stage) -> float:
     Law: with K = 1 + floor((limit - M') / M), F of c of micro-batch i+K starts after
     the end of B of e of micro-batch i.
 
-    Proof. Suppose that it starts before. If c >= e, then at its start i to i+K-1 hold
-    M_e each, and i+K holds M_c: too much. If c < e, look at F of e of i. If it comes
-    after that F of c, then at its start i holds M_e, and i+1 to i+K hold M_c each.
+    Proof. Suppose that it starts before. If c >= e, then at its start i to i+K-1 take
+    M_e each, and i+K takes M_c: too much. If c < e, look at F of e of i. If it comes
+    after that F of c, then at its start i takes M_e, and i+1 to i+K take M_c each.
     If it comes before, then they do so at the start of F of c of i+K. Both is too much.
-    If c <= e, all this is still held when B of e of i starts: so the peak of B of e
-    goes off the limit.
+    If c <= e, all this is still in memory when B of e of i starts: so the peak of B of
+    e goes off the limit.
 
     So F of c of i+K starts a loop or more after that of i: the time from the start of F
     of c to the end of B of e. It also starts K F's later. Before the last micro-batch
@@ -350,8 +351,8 @@ def rounds(stage: Stage) -> float:
 
     The wait: between that B of e of i and that F of c of i+K the stage has more to do.
 
-    - F of d of i+K for each d < c, if K of d and e is no larger: the law says so.
-    - If i+1 to i+K-1 all hold M when that F of c starts, then i holds at most what is
+    - F of d of i+K for each d < c, if K of d and e is no larger, by the law.
+    - If i+1 to i+K-1 all take M when that F of c starts, then i takes at most what is
       left: limit - M_c - (K-1) M. What gave the rest back ran after B of e of i: a
       number of the B's of chunks before e, and of W's of chunks up to e at least those
       too large for it.
@@ -359,7 +360,7 @@ def rounds(stage: Stage) -> float:
       or more after F of c of i+1, which ran after F of c of i.
 
     The first and the less of the others are added to the loop. Innermost stage of a V,
-    the limit holds two chunks; K = 1 for c = e = 4:
+    the limit fits two chunks; K = 1 for c = e = 4:
 
         stage 3 of 4:  3F0 4F0 . . . . . . 4B0 4W0 3B0 3W0 3F1 4F1 . . .
                            |------ loop -----||---- wait ----|
@@ -395,23 +396,23 @@ def _end(stage: Stage, c: int, rest: int) -> float:
 def _fits(stage: Stage, c: int, e: int) -> float:
     """K of the law."""
     limit = stage.limit - (stage.peak_b[e] if c <= e else 0.0)
-    more = count(limit - stage.held[max(c, e)], stage.held[min(c, e)])
+    more = count(limit - stage.memory[max(c, e)], stage.memory[min(c, e)])
     return 1 + more
 
 
 def _wait(stage: Stage, c: int, e: int, fits: int) -> float:
     """Work of the stage between B of e and F of c, K micro-batches later."""
-    room = stage.limit - stage.held[c] - (fits - 1) * stage.held[min(c, e)]
+    room = stage.limit - stage.memory[c] - (fits - 1) * stage.memory[min(c, e)]
     if room < 0:  # no schedule at all
         return 0.0
     forwards = sum(stage.f[d] for d in range(c) if _fits(stage, d, e) <= fits)
     full = math.inf
-    for n_held in range(e + 1):  # of the earlier micro-batch; the rest had its B's
-        held = stage.held[n_held - 1] if n_held else 0.0
-        if held <= room:
-            done = sum(stage.b[n_held:e])
-            for d in range(n_held, e + 1):
-                if held + stage.m_w[d] > room:
+    for n_stored in range(e + 1):  # of the earlier micro-batch; the rest had its B's
+        memory = stage.memory[n_stored - 1] if n_stored else 0.0
+        if memory <= room:
+            done = sum(stage.b[n_stored:e])
+            for d in range(n_stored, e + 1):
+                if memory + stage.m_w[d] > room:
                     done += stage.w[d]
             full = min(full, done)
     wait = full + forwards
@@ -421,12 +422,12 @@ def _wait(stage: Stage, c: int, e: int, fits: int) -> float:
 
 
 def slots(stage: Stage) -> float:
-    """Bound by memory that holds a whole number of chunks at a time.
+    """Bound by memory that fits a whole number of chunks at a time.
 
-    A chunk of a micro-batch is *held* from the start of its F to the end of its B. A
-    stage holds at most K at a time, as each takes the least m_b of its chunks. If a
-    pending W does not fit with K, at most K - 1 are held while a W runs: then the W
-    counts as held too. All that is held over the length is at least all loops, one for
+    A chunk of a micro-batch is *stored* from the start of its F to the end of its B. A
+    stage stores at most K at a time, as each takes the least m_b of its chunks. If a
+    pending W does not fit with K, at most K - 1 are stored while a W runs: then the W
+    counts as stored too. The sum of all times in storage is at least all loops, one for
     each chunk and micro-batch, and the W's that run before its end where they count. It
     is at most K times the length. After it the way back and a W remain (`Stage`), and
     W's that count may run meanwhile, as many as are pending within the memory.
@@ -465,8 +466,8 @@ class _LaneStage:
 
     Times of a pass are of two kinds here: its *length*, all parts in a row, is what a
     micro-batch needs on its way (`Way`), and its *compute* is what it takes of the lane
-    that computes. Parts of several passes may alternate, so nothing here says that a
-    pass keeps others from running. a is its first chunk, z its last one.
+    that computes. Parts of several passes may alternate, so nothing here assumes that
+    a pass keeps others from running. a is its first chunk, z its last one.
     """
 
     def __init__(
@@ -555,8 +556,8 @@ def lower_bounds(
     """Bound the largest span of every schedule of a placement, one entry per proof.
 
     Without a limit in the costs memory is no constraint. On a stage that cannot split
-    its backward, B stands for BW, W takes no time and keeps nothing: the proofs hold
-    as they stand.
+    its backward, B means BW, W takes no time and keeps nothing: the proofs need no
+    change.
 
     >>> lower_bounds(Placement.single(4), 8)["work"]
     24.0

@@ -13,7 +13,7 @@ chunk. `Costs.on` spreads them over the chunks of a placement, once.
 **Messages.** One takes ``comm`` from the end of a pass until it can be read, a pure
 delay: it occupies neither stage (arXiv 2401.10241, appendix).
 
-**Memory.** On one micro-batch, a chunk holds
+**Memory.** Of one micro-batch, a chunk keeps
 
     m_b  from the start of F         the graph, and the input that it reads
     m_w  from the end of B           the operands of the weight gradients
@@ -21,9 +21,9 @@ delay: it occupies neither stage (arXiv 2401.10241, appendix).
 
 ``m_w`` may exceed ``m_b``: a checkpointed F leaves little, and its B what it has
 computed again. Inside a pass there may be more for a while (temporaries): its *peak*,
-counted from what the stage holds when the pass starts.
+counted from the stage's memory when the pass starts.
 
-    held   m_b |    ______                  ___ peak_b
+    memory m_b |    ______                  ___ peak_b
                |   |      |_____      _____|   |
            m_w |   |            |    |         |___
                |___|            |____|
@@ -32,8 +32,8 @@ counted from what the stage holds when the pass starts.
 ``m_fixed`` is there all the time: parameters, gradients, optimizer state, buffers, and
 the copy that a rollback needs. ``memory_limit`` bounds the sum of all. Without peaks
 and ``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, section
-2.3), with any unit, such as M_B. What a stage holds follows from its order alone, not
-from the times (`zbpp.core.held`).
+2.3), with any unit, such as M_B. The memory of a stage follows from its order alone,
+not from the times (`zbpp.core.occupancy`).
 """
 
 import math
@@ -92,7 +92,7 @@ class Table:
         m_w: memory that B leaves in its place.
         memory_limit: of a stage, in all, or a list with one entry a stage; None: none.
         m_fixed: memory that is there all the time.
-        peak_f: most that F needs above what is held before it; None: m_b.
+        peak_f: most that F needs above the memory before it; None: m_b.
         peak_b: the same of B; None: m_w - m_b, if that is above 0.
         peak_w: the same of W; None: 0.
         peak_o: the same of an optimizer step, summed over the rows of a stage.
@@ -162,7 +162,7 @@ class Costs(Table):
             optimizer; None: 1.
 
     Raises:
-        RequestError: as `Table`, or splits holds no booleans.
+        RequestError: as `Table`, or splits contains something but booleans.
     """
 
     splits: tuple[bool, ...] | None = column(None, Per.STAGE, is_flag=True)
@@ -263,7 +263,7 @@ class Costs(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCosts:
-    """`Costs` on a placement: one entry per chunk, or as said here.
+    """`Costs` on a placement: one entry per chunk, with these exceptions.
 
     ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer``, ``validation``,
     ``splits``, ``limit``, ``fixed`` and ``peak_o`` have one per stage. The last F
@@ -347,9 +347,9 @@ class ChunkCosts:
         )
 
     def peak(self, job: Job) -> float:
-        """Most that a job holds above what its stage holds before it; 0 or more.
+        """Most that a job adds to its stage's memory while it runs; 0 or more.
 
-        The parts of a pair may hold their most at the same time.
+        The parts of a pair may reach their peaks at the same time.
         """
         jobs = [(kind_of(part).peak, place_of(part)) for part in members_of(job)]
         return float(sum(getattr(self, name)[x] for name, x in jobs if name))

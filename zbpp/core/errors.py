@@ -4,7 +4,7 @@ from zbpp.core.amounts import format_memory
 
 
 class RequestError(ValueError):
-    """The request was wrong or cannot be met; the message says how to correct it."""
+    """The request was wrong or cannot be met; the message names the correction."""
 
 
 class LimitError(RequestError):

@@ -1,7 +1,7 @@
 """Files in JSON that other tools read: schedules, costs of chunks, costs of layers.
 
 A schedule has a row of jobs for each stage, and one of parts where passes have them.
-Costs have a key for each column. An error says what is wrong, and where.
+Costs have a key for each column. An error names the fault and its place.
 """
 
 import json
@@ -73,7 +73,7 @@ def object_of(text: str, source: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # a huge number, or nested too deep
         fail(source, f"no usable JSON: {error}")
     if not isinstance(data, dict):
-        fail(source, "the file must hold one JSON object")
+        fail(source, "the file must contain one JSON object")
     return data
 
 
@@ -161,7 +161,7 @@ def _has_form(kind: Any, value: object) -> bool:
 
 
 def fail(source: str, reason: str) -> Never:
-    """Say what is wrong, and where."""
+    """Raise the error for a source, with the fault and its place."""
     raise RequestError(f"{source}: {reason}")
 
 
@@ -204,7 +204,7 @@ def read_costs(source: Source) -> Costs:
     bytes.
 
     Raises:
-        RequestError: the file cannot be read or holds no valid costs.
+        RequestError: the file cannot be read or contains no valid costs.
     """
     return table_of(Costs, *_object(source, "costs"))
 
@@ -217,7 +217,7 @@ def read_layers(source: Source) -> LayerCosts:
     ``layers``.
 
     Raises:
-        RequestError: the file cannot be read or holds no valid costs.
+        RequestError: the file cannot be read or contains no valid costs.
     """
     return table_of(LayerCosts, *_object(source, "layers"))
 
@@ -331,7 +331,7 @@ def parse_schedule(text: str, *, source: str = "schedule") -> Schedule:
     """Read a schedule from JSON text; ``source`` names it in errors.
 
     Raises:
-        RequestError: the text holds no valid schedule.
+        RequestError: the text contains no valid schedule.
     """
     return schedule_of(object_of(text, source), source=source)
 

@@ -14,7 +14,7 @@ A model is cut into chunks 0, 1, 2, ... in forward order. On one micro-batch:
 
 Every order constraint, send and receive follows from these arrows.
 
-Where several processes hold the same stage (data parallelism), they gather parameters
+Where several processes run the same stage (data parallelism), they gather parameters
 and add up gradients between the passes, by separate jobs:
 
     0UNSHARD 0F0 .. 0B3 0RESHARD .. 0W3 0REDUCE_GRAD .. 0REDUCE_WAIT O
@@ -26,8 +26,8 @@ them (`Part`):
     compute  0F0.0          0F0.2 0F1.0          0F1.2
     network        0F0.1~               0F1.1~
 
-`KINDS` says all that the other rooms ask about a kind: what it reads and writes, what
-it costs and holds, and which lane of its stage it occupies. A new kind is a row there,
+`KINDS` lists all facts of a kind for the other packages: what it reads and writes, its
+time and memory, and the lane of its stage that it occupies. A new kind is a row there,
 and a class only if it is per something new.
 """
 
@@ -63,7 +63,7 @@ class PassKind(StrEnum):
 
 
 class CollectiveKind(StrEnum):
-    """Work of the processes that hold a chunk, in torch's words: ``3UNSHARD``."""
+    """Work of the replicas of a chunk, in torch's words: ``3UNSHARD``."""
 
     UNSHARD = "UNSHARD"
     """Start to gather the chunk's parameters; F, B and BW need them, W does not."""
@@ -148,9 +148,9 @@ class JobKind:
         ends_gradients: a Step waits for it.
         times: columns of `ChunkCosts` whose sum is its time.
         keeps: columns of `ChunkCosts` with the sign by which it changes the memory
-            that is held behind it.
-        peak: column of `ChunkCosts` with the most that it holds while it runs, above
-            what is held before; None: nothing.
+            after it.
+        peak: column of `ChunkCosts` with the most that it adds while it runs to the
+            memory before it; None: nothing.
         torch: text of the same in torch's CSV files; None: torch has none like it.
         colour: in pictures, of those by Okabe and Ito, which people with any colour
             vision can tell apart; None: it takes no time.
@@ -301,7 +301,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One job of the processes that hold the same chunk.
+    """One job of all replicas of a chunk.
 
     >>> str(Collective(CollectiveKind.UNSHARD, chunk=3))
     '3UNSHARD'

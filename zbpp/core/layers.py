@@ -237,7 +237,7 @@ class LayerCosts(Table, _Count):
     def _add_ties(
         self, fields: dict[str, Any], placement: Placement, chunks: Sequence[range]
     ) -> None:
-        """Add what stages hold of parameters that they share with other stages.
+        """Add the memory of parameters that stages share with other stages.
 
         Each has the parameter, and keeps the gradient that it has sent; those that it
         has received are there before the optimizer steps.

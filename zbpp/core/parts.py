@@ -7,7 +7,7 @@ A layer with experts sends its tokens to the experts' processes (dispatch) and b
        network     d     c             network  c'    d'
 
 Each part occupies one lane of its stage; the parts of a pass run one after the other,
-and those of other passes alongside them, where a schedule says so (`Schedule.parts`).
+and those of other passes may run at the same time (`Schedule.parts`).
 """
 
 from collections.abc import Iterable

@@ -19,7 +19,7 @@ class Placement:
     ====================  =======================
 
     Raises:
-        RequestError: a stage from 0 to the largest one named holds no chunk.
+        RequestError: a stage from 0 to the largest one named has no chunk.
     """
 
     stage_of: tuple[int, ...]
@@ -29,7 +29,7 @@ class Placement:
         if not stages or min(stages) < 0 or max(stages) != len(stages) - 1:
             raise RequestError(
                 f"placement {list(self.stage_of)}: every stage from 0 up to the "
-                "largest must hold at least one chunk"
+                "largest must have at least one chunk"
             )
 
     @classmethod
@@ -67,10 +67,10 @@ class Placement:
     @cached_property
     def chunks_of(self) -> tuple[tuple[int, ...], ...]:
         """The chunks of each stage, in forward order."""
-        held: list[list[int]] = [[] for _ in range(self.n_stages)]
+        stages: list[list[int]] = [[] for _ in range(self.n_stages)]
         for chunk, stage in enumerate(self.stage_of):
-            held[stage].append(chunk)
-        return tuple(tuple(chunks) for chunks in held)
+            stages[stage].append(chunk)
+        return tuple(tuple(chunks) for chunks in stages)
 
 
 def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from zbpp.core.jobs import Check, Job, Part, Pass, Value, passes_in
 
 @dataclass(frozen=True, slots=True)
 class TiedGradient:
-    """A chunk's gradient of a parameter that several chunks hold."""
+    """A chunk's gradient of a parameter that several chunks use."""
 
     tie: int
     chunk: int
@@ -54,7 +54,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class AddTied:
-    """Add what the chunks have of the gradients of parameters that several hold."""
+    """Add up the chunks' gradients of tied parameters."""
 
     stage: int
 

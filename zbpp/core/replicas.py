@@ -14,8 +14,8 @@ Also known as data parallelism and ZeRO 1, 2 and 3 (Rajbhandari et al., arXiv
 and whole from a chunk's first F to its last B.
 
 A message of S bytes takes alpha + S / bandwidth (R. Hockney, "The communication
-challenge for MPP", 1994). On n processes, of which each holds S bytes at the end of an
-all-gather, and at the begin of a sum:
+challenge for MPP", 1994). On n processes, of which each has S bytes at the end of an
+all-gather, and at the start of a sum:
 
     ring        all-gather, reduce-scatter   (n-1) (alpha + S/n / bandwidth)
                 all-reduce                   both, one after the other
@@ -51,7 +51,7 @@ def reduces_every(shard: str) -> bool:
 
 
 class CollectiveOperation(StrEnum):
-    """Operations among processes that all hold, or get, S bytes."""
+    """Operations among processes that all have, or get, S bytes."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -129,8 +129,8 @@ def collective_time(
 
     Then ``node`` processes share that faster link, and each deals with its part between
     the nodes: of a sum, a reduce-scatter in the node, the operation among nodes on a
-    part of 1 / node, and an all-gather in the node. With no more processes than a node
-    holds there is one level.
+    part of 1 / node, and an all-gather in the node. With no more processes than one
+    node there is one level.
 
     Raises:
         RequestError: n is no multiple of node.

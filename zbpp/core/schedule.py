@@ -1,8 +1,8 @@
 """The order of jobs on every stage; an invalid one cannot exist.
 
-What a schedule recomputes makes B longer, and changes what the passes hold: costs that
-are given, measured or estimated per chunk are those without recompute, and `recomputed`
-is the one place where the others are made of them.
+Recompute makes B longer, and changes the memory that passes keep. Costs per chunk that
+users give, measure or estimate are those without recompute; only `recomputed` computes
+the others from them.
 """
 
 from collections.abc import Sequence
@@ -167,7 +167,7 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
 
     Args:
         costs: of the chunks without recompute.
-        schedule: says what is recomputed; without that the costs stay as they are.
+        schedule: names what is recomputed; without that the costs stay as they are.
 
     Raises:
         RequestError: the costs do not fit the placement; m_r is missing where there is

@@ -191,8 +191,8 @@ def _state_breaches(order: Sequence[Job]) -> Iterator[tuple[int, str]]:
     A job needs the states that it awaits or ends (`KINDS`), and one that a collective
     sets must have ended before. Parameters that no UNSHARD gathers are always there.
 
-    All processes that hold a stage run the same order, so they start their collectives
-    in the same order too: what one waits for the others have started, or will.
+    All replicas of a stage run the same order, so they start their collectives in the
+    same order too: whatever a replica waits for, the others have started, or will.
     """
     jobs = [job for job in order if isinstance(job, Collective)]
     adds_up = any(job.kind in (REDUCE_GRAD, REDUCE_WAIT) for job in jobs)

@@ -1,6 +1,6 @@
 """Memory of every stage under every mode, before a step has run.
 
-The bytes of a stage are the planner's sums: `zbpp.core.held.peaks` of the layers'
+The bytes of a stage are the planner's sums: `zbpp.core.occupancy.peaks` of the layers'
 columns, messages and batch included.
 """
 
@@ -11,7 +11,7 @@ from functools import cache, lru_cache, partial
 from typing import Any, Unpack
 
 from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule, ranges_of
-from zbpp.core.held import peaks
+from zbpp.core.occupancy import peaks
 from zbpp.core.replicas import Shard
 from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
 from zbpp.models.entry import AnyModel
@@ -79,7 +79,7 @@ class Estimate:
     device: str
 
     def peak(self, mode: str) -> int:
-        """Most that a stage of a mode holds."""
+        """Largest memory of a stage of a mode."""
         return max(stage.peak for stage in self.modes[mode])
 
     def as_json(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def estimate(
     shard: Shard = "none",
     **tracing: Unpack[Tracing],
 ) -> Estimate:
-    """Bytes that every stage holds under every mode, without a weight.
+    """Bytes of every stage under every mode, without allocating a weight.
 
     The arguments that `zbpp.Pipeline` has too mean the same there; `layer_memory`
     explains the model, and `Tracing` the rest. For the usual models the peaks are
@@ -193,7 +193,7 @@ class _Stages:
     request: Request
     schedule: Schedule
     costs: LayerCosts
-    """Of the layers, as replicas hold them."""
+    """Of the layers, as replicas store them."""
     ranges: Sequence[range]
 
     @classmethod
@@ -222,7 +222,7 @@ class _Stages:
         stages = cls(layers, request, schedule, costs, ranges)
         at_passes = replace(stages, costs=replace(costs, peak_o=0.0, tied=tied))
         if stages.peaks() == at_passes.peaks():
-            return stages  # no stage holds the most in a step
+            return stages  # no stage has its peak in a step
         # the step of a stage needs less than the steps of its layers one by one
         peak_o = [0.0] * len(layers.rows)
         for stage in range(schedule.n_stages):
@@ -244,7 +244,7 @@ class _Stages:
         )
 
     def peaks(self) -> list[float]:
-        """Most that each stage holds."""
+        """Largest memory of each stage."""
         schedule = self.schedule
         return peaks(schedule.orders, self.on_chunks().on(schedule.placement))
 

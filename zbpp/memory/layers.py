@@ -2,8 +2,8 @@
 
 Every layer runs F, B and W as a separate chunk on the runtime's stage, so the
 split of the backward, checkpoints and the order of releases are those of a run. Layers
-that are alike run once. What a stage holds under a schedule follows by the planner's
-sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.held.peaks`.
+that are alike run once. The memory of a stage under a schedule follows by the planner's
+sums: ``LayerCosts.on(placement, split)``, then `zbpp.core.occupancy.peaks`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -62,7 +62,7 @@ def _is_list(module: Any) -> TypeGuard[BlockList]:
     """True for a list of modules, and for a dictionary of modules of one type.
 
     torchtitan's models have their blocks in a dictionary, so that a stage can leave
-    some out. Dictionaries also hold unlike modules, as nanoGPT's ``transformer`` does.
+    some out. Dictionaries may also contain unlike modules, as in nanoGPT.
     """
     if isinstance(module, nn.ModuleDict):
         kinds = {type(child) for child in module.values()}

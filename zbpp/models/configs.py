@@ -4,7 +4,7 @@
     a folder       a checkpoint: config.json next to safetensors files
 
 Weights are made or read layer by layer, where they are needed. They are fp32, whatever
-the files say: less is a matter of autocast.
+the dtype of the files; autocast lowers the precision.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def layers_of_config(
     A folder has its weights; those of a file are random.
 
     Args:
-        path: a config.json of transformers, or the folder that holds it.
+        path: a config.json of transformers, or its folder.
         seq: tokens of a sample; None: 128, or as many as the model takes.
         samples: of the batch.
         seed: of random weights, which are made layer by layer where they are needed;
@@ -64,7 +64,7 @@ def read_config(path: str | Path, *, seq: int | None = None) -> Any:
     """Read the configuration of a model.
 
     Args:
-        path: a config.json of transformers, or the folder that holds it.
+        path: a config.json of transformers, or its folder.
         seq: tokens of a sample, which must not be too many for it.
 
     Raises:

@@ -59,7 +59,7 @@ def layered_of(model: AnyModel) -> Layered:
 
 
 def _refusal(model: object) -> RequestError:
-    """Say how what is no list of layers becomes one."""
+    """The error for a model that is no list of layers: how to make it one."""
     way = ""
     if isinstance(model, nn.Module):
         if lists := outer_lists(model):
@@ -85,7 +85,7 @@ def layers_from(
 ) -> Layered:
     """Take the layers of a model from a function, for `zbpp.Pipeline`.
 
-    Each process calls it for its layers only, so no process holds the whole model.
+    Each process calls it for its layers only, so no process builds the whole model.
 
     Args:
         build: makes the layers of a range of indices; the same weights for any range.

@@ -18,19 +18,19 @@ class Layered:
 
     Args:
         n_layers: their number.
-        build: makes the layers of a range of indices, and holds the weights of no
+        build: makes the layers of a range of indices, and allocates the weights of no
             other; the same weights for any range.
         parts: modules of the user's model that the layers consist of, by name; None:
             ``build`` is the user's function.
         own_name: from a layer's index and a name in it to the model's name.
         ties: parameters that are one in the model.
         buffers: those that are one in the model and lie in several layers, each of
-            which has a copy; a checkpoint holds them once.
+            which has a copy; a checkpoint stores them once.
         loss_fn: the model's loss of the last layer's output; None: it has none.
         cut_batch: from a batch as the model takes it to the inputs of the first layer
             and the targets of the loss; None: the user gives both.
         weigh: from the targets of a micro-batch to the number that the model's loss is
-            a mean over (tokens that count, say); None: its samples.
+            a mean over (for example its tokens); None: its samples.
     """
 
     n_layers: int

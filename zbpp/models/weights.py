@@ -5,7 +5,7 @@
     a folder       its safetensors files; or one file
 
 A seed belongs to a module, not to a process: any number of stages draws the same.
-Buffers that no checkpoint holds come from the initialisation in any case.
+Buffers that no checkpoint stores come from the initialisation in any case.
 """
 
 import copy
@@ -59,8 +59,7 @@ class Weights:
     def make(self, name: str) -> nn.Module:
         """Copy a module of the model, with weights.
 
-        A parent is initialised after its children, as it may initialise otherwise what
-        they hold.
+        A parent is initialised after its children, whose weights it may overwrite.
 
         Raises:
             RequestError: a tensor is in no file, or has no initialisation.
@@ -147,6 +146,6 @@ def _reader(
     except (OSError, SafetensorError) as error:
         raise RequestError(f"{path} cannot be read: {error}") from error
     if not files:
-        raise RequestError(f"{path} holds no safetensors files")
+        raise RequestError(f"{path} contains no safetensors files")
     homes = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     return lambda name: homes[name].get_tensor(name) if name in homes else None

@@ -95,8 +95,8 @@ class Pipeline:
         n_microbatches: micro-batches in a step; None: the schedule's.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
         mesh: the processes: a mesh of stages, data, context, expert and tensor
-            parallelism (see `zbpp.mesh`), or a `zbpp.DataParallel`, which also says
-            what replicas share; None: each process is a stage.
+            parallelism (see `zbpp.mesh`), or a `zbpp.DataParallel`, with options of
+            replicas; None: each process is a stage.
         device: where the layers live; ``"cuda"``: this process's GPU; None: that, or
             the CPU where there is none.
         numerics: what decides the bits.
@@ -323,8 +323,8 @@ class Pipeline:
             )
         if part.n_done == part.n_calls:
             raise RequestError(
-                f"there were {part.n_calls} calls of forward_backward(), as n_calls "
-                "says; call optim_step()"
+                f"there were {part.n_calls} calls of forward_backward(), all of "
+                "n_calls; call optim_step()"
             )
         call = MicroBatches(
             self.n_microbatches,
@@ -345,7 +345,7 @@ class Pipeline:
             The result over the micro-batches of all calls.
 
         Raises:
-            RequestError: there were not so many calls as ``n_calls`` says.
+            RequestError: there were not ``n_calls`` calls.
             PeerError: another stage died or did not answer.
         """
         part = self._part
@@ -353,8 +353,8 @@ class Pipeline:
             raise RequestError("optim_step() comes after forward_backward()")
         if part.n_done < part.n_calls:
             raise RequestError(
-                f"optim_step() comes after {part.n_calls} calls of forward_backward(), "
-                f"as n_calls says; there {'was' if part.n_done == 1 else 'were'} "
+                f"optim_step() comes after {part.n_calls} calls of forward_backward() "
+                f"(n_calls); there {'was' if part.n_done == 1 else 'were'} "
                 f"{part.n_done}"
             )
         self._part = None
@@ -612,12 +612,12 @@ class Pipeline:
 
     @property
     def needs_inputs(self) -> bool:
-        """True if this process holds the first chunk; others ignore the inputs."""
+        """True if this process has the first chunk; others ignore the inputs."""
         return self.stages.has_first
 
     @property
     def needs_targets(self) -> bool:
-        """True if this process holds the last chunk; others ignore the targets."""
+        """True if this process has the last chunk; others ignore the targets."""
         return self.stages.has_last
 
     @property
@@ -695,7 +695,7 @@ class Pipeline:
         """Go on from a state (every rank must call).
 
         Args:
-            state: of `state_dict`, of this split or any other; what other ranks hold
+            state: of `state_dict`, of this split or any other; entries of other ranks
                 may be in it.
             model_only: load parameters and buffers, and leave all else as it is.
 
@@ -736,7 +736,7 @@ class Pipeline:
 
         Raises:
             CheckpointError: the folder cannot be written; with ``wait``, or it failed.
-            RequestError: part of the state is nothing that a checkpoint can hold.
+            RequestError: part of the state is of a type that no checkpoint can store.
         """
         self._checkpoints.save(
             folder,

@@ -67,7 +67,7 @@ def plan_model(
         split: layers of each chunk, or ``"even"``: the outer chunks get one more, or
             ``"balanced"``: by the costs of layers. None: the schedule's; if it has
             none, balanced with costs of layers, else even.
-        recompute: layers that B computes again, to hold less: ``"auto"`` (by costs with
+        recompute: layers that B computes again, for memory: ``"auto"`` (by costs with
             m_r, and a limit), ``"all"``, ``"none"``, numbers. None: the schedule's.
         mesh: processes of the pipeline, as for `zbpp.Pipeline`.
         device: of this process, as for `zbpp.Pipeline`.

@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def is_layered(self) -> bool:
-        """True if it was made for costs of layers: steps then hold the optimizer."""
+        """True for costs of layers: steps then include the optimizer."""
         return self.ideal_step is not None
 
     @property

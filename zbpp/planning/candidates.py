@@ -1,8 +1,8 @@
 """Candidates of a request, planned one by one; the best one, and why the others lost.
 
 A mode has one candidate. `auto` plans each placement under as much memory as it may
-have. Where several orders take the same time, one that holds less may be had, and
-hand-made orders are no worse than themselves. So every mode is planned too, under the
+have. Where several orders take the same time, some may use less memory, and a plan must
+not be worse than a hand-made order. So every mode is planned too, under the
 memory that it promises, unless its lower bound shows that it is slower.
 
 ======================  =============
@@ -388,8 +388,8 @@ def _that_works(
 ) -> LimitError:
     """Raise the limit that an error names until a plan fits.
 
-    A split needs a limit for one micro-batch at a time; the orders of a mode may hold
-    more of them.
+    A split needs a limit for one micro-batch at a time; the orders of a mode may have
+    more in flight.
     """
     limit = error.smallest
     while True:

@@ -3,7 +3,7 @@
 A recomputed layer leaves less memory from F to B, and its B takes f longer: more
 micro-batches in flight against more work. Of a chunk those layers come first that save
 most memory, m_b - m_r, for their time f; of equal ones the first, whose backward runs
-last, when the others have given back what they held.
+last, when the others have freed their memory.
 
 1. Starts: `balance`, under a limit also with room for more micro-batches in flight, and
    even chunks; and of the best one recomputed layers that fall along the chunks.
@@ -187,7 +187,7 @@ class _Search:
     def starts(self, sets: list[frozenset[int]], split: Split) -> list[Choice]:
         """Of each set that is recomputed the balanced split, and the even one.
 
-        Under a memory limit also one with room for what the mode holds without a limit.
+        Under a memory limit also a split with room for what the mode uses without one.
         """
         if split not in (None, "balanced"):
             fixed = self._even if isinstance(split, str) else tuple(split or ())
@@ -212,7 +212,7 @@ class _Search:
         return starts
 
     def _in_flight(self, choice: Choice) -> tuple[float, ...]:
-        """Micro-batches that each chunk holds at most where no memory limit is."""
+        """Most micro-batches in flight on each chunk without a memory limit."""
         costs = replace(self._on_chunks(choice), memory_limit=None)
         most = [0.0] * self._placement.n_chunks
         for order in self._planner(costs, "fast").orders:
@@ -301,7 +301,7 @@ class _Search:
     def _profiles(self, split: tuple[int, ...]) -> list[Choice]:
         """Shares of recomputed layers that fall, or rise, along the chunks.
 
-        Early chunks hold their micro-batches longest, so most profiles fall.
+        Early chunks keep their micro-batches longest, so most profiles fall.
         """
         ranked, profiles = self._worthwhile(split), set()
         last = max(1, len(split) - 1)

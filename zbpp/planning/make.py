@@ -68,7 +68,7 @@ def plan(
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Answer a request: search, read or take orders, and say what they were made for.
+    """Answer a request: search for orders, or take those of the request or a file.
 
     Raises:
         LimitError: nothing fits the memory limit; it names the smallest that works.
@@ -98,7 +98,7 @@ def read_plan(path: str | Path) -> Plan:
     """Read a plan file, or a schedule file as a plan without costs.
 
     Raises:
-        RequestError: the file cannot be read or holds no valid plan or schedule.
+        RequestError: the file cannot be read or contains no valid plan or schedule.
     """
     return make_plan(PlanRequest(schedule=_read(str(path))))
 
@@ -115,14 +115,14 @@ def given_orders(request: PlanRequest) -> Schedule | Plan | None:
         path, orders = "the schedule", source
     schedule = _schedule_of(orders)
     chunks = schedule.placement.n_chunks // schedule.n_stages
-    for name, held, wanted in (
+    for name, actual, wanted in (
         ("n_stages", schedule.n_stages, request.n_stages),
         ("n_microbatches", schedule.n_microbatches, request.n_microbatches),
         ("chunks_per_stage", chunks, request.chunks_per_stage),
     ):
-        if wanted is not None and wanted != held:
+        if wanted is not None and wanted != actual:
             raise RequestError(
-                f"{path}: {name} is {held}, but {wanted} is asked for; "
+                f"{path}: {name} is {actual}, but {wanted} is asked for; "
                 "plan again, or leave it out"
             )
     return orders
@@ -178,7 +178,7 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
             schedule has, or one a process. Without a split it is that of the schedule;
             if it has none, balanced with costs of layers, and even without.
         n_layers: layers of the model.
-        n_ranks: processes of the pipeline; one alone may hold any number of stages.
+        n_ranks: processes of the pipeline; a single one may run any number of stages.
     """
     split, costs = request.split, request.costs
     n_stages = _count_stages(request.n_stages, n_ranks)

@@ -4,7 +4,7 @@
                   and with layers shared by two: pp 1 x dp 32 x tp 2, ...
     a step        the same micro-batches in all, dealt to the replicas
 
-Few stages idle less, many replicas exchange more, and every stage must hold its layers.
+Few stages idle less, many replicas exchange more, and every stage must fit its layers.
 Each mesh is planned with its best split of the layers; then the collectives of its
 replicas are added and steps are simulated until they repeat. Devices that share layers
 are neighbours, then come the replicas of a stage: they share a node where one has room.
@@ -60,7 +60,7 @@ class MeshPlan:
         step: time of a step among many; post-validated where the backward is split.
         exposed: part of the step that is there for the replicas' collectives alone.
         bubble: idle share of the slowest stage, 0 to 1.
-        peak: most memory that a device holds, in the unit of the layers.
+        peak: largest memory of a device, in the unit of the layers.
         steps: by `zbpp.DataParallel`'s ``reduction``, the step with it, where replicas
             shard nothing; ``step`` counts sums that know of nodes, as NCCL's do.
         reason: why there is no plan.

@@ -35,7 +35,7 @@ class Mode:
         aliases: other names.
         chunks: chunks of a stage; None: any number.
         promise: M_B that a search never exceeds, of n_stages.
-        default: M_B that a search may hold where no memory limit is given.
+        default: M_B that a search may use where no memory limit is given.
         order: makes the orders, from n_stages, n_microbatches and, where any number is
             allowed, chunks_per_stage; None: they are searched for the costs.
         splits: the backward is split into B and W.
@@ -57,7 +57,7 @@ class Mode:
     is_usual: bool = True
 
     def memory(self, n_stages: int) -> int | None:
-        """M_B that a search holds without a limit; None: the order decides."""
+        """M_B that a search uses without a limit; None: the order decides."""
         rule = self.promise or self.default
         return None if rule is None else rule(n_stages)
 

@@ -166,11 +166,11 @@ def with_replicas(layers: LayerCosts, n: int, shard: Shard) -> LayerCosts:
 def on_replicas(
     layers: LayerCosts, n: int, network: Network, shard: Shard
 ) -> LayerCosts:
-    """Costs of layers on n replicas: times of collectives, and what each replica holds.
+    """Costs of layers on n replicas: times of collectives, and memory of each replica.
 
     Of ``m_fixed`` there are parameters and as much of gradients; the rest, optimizer
-    state as a rule, has parts as they have. What a step holds whole for most of its
-    time counts whole; ``whole_gradients`` and ``whole_parameters`` are the rest.
+    state as a rule, has parts as they have. What is gathered for most of a step
+    counts whole; ``whole_gradients`` and ``whole_parameters`` are the rest.
     """
     if n == 1:
         return layers
@@ -235,7 +235,7 @@ def check_parameters(layers: LayerCosts) -> None:
     """Refuse layers that do not tell their parameters."""
     if not any(layers.of("parameters")):
         raise RequestError(
-            "the costs of the layers do not say how large their parameters are, which "
+            "the costs of the layers lack the memory of their parameters, which "
             "replicas exchange; give --parameters, the memory of all of them, or add "
             "'parameters' (a number for every layer, or a list) to the layers file, as "
             "`zbpp estimate --layers_out` writes it"
@@ -269,7 +269,7 @@ def _activations(layers: LayerCosts) -> tuple[float, ...]:
         sizes = (*sizes, *sizes[-1:])
     if not any(sizes):
         raise RequestError(
-            "the costs of the layers do not say how large their activations are, which "
+            "the costs of the layers lack the size of their activations, which "
             "--tensor_parallel exchanges; add 'message' (bytes, a number for all "
             "layers, or a list) to the layers file, as `zbpp estimate --layers_out` "
             "writes it"

@@ -66,8 +66,8 @@ class PlanRequest:
         n_layers: of the model, where there are costs of chunks: layers share those of
             their chunk evenly; None: they are not known.
         recompute: ``"auto"``, ``"all"``, ``"none"``, or the numbers of what B computes
-            again: layers of the whole model if they are known, else chunks; None: what
-            the file says, else none.
+            again: layers of the whole model if they are known, else chunks; None: those
+            of the file, else none.
         effort: how hard to search: ``fast``, ``default``, ``best`` (a minute) or
             ``best:SECONDS``.
         placement: for auto with costs of chunks: the only placement to plan.

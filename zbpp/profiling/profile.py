@@ -104,7 +104,7 @@ class Profile:
         return "\n".join(lines)
 
     def _communication(self) -> list[str]:
-        """A line for each layer that says where it communicates."""
+        """A line for each layer with the points where it communicates."""
         if self.layers.parts is None:
             return []
         lines = []

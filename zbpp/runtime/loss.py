@@ -72,7 +72,7 @@ class Loss:
                 "scalar tensor of floating point, the mean over a micro-batch, or a "
                 "pair of it and a dict of metrics"
             )
-        # A copy: mse_loss's scalar holds the memory of all its summands.
+        # A copy: mse_loss's scalar keeps the memory of all its summands.
         self.values[self._batch.first + microbatch] = loss.detach().clone()
         return loss
 
@@ -81,7 +81,7 @@ class Loss:
         for name, version in self._versions().items():
             if version != self._first_versions.get(name):
                 raise RequestError(
-                    f"loss_fn changes its buffer {name}, and a checkpoint holds no "
+                    f"loss_fn changes its buffer {name}, and checkpoints store no "
                     "state of a loss; move it into the last layer, or register it "
                     "with persistent=False if it need not be saved"
                 )
@@ -136,7 +136,7 @@ def loss_modules(loss_fn: LossFn) -> list[nn.Module]:
 
 
 def is_sum(loss_fn: LossFn) -> bool:
-    """True if a loss function says that it is a sum: ``reduction="sum"``."""
+    """True if a loss function has ``reduction="sum"``."""
     bound = loss_fn.keywords if isinstance(loss_fn, partial) else {}
     reduction = bound.get("reduction", getattr(loss_fn, "reduction", None))
     return bool(reduction == "sum")

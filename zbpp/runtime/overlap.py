@@ -3,7 +3,7 @@
     compute    | F attention | B experts'  | F experts   | B attention'
     network    | B combine'  | F dispatch  | B dispatch' | F combine
 
-A layer says by `overlap_point` where it communicates. There its pass stops, and the
+A layer calls `overlap_point` where it communicates. There its pass stops, and the
 executor goes on with its program: it lets another pass compute up to its next point,
 runs a W, or lets this one go on, whose communication it then waits for. So exactly one
 computes at any time, and the passes communicate one after the other, in the order in

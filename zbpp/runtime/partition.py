@@ -11,17 +11,17 @@ from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 def build_chunks(
     build: Callable[[range], Sequence[nn.Module]],
     ranges: Sequence[range],
-    held: Sequence[int],
+    chunks: Sequence[int],
     *,
     at_once: bool = False,
     own_name: OwnName = layer_name,
 ) -> list[Chunk]:
-    """Make the chunks of one process, those in ``held``.
+    """Make the chunks of one process, those numbered in ``chunks``.
 
     With ``at_once``, and all chunks here, ``build`` is called once: so a builder that
     draws weights draws those of the plain model.
     """
-    if at_once and len(held) == len(ranges):
+    if at_once and len(chunks) == len(ranges):
         everything = range(ranges[-1].stop)
         layers = _checked(everything, build(everything))
         build = lambda indices: layers[indices.start : indices.stop]  # noqa: E731
@@ -29,7 +29,7 @@ def build_chunks(
         Chunk(
             i, ranges[i].start, _checked(ranges[i], build(ranges[i])), own_name=own_name
         )
-        for i in held
+        for i in chunks
     ]
 
 

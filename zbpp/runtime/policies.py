@@ -117,7 +117,7 @@ class LossScaler:
         return f"LossScaler({vars(self)})"  # ranks compare theirs by it
 
     def update(self, finite: bool) -> None:
-        """A step has been decided: ``finite`` says whether it was taken."""
+        """Count a decided step; ``finite`` is true if it was taken."""
         if self._growth_interval == 0:
             return
         if not finite:
@@ -231,7 +231,7 @@ class DataParallel:
             `fully_shard` or `replicate`; those that are not are replicated, or wrapped
             by ``shard``.
         shard: what replicas shard: ``"optimizer"`` state, ``"gradients"`` too,
-            or ``"parameters"`` as well; ``"none"``: each holds all.
+            or ``"parameters"`` as well; ``"none"``: each has all.
         alternating_buffers: for ``shard="parameters"``; see
             docs/reference/data_parallel.md.
         gather_piece_bytes: of the pieces in which ``shard`` gathers layers, a multiple

@@ -43,7 +43,7 @@ class Buffers:
     def restore(self) -> None:
         """Give every module the buffers that it had, with their values.
 
-        Through ``data``: graphs that hold a buffer must not notice.
+        Through ``data``: graphs that saved a buffer must not notice.
         """
         for buffer, copy, _ in self._copies:
             buffer.data.copy_(copy)

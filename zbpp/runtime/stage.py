@@ -203,8 +203,8 @@ class Stage:
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """F: run the layers (and the loss, on the last chunk); keep the graph.
 
-        Chunk 0 reads the step's inputs. The outputs are detached; those that need
-        a gradient say so.
+        Chunk 0 reads the step's inputs. The outputs are detached; their
+        ``requires_grad`` stays.
         """
         taken = self._first_inputs(microbatch) if inputs is None else leaves(inputs)
         # before the layers run: one may add what needs a gradient to another input

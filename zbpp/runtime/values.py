@@ -1,4 +1,4 @@
-"""Values between chunks: their tensors in order, and the structure that holds them.
+"""Values between chunks: their tensors in order, and the structure around them.
 
     value       {"h": h, "mask": m, "cache": None, "router": (r0, h)}
     tensors     (h, m, r0)
@@ -11,7 +11,7 @@ a tuple of several, have no structure.
 
 What crosses a cut is contiguous and complete, in one process and between many: a
 strided tensor is copied, and an input that has no influence on the loss gets a gradient
-of zeros. A tensor that a value holds twice travels once, and is one tensor for its
+of zeros. A tensor that a value contains twice travels once, and is one tensor for its
 reader too: two copies would have two sums of gradients, which are rounded apart.
 """
 
@@ -68,7 +68,7 @@ def as_tensors(value: Any, where: str = "a value is") -> Tensors:
         where: it comes from, as an error's first words.
 
     Raises:
-        RequestError: the value holds something else.
+        RequestError: the value contains something else.
     """
     if isinstance(value, Tensor):
         return (value,)
@@ -165,7 +165,7 @@ def _contiguous(y: Tensor) -> Tensor:
 
 
 def handed_over(y: Tensor) -> Tensor:
-    """Cut an output off its graph; it says whether it needs a gradient.
+    """Cut an output off its graph; its ``requires_grad`` stays.
 
     It is copied unless the forward has just computed it.
     Others may write to the rest while it waits to be read: the caller to the batch,

@@ -3,7 +3,7 @@
     tokens -> Embedding -> Block x n_blocks -> Head -> logits
 
 Layers are made one by one, each from a separate random stream, so a process can build
-the layers it needs and no others, and still holds the same weights as the whole
+the layers it needs and no others, and still has the same weights as the whole
 model. Attention is by Vaswani et al. (arXiv 1706.03762), rotary positions by Su et
 al. (2104.09864), SwiGLU by Shazeer (2002.05202), RMSNorm by Zhang and Sennrich
 (1910.07467), and their arrangement by Touvron et al. (2302.13971). All matrix

@@ -56,12 +56,12 @@ class Corpus:
 def load_corpus(path: Path | None = None, *, seq: int) -> Corpus:
     """Read a text file, all files of a folder, or (None) the standard library.
 
-    About one file in twenty is held out for validation, chosen by its name; where the
+    About one file in twenty is for validation only, chosen by its name; where the
     names choose none or all, as with a single file, the last twentieth of the text.
 
     Args:
         path: the text; hidden files and folders are passed over.
-        seq: both parts must hold at least one window of this many bytes.
+        seq: both parts need at least one window of this many bytes.
 
     Raises:
         RequestError: nothing is there, or the text is too short.
@@ -71,7 +71,7 @@ def load_corpus(path: Path | None = None, *, seq: int) -> Corpus:
     contents = {x: (root / x).read_bytes() for x in _files(root, path is None)}
     texts = {file: content for file, content in contents.items() if content}
     if not texts:
-        state = "holds no text" if root.exists() else "does not exist"
+        state = "contains no text" if root.exists() else "does not exist"
         raise RequestError(f"{root} {state}; give --data a text file, or a folder")
     whole = _END_OF_FILE.join(texts.values())
     held_out = {file for file in texts if _is_held_out(file)}
@@ -90,7 +90,7 @@ def load_corpus(path: Path | None = None, *, seq: int) -> Corpus:
     n_bytes = len(training) + len(validation)
     line = (
         f"data: {name}: {len(texts):,} files, {n_bytes:,} bytes "
-        f"({len(validation):,} held out), sha256 {sha256}, "
+        f"({len(validation):,} for validation), sha256 {sha256}, "
         f"Python {platform.python_version()}"
     )
     parts = (np.frombuffer(text, dtype=np.uint8) for text in (training, validation))

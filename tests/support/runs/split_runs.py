@@ -111,7 +111,7 @@ def by_graphs(module: Numbered, n: int) -> Found:
         waiting = {n for n, p in module.named_parameters() if where.get(p) == "W"}
         wanted = {f"inner.{name}" for name in module.case.waits.split()}
         assert i > 0 or wanted <= waiting, "what must wait is in B"
-        assert graph.held_bytes() == 0
+        assert graph.stored_bytes() == 0
         states = [_sums(module)]
         dxs = iter(graph.backward_input())
         found |= {
@@ -120,7 +120,7 @@ def by_graphs(module: Numbered, n: int) -> Found:
         }
         states.append(_sums(module))
         assert all(x.grad is None or bool((x.grad == 7).all()) for x in xs)
-        n_bytes = graph.held_bytes()
+        n_bytes = graph.stored_bytes()
         graph.backward_weight()
         states.append(_sums(module))
         in_b, in_w = (
@@ -129,7 +129,7 @@ def by_graphs(module: Numbered, n: int) -> Found:
         )
         assert in_w == waiting & (in_b | in_w), "the report is wrong"
         assert not in_b & in_w, "a gradient has a part from B and another from W"
-        assert (n_bytes > 0) == bool(in_w) and graph.held_bytes() == 0
+        assert (n_bytes > 0) == bool(in_w) and graph.stored_bytes() == 0
     return found | module.found()
 
 
@@ -335,14 +335,14 @@ def check_operands(wrap: Wrap) -> None:
     for is_changed in (False, True):
         graph = SplitGraph([y := call(x)])
         graph.backward_input(torch.ones_like(y))
-        assert graph.held_bytes() == 4 * (x.numel() + y.numel())
+        assert graph.stored_bytes() == 4 * (x.numel() + y.numel())
         if is_changed:
             x.add_(1)
             with pytest.raises(RuntimeError, match="changed in place after B"):
                 graph.backward_weight()
         else:
             graph.backward_weight()
-            assert graph.held_bytes() == 0
+            assert graph.stored_bytes() == 0
             torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(8, 6))
     operand = weakref.ref(x)
     del x, y, graph

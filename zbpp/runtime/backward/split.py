@@ -289,7 +289,7 @@ class SplitGraph:
         waiting = [leaf for _, product, _ in plan.sites for leaf in product.leaves]
         return dict.fromkeys(leaves, IN_B) | dict.fromkeys(waiting, "W")
 
-    def held_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Memory of the operands that wait for W; shared memory counts once."""
         tensors = [own_shard(x) for work in self._queue.work for x in work.tensors]
         storages = [x.untyped_storage() for x in tensors if x is not None]

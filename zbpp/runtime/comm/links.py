@@ -323,7 +323,7 @@ class Link:
 
 @contextmanager
 def _reaching_all(failures: Failures, what: str) -> Iterator[None]:
-    """Within this, an error says that another process has failed."""
+    """Within this, an error means that another process has failed."""
     try:
         yield
     except RuntimeError as error:

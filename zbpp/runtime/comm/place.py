@@ -1,4 +1,4 @@
-"""The place of a process: its stage, and the processes that hold the same stage.
+"""The place of a process: its stage, and the other processes of the same stage.
 
     mesh pp 2 x dp 2 x tp 2    stage 1 | row 0: dp 0, tp 0    counts its losses
                                        | row 1: dp 0, tp 1
@@ -23,7 +23,7 @@ from zbpp.runtime.support.errors import PeerError
 STAGE_DIM, CONTEXT_DIM, EXPERT_DIM, TENSOR_DIM = "pp", "cp", "ep", "tp"
 REPLICATE_DIM = "dp_replicate"
 REPLICA_DIMS = ("dp", REPLICATE_DIM, "dp_shard")
-"""Along these all processes of a stage hold the same model."""
+"""Along these all processes of a stage have the same parameters."""
 _SAMPLE_DIMS = (*REPLICA_DIMS, EXPERT_DIM)
 """Along these each process reads other samples."""
 DATA_DIMS = (*REPLICA_DIMS, CONTEXT_DIM, EXPERT_DIM)

@@ -95,7 +95,7 @@ def build(
         if transport.on_device and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise RequestError(
                 "CUDA_DEVICE_MAX_CONNECTIONS is 1: a message that waits for its other "
-                "end holds up every job that is launched after it, so that stages may "
+                "end blocks every job that is launched after it, so that stages may "
                 "wait for each other for ever; leave the variable unset, or set it to "
                 "32"
             )
@@ -180,7 +180,7 @@ def _build_seeded(
 
 
 def _describe_layers(layers: StageLayers, plan: TiePlan) -> dict[str, object]:
-    """Facts on the parameters of a stage that all who hold them must agree on."""
+    """Facts on the parameters of a stage that all processes with them must share."""
     facts: dict[str, object] = {}
     for stage, (chunks, ties) in layers.items():
         facts[f"layers of stage {stage}"] = [
@@ -292,7 +292,7 @@ def _refuse_meta(layer: nn.Module, index: int, device: torch.device) -> None:
     for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
         if tensor.is_meta:
             raise RequestError(
-                f"layers.{index}.{name} is on the meta device, which holds no numbers; "
+                f"layers.{index}.{name} is on the meta device, without values; "
                 "give a builder that makes a range of layers with their weights, or "
                 "zbpp.cut(model, blocks, weights=...); if another zbpp.Pipeline has "
                 "released it, give a new model"

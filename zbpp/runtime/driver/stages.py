@@ -188,7 +188,7 @@ class LocalStages:
             executor.transport.close()
 
     def flush(self) -> None:
-        """Wait until all sends have left, and free what they hold."""
+        """Wait until all sends have left, and free their tensors."""
         for executor in self.executors.values():
             executor.transport.flush()
 

@@ -66,9 +66,9 @@ def made_optimizers(
                 "times in a step, which a pipeline computes once; choose an optimizer "
                 "whose step() needs none"
             )
-    held: set[Tensor] = {p for _, p in named}
+    parameters: set[Tensor] = {p for _, p in named}
     stepped = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-    foreign = [tuple(p.shape) for p in stepped if p not in held]
+    foreign = [tuple(p.shape) for p in stepped if p not in parameters]
     if foreign:
         raise RequestError(
             f"the optimizer's builder added {len(foreign)} parameter(s) that no layer "

@@ -59,7 +59,7 @@ class _GroupValues:
                 if not _same(ours[name], after.get(name)):
                     group[name] = ours[name]
                 elif isinstance(ours[name], Tensor) and name in group:
-                    ours[name].copy_(group[name])  # schedulers may hold it
+                    ours[name].copy_(group[name])  # schedulers may refer to it
                     group[name] = ours[name]
 
 

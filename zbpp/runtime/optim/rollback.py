@@ -7,7 +7,7 @@
                commit   drop the copies
                undo     copy the copies back
 
-`DeferredStep` holds one copy of the parameters. It needs an optimizer that updates each
+`DeferredStep` keeps one copy of the parameters. It needs an optimizer that updates each
 parameter independently of the others, as torch's do: then both steps give the same
 bits, also for a few parameters at a time, which limits the temporary state. A private
 optimizer of the same class takes both steps. `SnapshotStep` works for every optimizer.
@@ -131,7 +131,7 @@ class DeferredStep:
             stepped = self._step(bucket, targets, states)
             for (p, *_), target in zip(bucket, targets, strict=True):
                 self._optimizer.state[p] = stepped[target]  # new in the first step
-        self._buckets = []  # they hold gradients
+        self._buckets = []  # they refer to gradients
 
     @torch.no_grad()
     def undo(self) -> None:

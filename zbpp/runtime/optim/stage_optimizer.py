@@ -179,7 +179,7 @@ class StageOptimizer:
             self._decide(job)
             self._raise()
         elif self.optimizers.needs_barrier:
-            self._decide(job)  # if it is invalid, V says so, where all stages are
+            self._decide(job)  # if it is invalid, V raises, where all stages are
         elif self.optimizers:
             self.optimizers.speculate()
             pending.gradients = [(p, p.grad) for p in self.optimizers.stepped()]

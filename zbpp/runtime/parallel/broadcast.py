@@ -92,7 +92,7 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The dense tensors that hold the bits of a tensor, of any library's class."""
+    """The dense tensors that store a tensor of any library's class."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta or not tensor.numel():
         return
     inner = inner_tensors(tensor)

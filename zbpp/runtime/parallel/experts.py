@@ -68,6 +68,6 @@ def experts_in(layer: nn.Module) -> set[nn.Parameter]:
 
 
 def mesh_dims(p: Tensor) -> Sequence[str]:
-    """Dimensions of a DTensor's mesh: its gradient says where it is a summand."""
+    """Dimensions of a DTensor's mesh: its gradient's placements name the sums."""
     sharded: Any = p
     return (sharded.device_mesh.mesh_dim_names or ()) if is_sharded(p) else ()

@@ -2,11 +2,11 @@
 
     zbpp.mesh(stages=2, data_parallel=2, expert_parallel=2)
 
-    pp   stages                each holds other layers
+    pp   stages                each has other layers
     dp   replicas              each reads other samples
     cp   context parallelism   each reads another slice of the same sequences
-    ep   expert parallelism    each reads other samples, and holds other experts
-    tp   tensor parallelism    each holds parts of the layers
+    ep   expert parallelism    each reads other samples, and has other experts
+    tp   tensor parallelism    each has parts of the layers
 
 ``dp_replicate`` and ``dp_shard`` may stand for ``dp``. Ranks are in row-major order,
 the last dimension the fastest: what talks most lies in one node.
@@ -57,9 +57,9 @@ def make_mesh(
     Args:
         stages: of the pipeline.
         data_parallel: replicas, those of ``replicate`` included.
-        replicate: of them, groups that each hold all shards (HSDP); 1: none.
+        replicate: of them, groups with all shards each (HSDP); 1: none.
         context_parallel: processes that read slices of the same sequences.
-        expert_parallel: processes that hold different experts of each layer, and read
+        expert_parallel: processes that have different experts of each layer, and read
             different samples.
         tensor_parallel: processes that share each layer.
         device: of this process; None: its GPU, else the CPU.
@@ -141,8 +141,8 @@ def _check_mesh(mesh: DeviceMesh, n_stages: int | None) -> None:
     n = dist.get_world_size()
     if mesh.size() != n and names != (STAGE_DIM,):
         raise RequestError(
-            f"the mesh holds {mesh.size()} of {n} processes; a pipeline's holds all, "
-            "unless its only dimension is 'pp'"
+            f"the mesh has {mesh.size()} of {n} processes; give a mesh of all of them, "
+            "or one whose only dimension is 'pp'"
         )
 
 

@@ -1,6 +1,6 @@
 """Wrap layers as ``shard`` asks, one `fully_shard` a layer.
 
-none         all replicas hold all of a stage
+none         every replica has all of a stage
 optimizer    parameters and optimizer state in parts; whole from a chunk's first F
              to its last B, and its gradients to the last W (ZeRO 1)
 gradients    gradients in parts as well: reduced after every W (ZeRO 2)
@@ -33,12 +33,12 @@ def check_replicas(
         raise RequestError(f"shard is {shard!r}; choose one of {choices}")
     if shard != "none" and not place.sum_dims():
         raise RequestError(
-            f"shard is {shard!r}, and there is one replica to hold it all; give a mesh "
+            f"shard is {shard!r}, and there is one replica only; give a mesh "
             "whose dimension 'dp' is 2 or more"
         )
     if replicas.alternating_buffers and shard != "parameters":
         raise RequestError(
-            f"alternating_buffers hold layers for the time of a pass, and shard is "
+            f"alternating_buffers store layers during one pass, and shard is "
             f"{shard!r}, which keeps them whole for longer; give shard='parameters'"
         )
     n_bytes = replicas.gather_piece_bytes
@@ -85,7 +85,7 @@ def check_bare(chunks: Iterable[Chunk]) -> None:
                 )
             if experts_in(layer):
                 raise RequestError(
-                    "alternating_buffers hold whole layers, and experts are dealt out "
+                    "alternating_buffers store whole layers, and experts are sharded "
                     "apart from the rest of theirs; leave alternating_buffers out"
                 )
 
@@ -95,7 +95,7 @@ def wrap(
 ) -> None:
     """Shard the layers that have parameters and are not wrapped yet, as ``shard`` asks.
 
-    Experts are dealt out over the processes that hold the same ones, module by module;
+    Experts are sharded over the processes that have the same ones, module by module;
     where there are no others they stay whole, as ``tied`` parameters do.
     """
     if shard == "none":
@@ -127,7 +127,7 @@ def wrap(
 
 
 def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The largest modules in a layer that hold nothing but experts."""
+    """The largest modules in a layer that contain nothing but experts."""
     parameters = set(layer.parameters())
     if not parameters & experts:
         return

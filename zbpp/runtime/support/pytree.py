@@ -71,7 +71,7 @@ def refuse_hidden(thing: Any) -> Any:
     for tensor in tensors_in(gc.get_referents(thing)):
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             raise RequestError(
-                f"a {type(thing).__name__} holds tensors that need a gradient, and is "
-                f"no known container; use {KNOWN}"
+                f"a {type(thing).__name__} contains tensors that need a gradient, and "
+                f"is no known container; use {KNOWN}"
             )
     return thing

@@ -39,7 +39,7 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def own_shard(value: Any) -> Any:
-    """The tensor itself that holds this process's part of a DTensor; else the value.
+    """The local tensor of a DTensor; of anything else the value itself.
 
     It is the same object for the same DTensor, and writes to it are writes to that.
     """

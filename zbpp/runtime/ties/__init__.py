@@ -1,6 +1,6 @@
-"""Tied weights: one parameter that several layers hold.
+"""Tied weights: one parameter that several layers use.
 
-plan    ties in a list of layers, and the stages that hold each of them
+plan    ties in a list of layers, and the stages that use each of them
 bind    a parameter for each layer, on one memory
 stage   the ties of one stage in a step: gradients sent and added
 

@@ -103,7 +103,7 @@ def _refuse_other_kind(a: nn.Parameter, b: nn.Parameter, tie: str) -> None:
 def _refuse_shared(module: nn.Module, name: str, first: int, index: int) -> None:
     if first != index:
         raise RequestError(
-            f"layers {first} and {index} share the {type(module).__name__} that holds "
+            f"layers {first} and {index} share the {type(module).__name__} with "
             f"{name}; give each layer a separate module, and let these share the "
             "parameter"
         )

@@ -1,4 +1,4 @@
-"""Parameters that layers share, and the stages that hold them."""
+"""Parameters that layers share, and the stages that use them."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ Tie = tuple[tuple[int, str], ...]
 def numbers_of(parameter: nn.Parameter) -> Hashable:
     """Equal for parameters that are the same numbers in one memory.
 
-    Of a model that another pipeline trains, the layers of a tie hold such parameters.
+    Another pipeline that trains the model has left such parameters in the layers.
     """
     part = own_shard(parameter)
     if nn.parameter.is_lazy(part) or part.layout is not torch.strided:
@@ -51,7 +51,7 @@ def check_ties(ties: Iterable[Tie], n_layers: int) -> tuple[Tie, ...]:
         if len(set(layers)) < max(2, len(layers)) or seen & set(tie):
             raise RequestError(
                 f"the tie {tie} must name the parameter once in each layer that "
-                "holds it, two layers or more, and in no other tie"
+                "uses it, two layers or more, and in no other tie"
             )
         if not all(0 <= layer < n_layers for layer in layers):
             raise RequestError(
@@ -73,7 +73,7 @@ class TiePlan:
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
-        """Of each tie the chunks that hold it, in order, each once."""
+        """The chunks of each tie, in order, each once."""
         return tuple(
             tuple(dict.fromkeys(self.chunk_of(layer) for layer, _ in tie))
             for tie in self.ties
@@ -88,7 +88,7 @@ class TiePlan:
         return self.placement.stage_of[self.chunk_of(layer)]
 
     def stages(self, tie: int) -> tuple[int, ...]:
-        """List the stages that hold a tie; that of the first layer is the first."""
+        """List the stages of a tie; that of the first layer is the first."""
         return tuple(dict.fromkeys(self.stage_of(layer) for layer, _ in self.ties[tie]))
 
     def name(self, tie: int) -> str:

@@ -1,6 +1,6 @@
 """The ties of one stage: gradients that are sent and added.
 
-    backward   each layer that holds the parameter adds up one gradient
+    backward   each layer with the parameter adds up one gradient
     send       a chunk's gradients, after its last W, to the other stages
     add        all layers' gradients, in layer order: each stage gets the same bits
     step       each process steps its copy; the norm counts the first layer's alone
@@ -139,7 +139,7 @@ class StageTies:
             yield from received.get(message) or self.gradients(message)
 
     def _layers(self, message: TiedGradient) -> list[int]:
-        """Layers of a chunk that hold a tied parameter; none if it does not learn."""
+        """Layers of a chunk with a tied parameter; none if it needs no gradient."""
         if not self.parameters[message.tie].parameter.requires_grad:
             return []
         layers = self.plan.ranges[message.chunk]

@@ -1,14 +1,14 @@
-"""Memory that a stage holds along its order: by the order alone, not by the times.
+"""Memory of a stage along its order: by the order alone, not by the times.
 
-Passes in one piece come one after the other. Where they overlap on two lanes, a pass
-takes its memory when its first part starts, and gives back when its last part has
-ended. Passes start in the order of the row. What has ended when one starts is what
-must have ended, however long all parts take: what is before it on its lane, what
-its input on the stage comes from, what came before these, and what had ended when the
-pass before it started.
+Passes in one piece run one after the other. Where they overlap on two lanes, a pass
+takes its memory when its first part starts, and frees it when its last part has ended.
+Passes start in the order of the row. When a pass starts, other parts count as ended
+only if they must have ended, however long all parts take: those before it on its lane,
+those that compute its input on the stage, their predecessors, and those that had ended
+when the pass before it started.
 
     compute  F0.0        B0.1  F1.0          B0.1 is before F1.0 on the lane, so F1
-    network        B0.0~                     finds the memory that B0 gives back
+    network        B0.0~                     can use the memory that B0 frees
 
     compute  F0.0        F1.0                F1.0 may start while B0.1~ still runs: it
     network        B0.0~ B0.1~               needs room next to B0
@@ -21,9 +21,11 @@ from zbpp.core.graph import JobGraph, unit_times
 from zbpp.core.jobs import Job, Lane, Part, Pass, lanes_of
 
 
-def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
-    """Most that a stage holds while each of its jobs runs, fixed memory included."""
-    held = costs.fixed[stage]
+def memory_during(
+    order: Sequence[Job], costs: ChunkCosts, *, stage: int
+) -> list[float]:
+    """Largest memory of a stage during each of its jobs, fixed memory included."""
+    memory = costs.fixed[stage]
     during = []
     looked_up: dict[object, tuple[float, float]] = {}
     for job in order:
@@ -31,28 +33,30 @@ def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[
         if job.__class__ is Pass:
             key = job.kind, job.chunk
         elif job.__class__ is Part:
-            return _held_on_lanes(order, costs, stage=stage)
+            return _memory_on_lanes(order, costs, stage=stage)
         amounts = looked_up.get(key)
         if amounts is None:
             amounts = looked_up[key] = costs.peak(job), costs.change(job)
         peak, change = amounts
-        during.append(held + peak)
-        held += change
+        during.append(memory + peak)
+        memory += change
     return during
 
 
 def peaks(orders: Sequence[Sequence[Job]], costs: ChunkCosts) -> list[float]:
     """Largest memory of each stage, in the unit of the costs."""
     return [
-        max(held_during(order, costs, stage=stage), default=costs.fixed[stage])
+        max(memory_during(order, costs, stage=stage), default=costs.fixed[stage])
         for stage, order in enumerate(orders)
     ]
 
 
-def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
-    """Most that a stage holds from each part of a row on, fixed memory included.
+def _memory_on_lanes(
+    row: Sequence[Job], costs: ChunkCosts, *, stage: int
+) -> list[float]:
+    """Largest memory of a stage from each part of a row on, fixed memory included.
 
-    ``starts`` and ``ends`` count the parts on each lane that have surely ended by then.
+    ``starts`` and ``ends`` count the parts on each lane that must have ended by then.
     """
     rows = [row if s == stage else () for s in range(costs.placement.n_stages)]
     graph = JobGraph(rows, unit_times(costs.placement, rows))
@@ -76,15 +80,15 @@ def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list
                 n_ended = [*map(max, n_ended, known)]
         starts.append(n_ended)
         if isinstance(job, Part) and job.index:
-            held = during[-1]
+            memory = during[-1]
         else:
             for running_job, (on, number) in list(running.items()):
                 if number <= n_ended[on]:
                     settled += costs.change(running_job)
                     del running[running_job]
-            held = settled + sum(map(costs.peak, (*running, of)))
+            memory = settled + sum(map(costs.peak, (*running, of)))
             running[of] = (0, 2**62)
-        during.append(held)
+        during.append(memory)
         counts[lane] += 1
         ends.append(n_ended.copy())
         ends[-1][lane] = counts[lane]
