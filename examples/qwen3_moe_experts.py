@@ -1,4 +1,4 @@
-"""Train a Qwen3-MoE of transformers with its experts dealt out over processes.
+"""Train a Qwen3-MoE of transformers with its experts sharded over processes.
 
 torchrun --nproc-per-node 4 examples/qwen3_moe_experts.py README.md
 python examples/qwen3_moe_experts.py README.md

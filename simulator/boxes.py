@@ -1,7 +1,7 @@
 """A timeline as a list of boxes: what pictures, pages and traces draw.
 
     stage 0, lane 0   [F0][F1][F2]            [ B0 ][send][W0]     its jobs
-    stage 0, lane 1   [ UNSHARD ]                   [REDUCE_GRAD]  alongside them
+    stage 0, lane 1   [ UNSHARD ]                   [REDUCE_GRAD]  meanwhile
 
 Parts of passes that exchange data are in lane 1 too, in the look of their pass.
 

@@ -113,7 +113,7 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
 
     O waits for the last weight gradient of every stage, but the time of the sum over
     the stages is counted between iterations only. In a schedule with V's this is the
-    first iteration: O and V do not wait. UNSHARD and REDUCE_GRAD run alongside the
+    first iteration: O and V do not wait. UNSHARD and REDUCE_GRAD overlap with the
     jobs of their stage, one after the other. The result has the same type as a
     measured run.
 

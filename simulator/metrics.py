@@ -76,8 +76,8 @@ def makespan(timeline: Timeline) -> float:
 def step_time(timeline: Timeline) -> float:
     """Time from the first start to the last end of any job, optimizer included.
 
-    What runs alongside the jobs counts too. Of one iteration alone: among many it may
-    be less (`steady_step_time`).
+    Collectives count too. Of one iteration alone: among many it may be less
+    (`steady_step_time`).
     """
     return extent(chain.from_iterable(timeline.lines))
 

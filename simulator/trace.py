@@ -64,11 +64,11 @@ def _events(drawing: Drawing, run: int, per_unit: float) -> Iterator[dict[str, A
     title = f"{timeline.name}, {drawing.facts}"
     yield event("M", "process_name", 0, args={"name": title})
     yield event("M", "process_sort_index", 0, args={"sort_index": run})
-    beside = "network" if timeline.has_parts else "collectives"
+    second_lane = "network" if timeline.has_parts else "collectives"
     for stage in range(n_stages):
         for lane in range(len(drawing.lanes)):
             thread = lane * n_stages + stage
-            name = f"{beside} of stage {stage}" if lane else f"stage {stage}"
+            name = f"{second_lane} of stage {stage}" if lane else f"stage {stage}"
             place = len(drawing.lanes) * stage + lane
             yield event("M", "thread_name", thread, args={"name": name})
             yield event("M", "thread_sort_index", thread, args={"sort_index": place})

@@ -532,7 +532,7 @@ TABLE = (
      "for name in sorted(everywhere))", "for name in everywhere)"),
     ("training", "deep models start as shallow ones", "zbpp/training/llama.py",
      "std /= math.sqrt(additions)", "pass"),
-    ("training", "what is held out is trained on", "zbpp/training/text.py",
+    ("training", "validation data is trained on", "zbpp/training/text.py",
      "texts[x] for x in texts if x not in held_out", "texts[x] for x in texts"),
     # ---- cli
     ("cli", "over the limit is within", "zbpp/cli/estimate.py",

@@ -274,7 +274,7 @@ def summarize_split(where: Mapping[str, str], sizes: Mapping[str, int]) -> str:
 def split_warning(pipeline: RunningPipeline) -> str | None:
     """Warn that W computes the gradients of less than half of the matrices.
 
-    Embeddings, norms and biases do not count: nothing of theirs could wait.
+    Embeddings, norms and biases do not count: they have no work for W.
     """
     schedule = pipeline.schedule
     if not schedule.runs(PassKind.W):

@@ -205,7 +205,7 @@ class _Delayed(Expected):
 def _delay_messages(transport: Transport, times: ChunkCosts, stage: int) -> None:
     """Let values arrive no sooner than their link's delay after a send.
 
-    The delay occupies neither stage, as in the simulator: the sender goes on at once,
+    The delay occupies neither stage, as in the simulator: the sender continues at once,
     and the receiver waits outside its pass. A message that needs longer by itself
     takes that long. To tell when it was sent, every tensor is filled with the sender's
     clock (float64: all stages must be on one machine): it carries no other values.

@@ -99,7 +99,7 @@ def _joined(order: Order, *, splits: bool) -> Iterator[Job]:
 
 
 def _parts(order: Order, times: ChunkCosts, *, w_first: bool) -> Iterator[Job]:
-    """Parts of an order: of F and B in turns, W's among or behind them."""
+    """Parts of an order: of F and B alternately, W's among or behind them."""
     for job in order:
         parts: dict[PassKind, list[Part]] = {kind: [] for kind in PassKind}
         for whole in passes_in(job):

@@ -1,4 +1,4 @@
-"""Several chunks a stage, dealt in turn: VPP and combined 1F1B.
+"""Several chunks a stage, round robin: VPP and combined 1F1B.
 
 Pictures are of two stages with two chunks each (placement 0 1 0 1) and four
 micro-batches; one cell is one unit of time, ``.`` is idle. p stages, m micro-batches.
@@ -12,13 +12,13 @@ take 1 each:
 Micro-batches go in groups: a stage runs its first chunk on a whole group, then its
 second chunk on that group, and so on; backward alike, last chunk first. A group must
 not be smaller than p, or its micro-batches come back to stage 0 later than their turn;
-so m is dealt evenly to m // p groups (one group if m < p), and m need not divide.
+so m is divided evenly into m // p groups (one if m < p), and need not be a multiple.
 
 Idle time (p-1)(F+B+W)/v for v chunks a stage when m >= p (Narayanan et al., arXiv
 2104.04473; with these groups checked for every m from p on).
 
-Combined 1F1B: interleaved 1F1B whose steady state runs F alongside a backward. Every pass
-of a chunk takes 1, a pair 2 (``-`` is its second half):
+Combined 1F1B: interleaved 1F1B whose steady state overlaps F with a backward. Every
+pass of a chunk takes 1, a pair 2 (``-`` is its second half):
 
     0 | 0F0      0F1      2F0      2F1      0F2      .        0F3&2BW0 -        2F2&2BW1 -        2F3&0BW0 -        0BW1     -        2BW2     -        2BW3     -        0BW2     -        0BW3     -
     1 | .        1F0      1F1      3F0      3F1&3BW0 -        1F2&3BW1 -        1F3&1BW0 -        3F2&1BW1 -        3F3&3BW2 -        3BW3     -        1BW2     -        1BW3     -

@@ -1,7 +1,7 @@
 """One chunk a stage: FThenB, 1F1B, ZB-H1 and ZB-H2.
 
 One cell of a picture is one unit of time, F = B = W = 1, ``BW`` takes two cells (``-``
-goes on), ``.`` is idle. p stages, m micro-batches.
+continues), ``.`` is idle. p stages, m micro-batches.
 
 FThenB (GPipe): every forward, then every backward.
 
@@ -27,7 +27,7 @@ ZB-H1: 1F1B with the backward split, at the memory of 1F1B.
     1 | .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
     2 | .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-B hands the gradient on without waiting for W, so the stage above starts its B sooner.
+B sends the gradient without waiting for W, so the stage above starts its B sooner.
 W is put off by one micro-batch more on every stage (W_i of stage s follows B_(i+s)):
 a stage further down starts later, ends its last B earlier, and fills the end with W.
 

@@ -16,15 +16,16 @@ at once, save the last ones of each stage, which fill the end.
 No idle time when F = B = W, no communication and m >= 2p-1 (Qi et al., arXiv
 2401.10241, section 6; the pattern is fixed, for other times it must adapt).
 
-DualPipeV: F of one micro-batch alongside the backward of another; a pair takes 2 (``-`` is
-its second half):
+DualPipeV: F of one micro-batch overlaps with the backward of another; a pair takes 2
+(``-`` is its second half):
 
     0 | 0F0      0F1      0F2      3F0      3B0      3W0      3F1      0F3&3BW1 -        .        3F2&0BW0 -        3BW2     -        3F3&0BW1 -        3BW3     -        0B2      0W2      0B3      0W3
     1 | .        1F0      2F0      1F1      2F1      1F2      2BW0     -        2F2&1BW0 -        1F3&2BW1 -        2F3&1BW1 -        2BW2     -        1BW2     -        2B3      1B3      2W3      1W3
 
 A pair hides what either of its passes exchanges (the all-to-alls of a mixture of
-experts) behind what the other computes. In steady state a stage does nothing else: down
-alongside up, up alongside down. W's are split off only to fill warm-up and cool-down.
+experts) behind what the other computes. In steady state a stage does nothing else: an F
+of the way down with a backward of the way up, and the reverse. W's are split off only
+to fill warm-up and cool-down.
 
 Idle time of the slowest stage (p-1)(FB-2F) + (3F-FB)/2 when F = B = W and m >= 2p, if
 the pairs of a stage's two chunks take FB, from 2F to 3F (checked on a grid). Layers
@@ -67,7 +68,7 @@ def zb_v_phases(stage: int, n_stages: int, n_microbatches: int) -> Phases:
     # steady: one micro-batch through both chunks; later no F is left to begin
     yield n_microbatches - 2 * n_stages + 1 + stage, [f, b, w, f_up, b_up, w_up]
     yield below - 1, [b, w, f_up, b_up, w_up]
-    # cool-down: hand the gradients on first, fill the end with W
+    # cool-down: pass the gradients on first, fill the end with W
     yield stage, [b, b_up]
     yield below, [b, w]
     yield stage, [w_up]
@@ -99,13 +100,13 @@ def _dual_phases(stage: int, n_stages: int, n_microbatches: int) -> Phases:
     yield 2 * below, [f]
     yield stage + 1, [f, f_up]
     yield below, [b_up, w, f_up]
-    # steady: one micro-batch goes down alongside one that comes back, and the reverse
+    # steady: one micro-batch goes down while another comes back, and the reverse
     at_turn = int(below == 0)  # the other stages wait for this F
     yield at_turn, [f, bw_up, (f_up, bw)]
     n_steady = n_microbatches - 2 * n_stages + stage + 1
     yield n_steady - at_turn, [(f, bw_up), (f_up, bw)]
     yield below, [bw_up, (f_up, bw)]
-    # cool-down: hand the gradients on first; W's of the second half fill the end
+    # cool-down: pass the gradients on first; W's of the second half fill the end
     half = (stage + 1) // 2
     yield half, [bw_up, bw]
     yield 1 - stage % 2, [bw_up, b]

@@ -6,8 +6,8 @@ splits layers. Five ideas make plans good:
 1. Passes are numbers of a chain, and micro-batches are alike, so an order is a row of
    numbers that can be timed, changed and compared a million times (`problem`).
 2. A simulation that decides as it goes, and looks ahead to what is sure to arrive,
-   gives a good plan in one run; some thirty settings of its rules are good in different
-   places, and the orders of hand-made schedules in theirs (`list_scheduler`, `seeds`).
+   gives a good plan in one run. Different requests need different settings of its
+   rules, some thirty in all, or hand-made orders (`list_scheduler`, `seeds`).
 3. Only a change on the critical path can shorten a plan: moves of single passes there,
    every one that is not worse taken (`critical_path`).
 4. Where no such move helps, moves that are worse for a while do (`travel`).

@@ -296,9 +296,9 @@ def is_below(figures: Iterable[float], others: Iterable[float]) -> bool:
 
     Figures of iterators are made one by one: none more than the comparison needs.
     """
-    for mine, theirs in zip(figures, others, strict=True):
-        if abs(mine - theirs) > ROUNDING * max(mine, theirs):
-            return mine < theirs
+    for figure, other in zip(figures, others, strict=True):
+        if abs(figure - other) > ROUNDING * max(figure, other):
+            return figure < other
     return False
 
 

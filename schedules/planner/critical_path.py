@@ -14,7 +14,7 @@ Vazacopoulos, Management Science 44, 1998, for the job shop).
 
 `improve_top_k`  the best plan is not always the one that can be made best: the moves of
                  the best three are worth more than all on one
-`travel`         moves that may be worse for a while, in turns with other draws
+`travel`         moves that may be worse for a while, alternately with other draws
 `search_on`      the same until the time ends
 
 Budgets are in passes placed, and bounded for large plans, whose moves take long each.
@@ -66,7 +66,7 @@ def improve(
     if plan.span <= problem.target or not budget.is_left:
         return plan
     better = _run(problem, plan.rows, budget, seed, threshold)
-    assert better is not None, "rows of a plan cannot come to a deadlock"
+    assert better is not None, "rows of a plan cannot deadlock"
     return better if better.span < plan.span else plan
 
 
@@ -127,7 +127,7 @@ def improve_top_k(
 _SMALL = 3000  # passes; larger plans get 2 turns
 _TURNS = 20
 _DETOURS = 0.025, 0.1
-"""Shares by which a step may be longer than the best plan at first, in turns.
+"""Shares by which a step may be longer than the best plan at first, alternately.
 
 Large ones find what small plans lack: many passes that change places at once.
 """

@@ -19,7 +19,7 @@ producer *starts*: every rule below looks that far ahead.
    the one that has waited longest (arXiv 2401.10241).
 4. Else sleep until an input arrives.
 
-Where costs have parts, a pass computes up to its next exchange of data, and goes on
+Where costs have parts, a pass computes up to its next exchange of data, and resumes
 when that has ended; meanwhile its stage computes something else. Exchanges of a stage
 queue. As the runtime has it, one F of a stage and one B of a chunk are open at a time.
 
@@ -34,7 +34,7 @@ soon as it is there and fits. So the same loop places the W's of a known order:
 
 No deadlock by ranks, for every limit that fits one micro-batch: an F is admitted only
 if after it the first micro-batch with no B on this stage could still run all its F's,
-once those before it have freed their memory. It then comes to its B's, and
+once those before it have freed their memory. It then reaches its B's, and
 when it is through, it leaves as much memory as the next one may need.
 
 Passes with peaks, and B's that add memory, need more room: as much as the most
@@ -104,7 +104,7 @@ def list_schedule(
     """Plan by the rules, and spend the passes that are placed.
 
     The rows have parts where the costs do (`PlacementProblem.first_part`). None: the
-    span cannot be under ``below``, or an order comes to a deadlock or does not fit the
+    span cannot be under ``below``, or an order ends in a deadlock or does not fit the
     memory.
     """
     order = settings.order

@@ -51,7 +51,7 @@ While a pass occupies the network, others of its stage compute (`list_scheduler`
 3. Orders of whole passes, laid out: the plan for passes in one piece, DualPipeV and
    combined 1F1B where they fit. No plan is longer than one of these.
 
-Effort is counted in parts placed; ``best:SECONDS`` goes on changing for a time.
+Effort is counted in parts placed; ``best:SECONDS`` continues for a time.
 """
 
 import math
@@ -156,7 +156,7 @@ def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[
     plan, settings = next(
         (seed for seed in ranked_seeds if seed.settings), ranked_seeds[0]
     )
-    if settings is None:  # known orders alone have come to their end
+    if settings is None:  # known orders are all
         return plans
     budget = Budget(min(200 * problem.n_passes, 1e6 + 30 * problem.n_passes))
     plan, _ = climb(problem, plan, settings, budget, Random(0))
@@ -260,7 +260,7 @@ def _passes(problem: PlacementProblem, row: Order, stage: int) -> Iterator[Job]:
 def _search_parts(
     problem: PlacementProblem, n_parts: float, seconds: float
 ) -> "Rows | None":
-    """The shortest rows of all rules that are tried; None: none comes to an end."""
+    """The shortest rows of all rules that are tried; None: no rule gives whole rows."""
     size = problem.rows_from[-1]
     n_parts = min(max(n_parts, _LEAST * size), _MOST * size)
     tries = Budget(_TRIED * n_parts)

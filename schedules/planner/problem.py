@@ -71,10 +71,10 @@ class PlacementProblem:
         """The lower bound of the largest span, and what rounding adds to it."""
         down, up = placement.stage_of, placement.stage_of[::-1]
         self.stage = (*down, *up, *up)
-        own: list[list[int]] = [[] for _ in range(p)]
+        numbers: list[list[int]] = [[] for _ in range(p)]
         for q in range(2 * n):
-            own[self.stage[q]].append(q)
-        self.numbers = tuple(map(tuple, own))
+            numbers[self.stage[q]].append(q)
+        self.numbers = tuple(map(tuple, numbers))
         """The F and B numbers of each stage, in the order of the chain."""
         self.joint = tuple(not split for split in costs.splits)
         """Stages that cannot split their backward: their B's stand for BW."""
@@ -99,7 +99,7 @@ class PlacementProblem:
         self.change = np.array(
             [*costs.m_b, *reversed(freed), *(-w for w in reversed(costs.m_w))]
         )
-        """The memory that each number takes (> 0) or gives back (< 0)."""
+        """The memory that each number takes (> 0) or frees (< 0)."""
         inside = *costs.peak_f, *reversed(costs.peak_b), *reversed(costs.peak_w)
         self.peak = np.maximum(self.change, inside)
         """The most memory inside each number, above the memory before it."""

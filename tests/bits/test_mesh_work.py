@@ -170,13 +170,13 @@ def test_sums_begin_within_the_last_weight_pass(pool: Pool) -> None:
     for jobs in pool.run(timed_jobs, 4):
         chunks = [name[0] for name in jobs if name.endswith("REDUCE_GRAD")]
         assert len(chunks) == 2
-        n_beside = 0
+        n_at_once = 0
         for chunk in chunks:
             start, end = jobs[f"{chunk}REDUCE_GRAD"]
             last = max(jobs[f"{chunk}W{i}"] for i in range(N_MICROBATCHES))
             assert last[0] < start < last[1]
-            n_beside += sum(start < a and b < end for a, b in jobs.values())
-        assert n_beside > 0
+            n_at_once += sum(start < a and b < end for a, b in jobs.values())
+        assert n_at_once > 0
 
 
 # ---- Memory.

@@ -319,7 +319,7 @@ REFUSED: list[tuple[Options, str]] = [
     ({"reduction": zbpp.TwoLevel(2), "experts": True}, "this one has dp, ep"),
     ({"reduction": TOP, "shard": "parameters"}, "fully_shard sums"),
     ({"reduction": TOP, "loss_scale": 2.0}, "leave loss_scale out"),
-    ({"reduction": TOP, "dealt": True}, "is a DTensor"),
+    ({"reduction": TOP, "sharded": True}, "is a DTensor"),
     ({"reduction": zbpp.TwoLevel(2)}, ""),
     ({"reduction": TOP}, ""),
 ]
@@ -338,11 +338,11 @@ def refusal(options: Options) -> str:
     mesh = zbpp.mesh(stages=1, data_parallel=n, expert_parallel=4 // n)
     layers = [nn.Linear(4, 4) for _ in range(2)]
     step = zbpp.StepPolicy(loss_scale=options.pop("loss_scale", None))
-    is_wrapped, is_dealt = (options.pop(x, False) for x in ("wrapped", "dealt"))
+    is_wrapped, is_sharded = (options.pop(x, False) for x in ("wrapped", "sharded"))
     for layer in layers:
         if is_wrapped:
             fully_shard(layer, mesh=mesh["dp"])
-        if is_dealt:
+        if is_sharded:
             weight = distribute_tensor(layer.weight, mesh["tp"])
             layer.weight = nn.Parameter(weight)
     try:

@@ -197,7 +197,7 @@ def test_wrong_parts_are_refused_by_name(text, message):
 
 def test_what_parts_cannot_be_combined_with_is_refused():
     vpp = plan_vpp(n_stages=2, n_microbatches=4, chunks_per_stage=3)
-    with pytest.raises(RequestError, match="4 layers of a stage cannot be dealt"):
+    with pytest.raises(RequestError, match="4 layers of a stage do not divide"):
         moe_costs(0.4).on(vpp.placement)
     laid = lay_out(plan_dual_pipe_v(n_stages=2, n_microbatches=4), moe_costs(0.4))
     with pytest.raises(RequestError, match="no place on the network"):

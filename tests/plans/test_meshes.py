@@ -138,8 +138,8 @@ def test_meshes_that_cannot_be() -> None:
     found = meshes(n_devices=16, n_microbatches=4)
     reasons = {name: one.reason for name, one in found.items() if one.reason}
     assert reasons == {
-        "pp 1 x dp 16": "4 micro-batches cannot be dealt to 16 replicas",
-        "pp 2 x dp 8": "4 micro-batches cannot be dealt to 8 replicas",
+        "pp 1 x dp 16": "4 micro-batches do not divide among 16 replicas",
+        "pp 2 x dp 8": "4 micro-batches do not divide among 8 replicas",
         "pp 16 x dp 1": "8 layers cannot fill 16 chunks, one each at least; use fewer "
         "stages, or a mode with fewer chunks a stage",
     }

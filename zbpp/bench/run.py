@@ -163,7 +163,7 @@ def _take_turn(contender: Ours | TorchSchedule, setting: Setting) -> Turn:
 
 
 def _now(device: torch.device) -> Any:
-    """The present by the host's clock; on a GPU when its stream has come to it."""
+    """The time by the host's clock; on a GPU when its stream has reached the call."""
     if not runs_ahead(device):
         return time.perf_counter()
     return recorded_event(device)

@@ -112,7 +112,7 @@ class TorchSchedule:
         return loss, float(squared.sqrt())
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
     def _backward(self, losses: list[Tensor] | None = None) -> None:
         self._schedule.step(

@@ -1,4 +1,4 @@
-"""Save in the background: the run goes on while the files are written.
+"""Save in the background: the run continues while the files are written.
 
     caller           copy to host memory | next steps ...
     thread           | write, leave a manifest of this part

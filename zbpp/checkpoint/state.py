@@ -265,7 +265,7 @@ class Checkpoints:
             self._warn_of_schedulers()
             failure = self._saver.begin(Path(folder), take, keep=keep)
             self._stages.checkpoints = str(folder)
-            self._warn(failure, "a checkpoint was not saved, the run goes on")
+            self._warn(failure, "a checkpoint was not saved, the run continues")
 
     def _warn_of_schedulers(self) -> None:
         """Warn once of LR schedulers whose state is not saved."""

@@ -8,7 +8,7 @@ from zbpp.bench.request import BenchOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(BenchOptions):
-    """Time our modes and torch's schedules, in turns, on the real devices.
+    """Time our modes and torch's schedules, interleaved, on the real devices.
 
     The same model, batch, split and optimizer for all, in one process group; loss and
     gradient norm of the first step must agree. Starts its processes, or runs as one

@@ -212,7 +212,7 @@ def spread(
     }[per]
     if not isinstance(value, tuple):
         if per is Per.ROW:
-            return tuple(value / n for n in placement.n_beside)
+            return tuple(value / n for n in placement.n_siblings)
         value = (value,) * n
     _check_length(name, value, n, what)
     if per is Per.EDGE:

@@ -133,7 +133,7 @@ class Table:
             add_up_parts(self)
 
     def with_limit(self, limit: PerRow | None) -> Self:
-        """Return these costs with another memory limit; None leaves theirs."""
+        """Return these costs with another memory limit; None leaves it as it is."""
         return self if limit is None else replace(self, memory_limit=limit)
 
     def with_memory_of(self, memories: Self) -> Self:
@@ -155,7 +155,7 @@ class Costs(Table):
 
     Args:
         splits: for each stage, can its backward be split into B and W? None: all can.
-        fb: time of an F alongside the backward of another micro-batch, without their
+        fb: time of an F and, interleaved, the backward of another micro-batch, without
             messages; a list is by the chunk of the F; None: as long as one after the
             other.
         speed: of all stages, or of each: divides the times of f, b, w, parts and
@@ -250,7 +250,7 @@ class Costs(Table):
         if every is None:
             return ()
         if isinstance(every, Parts):
-            every = tuple(every.dealt(n) for n in placement.n_beside)
+            every = tuple(every.divided(n) for n in placement.n_siblings)
         if len(every) != placement.n_chunks:
             raise RequestError(
                 f"parts has {len(every)} entries for {placement.n_chunks} chunks; give "

@@ -11,7 +11,7 @@ ends last decides, so the critical path goes back from decision to decision. Job
 wait for one another in a circle never start.
 
 Jobs begin in the order of their row. They occupy their lanes until they end, so what
-occupies the network alone runs alongside the next jobs. Of a pass in parts, the first
+occupies the network alone overlaps with the next jobs. Of a pass in parts, the first
 part waits for all that the pass reads, and begins no earlier than the first one of the
 pass before it; the others wait for the part before them. What the pass writes is there
 when the last has ended. But where W has a part for each part of B that computes, it

@@ -20,8 +20,8 @@ and add up gradients between the passes, by separate jobs:
     0UNSHARD 0F0 .. 0B3 0RESHARD .. 0W3 0REDUCE_GRAD .. 0REDUCE_WAIT O
 
 Where a pass exchanges data with other processes in between, as the layers of a mixture
-of experts do, its parts occupy one lane each, and those of other passes go on alongside
-them (`Part`):
+of experts do, its parts occupy one lane each, and parts of other passes run meanwhile
+(`Part`):
 
     compute  0F0.0          0F0.2 0F1.0          0F1.2
     network        0F0.1~               0F1.1~
@@ -88,7 +88,7 @@ class PairKind(StrEnum):
     """Two passes of a stage at the same time: ``(0F4;3BW1)OVERLAP_F_B``."""
 
     FB = "OVERLAP_F_B"
-    """A forward alongside the backward of another micro-batch, in torch's word."""
+    """A forward that overlaps with another micro-batch's backward, in torch's word."""
 
 
 Kind = PassKind | CollectiveKind | StageKind | PairKind
@@ -143,8 +143,8 @@ class JobKind:
         sets: the state that is there when it ends.
         ends: a state that it needs, and that is not there any more when it starts.
         lanes: what it occupies until it ends. Where compute is not one of them it only
-            starts something: the stage goes on at once, and what awaits the state that
-            it sets waits for its end.
+            starts something: the stage continues at once, and jobs that await the state
+            that it sets wait for its end.
         ends_gradients: a Step waits for it.
         times: columns of `ChunkCosts` whose sum is its time.
         keeps: columns of `ChunkCosts` with the sign by which it changes the memory
@@ -173,7 +173,7 @@ class JobKind:
 
     @property
     def is_async(self) -> bool:
-        """True if it goes on while its stage runs the next job."""
+        """True if it continues while its stage runs the next job."""
         return Lane.COMPUTE not in self.lanes
 
 
@@ -273,7 +273,7 @@ KINDS: Mapping[Kind, JobKind] = {
         colour="#CC79A7",
     ),
     PairKind.FB: JobKind(
-        "forward alongside a backward",
+        "forward and backward, overlapped",
         lanes=(Lane.COMPUTE, Lane.NETWORK),
         times=("fb",),
         torch="OVERLAP_F_B",

@@ -377,7 +377,7 @@ def _layer_parts(
         if parts.layers % n:
             raise RequestError(
                 f"parts: chunk {chunk} has those of {parts.layers} equal layers, which "
-                f"cannot be dealt to the {n} of the split; give costs of layers "
+                f"do not divide among the {n} of the split; give costs of layers "
                 "(--layers) with parts of each, or take 'parts' out of the costs"
             )
         layers += [replace(parts, layers=parts.layers // n).flat()] * n

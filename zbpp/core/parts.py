@@ -68,12 +68,12 @@ class Parts:
         f, b, w = map(self.of, (PassKind.F, PassKind.B, PassKind.W))
         return Parts(f, b, w)
 
-    def dealt(self, n: int) -> "Parts":
+    def divided(self, n: int) -> "Parts":
         """The parts of one of n chunks that share the layers."""
         if self.layers % n:
             raise RequestError(
-                f"parts: the {self.layers} layers of a stage cannot be dealt evenly to "
-                f"{n} chunks; give parts of more, shorter layers, or a list with an "
+                f"parts: the {self.layers} layers of a stage do not divide evenly "
+                f"among {n} chunks; give parts of more, shorter layers, or a list with an "
                 "entry for each chunk"
             )
         return replace(self, layers=self.layers // n)

@@ -60,7 +60,7 @@ class Placement:
         return len(self.stage_of)
 
     @cached_property
-    def n_beside(self) -> tuple[int, ...]:
+    def n_siblings(self) -> tuple[int, ...]:
         """Number of chunks on the stage of each chunk, itself included."""
         return tuple(len(self.chunks_of[stage]) for stage in self.stage_of)
 
@@ -74,7 +74,7 @@ class Placement:
 
 
 def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
-    """Deal layers to chunks by their number; the outer chunks get one more.
+    """Divide layers evenly among chunks; the outer chunks get the extra ones.
 
     The first and last layers often are an embedding and a head: then each chunk has as
     many blocks, here 2.
@@ -96,7 +96,7 @@ def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
 
 
 def check_split(split: Sequence[int], n_layers: int, n_chunks: int) -> None:
-    """Refuse a split that does not deal all layers to all chunks."""
+    """Refuse a split that does not give every chunk layers, and every layer a chunk."""
     if len(split) != n_chunks or sum(split) != n_layers or min(split) < 1:
         raise RequestError(
             f"split {list(split)} must have {n_chunks} entries from 1 on that add up "

@@ -22,7 +22,7 @@ Message = Value | TiedGradient
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a value to another stage; the stage goes on at once."""
+    """Send a value to another stage; the stage continues at once."""
 
     value: Message
     peer: int
@@ -33,7 +33,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Make room for a value of another stage; what reads it waits for it."""
+    """Post the receive of another stage's value; the job that reads it waits for it."""
 
     value: Message
     peer: int

@@ -127,7 +127,7 @@ def collective_time(
 ) -> float:
     """Time by the faster of ring and tree, on two levels if a node's link is given.
 
-    Then ``node`` processes share that faster link, and each deals with its part between
+    Then ``node`` processes share that faster link, and each handles its part between
     the nodes: of a sum, a reduce-scatter in the node, the operation among nodes on a
     part of 1 / node, and an all-gather in the node. With no more processes than one
     node there is one level.

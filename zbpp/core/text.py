@@ -99,11 +99,11 @@ def mistake(
 
 
 def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
-    """Draw a timeline: one cell is ``unit`` of time, ``.`` is idle, ``-`` goes on.
+    """Draw a timeline: one cell is ``unit`` of time, ``.`` is idle, ``-`` continues.
 
     Starts and ends are rounded to whole cells; jobs shorter than half a cell vanish.
     A V that vanishes is written in front of the job after it: ``VB0``. Below a stage
-    (``+``) is what goes on alongside its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
+    (``+``) is what runs during its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
     adds up its gradients (REDUCE_GRAD), and a pass is there while it exchanges data.
 
     Raises:
@@ -122,8 +122,8 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     rows: list[tuple[str, list[str]]] = []
     for stage, (row, lane) in enumerate(zip(timeline.rows, lanes, strict=True)):
         rows.append((f"{stage:{number}} |", _cells(row, timeline, origin, unit)))
-        if beside := _cells(lane, timeline, origin, unit):
-            rows.append((f"{'':{number}} +", beside))
+        if cells := _cells(lane, timeline, origin, unit):
+            rows.append((f"{'':{number}} +", cells))
     width = max((len(cell) for _, row in rows for cell in row), default=1)
     return "\n".join(
         f"{head} " + " ".join(cell.ljust(width) for cell in row).rstrip()

@@ -50,9 +50,9 @@ class Timeline:
 
     @cached_property
     def collectives(self) -> tuple[tuple[Slot, ...], ...]:
-        """The work alongside the jobs of each stage; empty: there is none."""
-        beside = self._on(computes=False)
-        return beside if any(beside) else ()
+        """The work during the jobs of each stage; empty: there is none."""
+        rows = self._on(computes=False)
+        return rows if any(rows) else ()
 
     def _on(self, *, computes: bool) -> tuple[tuple[Slot, ...], ...]:
         return tuple(
@@ -62,7 +62,7 @@ class Timeline:
 
     @property
     def lines(self) -> tuple[tuple[Slot, ...], ...]:
-        """All rows of slots: the jobs of each stage, then what goes on alongside them.
+        """All rows of slots: the jobs of each stage, then what overlaps with them.
 
         Line ``lane * n_stages + stage`` is one lane of one stage; lane 0 has its jobs.
         """

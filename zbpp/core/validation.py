@@ -3,7 +3,7 @@
 Where passes have parts, each stage has its order of passes, and a row of their parts:
 
     order    0F0 0F1 0B0                       passes, in the order of their starts
-    row      0F0.0 0F0.1~ 0F1.0 0F0.2 ..       their parts, in the order of theirs
+    row      0F0.0 0F0.1~ 0F1.0 0F0.2 ..       their parts, in the order of starts
     compute  0F0.0        0F1.0 0F0.2          what a lane runs, one after the other
     network        0F0.1~
 """

@@ -35,8 +35,8 @@ class StageEstimate:
     """Bytes of one stage in a step.
 
     Args:
-        parameters: one that layers of the stage share counts once; stages that share
-            one hold it each. Replicas that shard them keep one.
+        parameters: tied parameters count once on a stage, and on each of several
+            stages. Replicas that shard parameters have one part each.
         gradients: of one step; each layer has one for a parameter that it shares.
         optimizer: its state.
         buffers: and what layers keep from their first forward on.

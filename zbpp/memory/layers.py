@@ -88,7 +88,7 @@ def layer_memory(
     Args:
         model: as `zbpp.Pipeline` takes it.
         batch: inputs and targets of one micro-batch, or what the model itself takes.
-        loss_fn: the mean over a micro-batch; None: the model's own, or the last layer
+        loss_fn: the mean over a micro-batch; None: that of the model, or the last layer
             puts it out.
         optimizer: as `zbpp.Pipeline` takes it; None: there is none.
         post_validation: count the copy that steps are rolled back with.

@@ -1,4 +1,4 @@
-"""From a module to layers that a pipeline deals to stages.
+"""From a module to layers that a pipeline assigns to stages.
 
 entry         `layered_of`: whatever `zbpp.Pipeline` takes as `Layered`; `cut`
 layered       `Layered`: layers by index, their names, ties, loss and batch

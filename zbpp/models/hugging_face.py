@@ -1,7 +1,7 @@
 """Batches and losses of models of transformers, and the model in a wrapper of peft.
 
 A batch is what the model takes: a dict with input_ids, attention_mask, labels. The loss
-is the model's own.
+is that of the model.
 """
 
 from collections.abc import Callable, Mapping

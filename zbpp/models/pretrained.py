@@ -397,8 +397,8 @@ class _Cut:
             if device.type != "meta" or type(error) is not NotImplementedError:
                 kind = type(self._model).__name__
                 raise _refusal(
-                    f"the forward of this {kind} cannot run around other blocks than "
-                    f"its own: {error}"
+                    f"the forward of this {kind} cannot run around blocks of another "
+                    f"class: {error}"
                 ) from error
         finally:
             set_random_state(state, device)
@@ -450,8 +450,8 @@ class _Cut:
         is_nan = any(bool(x.isnan().any()) for x in output.values() if _has_values(x))
         if is_nan and bool(hidden.isfinite().all()):
             raise _refusal(
-                "what runs after the blocks reads what ran before them, beside the "
-                "hidden state"
+                "what runs after the blocks reads more of what ran before them than "
+                "the hidden state"
             )
 
 

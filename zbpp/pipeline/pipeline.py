@@ -90,7 +90,7 @@ class Pipeline:
             one, or a list, which may be empty. None leaves gradients, of the mean loss
             of the batch, to the caller.
         loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch; None: the
-            model's own.
+            loss of the model.
         n_stages: number of stages; None: the schedule's, or one per process.
         n_microbatches: micro-batches in a step; None: the schedule's.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
@@ -717,7 +717,7 @@ class Pipeline:
         wait: bool = False,
         trainable_only: bool = False,
     ) -> None:
-        """Save a checkpoint while the run goes on (every rank must call).
+        """Save a checkpoint while the run continues (every rank must call).
 
         The call waits for the decision on the last step and for a copy of the state;
         files are written in the background, into ``folder/step-<steps done>``, which

@@ -50,7 +50,7 @@ def plan_model(
 ) -> Plan:
     """Plan a schedule and a split for a model; `zbpp.Pipeline` runs the plan.
 
-    Without costs only the orders are chosen, and layers are dealt evenly.
+    Without costs only the orders are chosen, and layers are divided evenly.
 
     Args:
         model: as `zbpp.Pipeline` takes it.

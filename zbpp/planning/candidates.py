@@ -437,7 +437,7 @@ def _asked(
 ) -> tuple[LayerCosts, Split, Recomputing]:
     """Costs of layers, their split and what is recomputed, on a placement.
 
-    Costs of chunks are dealt to their layers, one each if these are not known.
+    Costs of chunks are divided among their layers, one each if these are not known.
     """
     preset, split, recompute = _orders(request), request.split, request.recompute
     if not isinstance(request.costs, LayerCosts):

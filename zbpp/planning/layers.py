@@ -11,7 +11,7 @@ last, when the others have freed their memory.
    recomputed, while plans with effort fast get shorter. A choice is planned only if its
    lower bound is not above the best step.
 3. The best choice is planned with the effort that is wanted, and so are even chunks,
-   and the balanced ones that recompute none and all: no plan is longer than theirs.
+   and the balanced ones that recompute none and all: no plan is longer than these.
 """
 
 import math

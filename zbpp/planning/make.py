@@ -4,8 +4,8 @@ Orders that are there already, a schedule, a plan, or a file of one, are planned
 mode whose hand-made order they are. It depends on no times, so it is compared with the
 request: does it fit the memory, is what it splits to be split?
 
-A pipeline has a number of processes, and layers that it deals to chunks even where
-nothing is known of their costs: `plan_pipeline`.
+A pipeline has a number of processes, and layers that it assigns to chunks even without
+their costs: `plan_pipeline`.
 """
 
 import logging

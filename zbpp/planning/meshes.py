@@ -2,7 +2,7 @@
 
     64 devices    pp 1 x dp 64, pp 2 x dp 32, ... pp 64 x dp 1
                   and with layers shared by two: pp 1 x dp 32 x tp 2, ...
-    a step        the same micro-batches in all, dealt to the replicas
+    a step        the same micro-batches in all, divided among the replicas
 
 Few stages idle less, many replicas exchange more, and every stage must fit its layers.
 Each mesh is planned with its best split of the layers; then the collectives of its
@@ -139,8 +139,10 @@ def plan_meshes(
             mesh = MeshPlan(n_stages, replicas, n, m, shard if replicas > 1 else "none")
             try:
                 if n_microbatches % replicas:
-                    dealt = f"cannot be dealt to {replicas} replicas"
-                    raise RequestError(f"{n_microbatches} micro-batches {dealt}")
+                    raise RequestError(
+                        f"{n_microbatches} micro-batches do not divide among "
+                        f"{replicas} replicas"
+                    )
                 mesh = _planned(mesh, shared, links, mode, effort)
             except RequestError as error:
                 mesh = replace(mesh, reason=str(error).partition("\n")[0])

@@ -154,7 +154,7 @@ _ROWS = (
     ),
     Mode(
         name="DualPipeV",
-        summary="F alongside backwards on a V (costs fb or parts); memory p + 1/2",
+        summary="F overlaps with backwards, on a V (costs fb or parts); memory p + 1/2",
         place=Placement.wave,
         chunks=2,
         order=plan_dual_pipe_v,
@@ -163,7 +163,7 @@ _ROWS = (
     ),
     Mode(
         name="Combined1F1B",
-        summary="VPP, F alongside backwards (costs fb or parts); memory 3p/2",
+        summary="VPP, F overlaps with backwards (costs fb or parts); memory 3p/2",
         place=Placement.interleaved,
         chunks=None,
         order=plan_combined_1f1b,

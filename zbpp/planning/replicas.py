@@ -24,8 +24,8 @@ Layers that t devices share exchange their activations (tensor parallelism):
 A transformer block does so twice in F and twice in B, an all-reduce each time (Shoeybi
 et al., arXiv 1909.08053, section 3), or a gather and a scatter that move as much and
 let the norms between them be shared too (sequence parallelism, Korthikanti et al.,
-arXiv 2205.05198, section 4.2). With the latter all that a layer computes, keeps and
-hands on is divided by t.
+arXiv 2205.05198, section 4.2). With the latter a layer's work, memory and messages are
+divided by t.
 """
 
 from dataclasses import dataclass, replace

@@ -51,7 +51,7 @@ def join(
         kind: [
             time
             for layers, whole in zip(inside, of_chunks, strict=True)
-            for time in _dealt(
+            for time in _divided(
                 whole - overhead[kind], [getattr(rows[i], kind) for i in layers]
             )
         ]
@@ -91,8 +91,8 @@ def join(
     return Profile(costs, times, tuple(split), device)
 
 
-def _dealt(whole: float, each: Sequence[float]) -> list[float]:
-    """Deal a time as some others are; alike if there is nothing to go by."""
+def _divided(whole: float, each: Sequence[float]) -> list[float]:
+    """Divide a time in the proportions of others; evenly if all of these are 0."""
     total = sum(each)
     return [whole * x / total if total > 0 else whole / len(each) for x in each]
 
@@ -100,12 +100,12 @@ def _dealt(whole: float, each: Sequence[float]) -> list[float]:
 def _optimizer(
     times: StepTimes, inside: Sequence[range], rows: Sequence[LayerTimes]
 ) -> tuple[float, ...]:
-    """Deal the optimizer's time of each stage to its layers by their parameters."""
+    """Divide the optimizer's time of each stage among its layers by parameters."""
     placement = times.last.placement
     costs = [0.0] * len(rows)
     for stage, in_step in enumerate(times.optimizer):
         layers = [i for chunk in placement.chunks_of[stage] for i in inside[chunk]]
-        shares = _dealt(in_step, [rows[i].n_learning for i in layers])
+        shares = _divided(in_step, [rows[i].n_learning for i in layers])
         for i, share in zip(layers, shares, strict=True):
             costs[i] = share
     return tuple(costs)
@@ -141,6 +141,6 @@ def _fitted(lengths: Sequence[float], time: float, loss: float = 0.0) -> PartTim
     if len(fitted) % 2:
         fitted[-1] = max(0.0, fitted[-1] - loss)
     on_network = min(sum(fitted[1::2]), time)
-    fitted[1::2] = _dealt(on_network, fitted[1::2])
-    fitted[::2] = _dealt(time - on_network, fitted[::2])
+    fitted[1::2] = _divided(on_network, fitted[1::2])
+    fitted[::2] = _divided(time - on_network, fitted[::2])
     return merged(zip(cycle((Lane.COMPUTE, Lane.NETWORK)), fitted, strict=False))

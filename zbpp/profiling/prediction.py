@@ -15,7 +15,7 @@ _MS = 1e3
 class Prediction:
     """Times in ms, and bubble rates of the bottleneck (`bubble_rate`).
 
-    Stages that share a process run one after the other: nothing of theirs is measured.
+    Stages that share a process run one after the other, so they are not measured.
 
     Args:
         step_predicted: of a step among many, optimizer included.

@@ -48,9 +48,9 @@ class StepTimes:
     Args:
         last: the last step.
         passes: all durations, by kind and chunk; of those in pairs only where these ran
-            in a row; of those in segments without what they have communicated alongside
-            others.
-        pairs: all durations of pairs in turns, by the chunk of the forward.
+            in a row; of those in segments without the communication during
+            other passes.
+        pairs: all durations of interleaved pairs, by the chunk of the forward.
         gaps: of each stage, mean from a pass to the next that waits for nothing.
         waits: mean time of a message, by pair of stages; those that were waited for.
         optimizer: mean of O with its norms, by stage.

@@ -1,7 +1,7 @@
 """Run programs with PyTorch; below `zbpp.pipeline` only this layer imports torch.
 
 Read `stage` (F, B and W of one micro-batch), then `executor` (the loop that runs one
-stage's program). Their rooms: `backward` splits, `compiled` what torch has compiled,
+stage's program). Packages: `backward` splits, `compiled` what torch has compiled,
 `comm` sends, `optim` steps and rolls back, `parallel` serves replicas and shards,
 `driver` serves `zbpp.Pipeline`, `support` serves all. `policies` are its options.
 

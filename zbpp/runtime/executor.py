@@ -1,8 +1,8 @@
 """Runs one stage's program: one loop, and a function for each kind of instruction.
 
     F, B, BW, W    take what the pass reads, compute, keep what it writes
-    OVERLAP_F_B    an F and a B or BW: in turns where their layers communicate
-                   (`zbpp.runtime.overlap`), or in a row
+    OVERLAP_F_B    an F and a B or BW: interleaved where their layers communicate
+                   (`zbpp.runtime.overlap`), or one after the other
     Segment        a pass up to its next communication
     Receive, Send  announce a value to the transport, or hand one over
     UNSHARD ..     collectives of the processes of the same stage
@@ -236,22 +236,22 @@ class Executor:
             return self.stage.forward(chunk, microbatch, inputs)
 
     def _run_pair(self, pair: Pair) -> None:
-        """Run both passes, in turns if their layers have points, else in a row.
+        """Run both passes, interleaved if their layers have points, else in a row.
 
         The forward's output leaves as soon as it is there: the stage that reads it must
         not wait for the backward. The times of turns are those of the pair.
         """
         turns, overlap = list(passes_in(pair)), self.overlap
-        is_in_turns = any(overlap.has_points(job.chunk) for job in turns)
+        is_interleaved = any(overlap.has_points(job.chunk) for job in turns)
         for job in turns:
             self._half = job
-            if is_in_turns:
+            if is_interleaved:
                 overlap.begin(job, self._ready_pass(job))
             else:
                 HANDLERS[job.kind](self, job)
                 self._send_early(job)
         self._half = None
-        if not is_in_turns:
+        if not is_interleaved:
             return
         if overlap.has_points(pair.backward.chunk):
             turns.reverse()
@@ -317,7 +317,7 @@ class Executor:
         drop.expected.receive(Check(0))
 
     def _run_collective(self, job: Collective) -> None:
-        """Run it; those that go on alongside other jobs get their times as a whole."""
+        """Run it; those that overlap with other jobs get their times as a whole."""
         times, start = self.times, self.times.now()
         with record_function(str(job)) if times.is_profiled else _NOTHING:
             is_alone = job.chunk not in self.collectives.chunks

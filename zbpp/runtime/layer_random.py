@@ -53,7 +53,7 @@ def draws_nothing(thing: object) -> bool:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """True if something may run alongside the passes of a module."""
+    """True if hooks may run during the passes of a module."""
     return any(
         m._forward_hooks
         or m._forward_pre_hooks

@@ -4,10 +4,10 @@
     network    | B combine'  | F dispatch  | B dispatch' | F combine
 
 A layer calls `overlap_point` where it communicates. There its pass stops, and the
-executor goes on with its program: it lets another pass compute up to its next point,
-runs a W, or lets this one go on, whose communication it then waits for. So exactly one
+executor continues with its program: it lets another pass compute up to its next point,
+runs a W, or resumes this pass, whose communication it then waits for. So exactly one
 computes at any time, and the passes communicate one after the other, in the order in
-which they come to their points. The program and the points decide this order, and no
+which they reach their points. The program and the points decide this order, and no
 clock: all processes that run the same program issue their collectives alike.
 
 In a backward a point is a point again: two nodes that hand gradients on as they are
@@ -18,7 +18,7 @@ stand around the communication.
 
 On a CPU a communication blocks its thread, so the pass stops before it begins. On an
 accelerator it is issued to a separate stream first, behind all that computes; then
-the pass stops; and when it goes on, computing waits for the end of the communication.
+the pass stops; when it resumes, computation waits for the end of the communication.
 All that computes stays on the stage's stream: gradients, saved tensors and random
 numbers meet no other stream, and are those of the same passes in a row.
 
@@ -79,7 +79,7 @@ class _Watched:
         """Run the communication of a forward, which reads tensors."""
         self.has_points = True
         if not self.is_forward:
-            # A recomputed forward: an F alongside it would draw its random numbers.
+            # A recomputed forward: an F during it would draw its random numbers.
             self.await_network()
             return run()
         if self.network is None or not on_device:
@@ -179,7 +179,7 @@ class OpenPass(_Watched):
 
 
 class _MarkedPass(_Watched):
-    """A pass that runs alone: notes when it communicates and computes, in turns."""
+    """A pass that runs alone: it records when it communicates and computes."""
 
     def __init__(self, now: Callable[[], Any], *, is_forward: bool) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class _Point(torch.autograd.Function):
         if here is not None and not here.is_forward:
             if ctx.is_behind and not ctx.on_device:
                 # A recomputed layer runs again now: in the communication it would wait
-                # for its end, or draw numbers alongside an F.
+                # for its end, or draw numbers during an F.
                 _ = ctx.saved_tensors
             if ctx.is_behind != ctx.on_device:  # where it is issued, on a device
                 here.leave()
@@ -312,7 +312,7 @@ class _Point(torch.autograd.Function):
 
 
 class Overlap:
-    """Of one stage: which chunks have points, and which passes stand at theirs.
+    """Of one stage: the chunks with points, and the passes that wait at a point.
 
     Without ``stops`` no pass stops.
     """

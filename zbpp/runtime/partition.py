@@ -1,4 +1,4 @@
-"""Deal the layers of a model to chunks, and build only those that are needed here."""
+"""Assign a model's layers to chunks, and build only those that are needed here."""
 
 from collections.abc import Callable, Iterable, Sequence
 

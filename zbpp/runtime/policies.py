@@ -185,8 +185,8 @@ class Execution:
 
     Args:
         compile: compile each layer by itself, ``"blocks"``; see docs/how_to/compile.md.
-        overlap: passes stop where layers call `zbpp.overlap_point`, and what the plan
-            has put alongside them computes; False: they run one after the other.
+        overlap: passes stop where layers call `zbpp.overlap_point`, and other planned
+            jobs compute meanwhile; False: passes run one after the other.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps, and every 50 steps. None: where
             ``"auto"`` has chosen the plan.

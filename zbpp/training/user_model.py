@@ -94,8 +94,8 @@ def load_model(
         name: of either; None: the small Llama of `zbpp train`.
         size: of the latter.
         seq: tokens of a sample, but for a function; None: 128 at most.
-        samples: of the micro-batch, likewise.
-        seed: of random weights, likewise.
+        samples: of the micro-batch, but for a function.
+        seed: of random weights, but for a function.
         is_fake: of hf:PATH: all weights are made at once, in a mode of fake tensors.
     """
     built: Any

@@ -1,6 +1,6 @@
 """Find, in the graph of one forward, the products whose weight gradients can wait.
 
-    y ── Addmm ──┬── x ...                      B goes on here
+    y ── Addmm ──┬── x ...                      B continues here
                  └── T ── weight (a leaf)       W starts here
 
 A leaf waits if every path to it leads from a product over nodes of one operand: the

@@ -27,10 +27,10 @@ def check_split() -> None:
     with torch.enable_grad():
         expected = _gradients("autograd")
         for way in ("BW", "B and W"):
-            for name, ours, theirs in zip(
+            for name, ours, plain in zip(
                 _NAMES, _gradients(way), expected, strict=True
             ):
-                if ours is None or theirs is None or not torch.equal(ours, theirs):
+                if ours is None or plain is None or not torch.equal(ours, plain):
                     raise RequestError(
                         f"torch {torch.__version__} is not split right: the gradient "
                         f"of {name} is not that of a plain backward, and a training "

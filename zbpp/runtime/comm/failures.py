@@ -152,7 +152,7 @@ class Failures:
         return self._within(_STORE_S, write) or ""
 
     def withdraw(self) -> None:
-        """Take back the cause that this process has written: it goes on."""
+        """Delete the cause that this process has written: it continues."""
         if self._has_written_cause:
             self._has_written_cause = False
             self._within(_STORE_S, lambda: self._store.delete_key(_CAUSE))

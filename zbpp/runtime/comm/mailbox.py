@@ -63,7 +63,7 @@ class _PostedReceive(Expected):
 class Mailbox(Transport):
     """The messages of one stage in a separate process.
 
-    All processes that step together must make theirs, which connects them. The stage
+    All processes that step together must create one, which connects them. The stage
     ``reader`` reads the inputs. No wait lasts longer than ``timeout_s``, or for the
     first step, with imports and compilation, ``first_timeout_s``.
 

@@ -88,7 +88,7 @@ class HostMasters:
 
     @contextmanager
     def _copying(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Copies go behind all that the device has to do so far, and alongside more."""
+        """Copies start after all kernels issued so far, and overlap with later ones."""
         if self._side is None or self._last is None:
             yield
             return

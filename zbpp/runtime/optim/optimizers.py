@@ -156,7 +156,7 @@ class StageOptimizers:
         )
 
     def mark_called(self) -> None:
-        """Let learning-rate schedulers know that a step comes before theirs."""
+        """Let learning-rate schedulers see that an optimizer step precedes theirs."""
         for optimizer in self.all:
             mark_called(optimizer)
 

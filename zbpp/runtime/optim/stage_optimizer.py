@@ -165,7 +165,7 @@ class StageOptimizer:
         )
 
     def ready(self) -> bool:
-        """True if `step` goes on without another stage of this process."""
+        """True if `step` needs to wait for no other stage of this process."""
         return self.steps_at_once or self.ready_to_validate()
 
     def step(self, job: Job) -> None:
@@ -194,7 +194,7 @@ class StageOptimizer:
         )
 
     def ready_to_validate(self) -> bool:
-        """True if `validate` goes on without another stage of this process."""
+        """True if `validate` needs to wait for no other stage of this process."""
         return self._pending is None or self._pending.result.ready()
 
     def validate(self, job: Job) -> bool:

@@ -47,7 +47,7 @@ def bind_parallel(
     if place.apart is not None and (given := [*chain(*map(units_in, layers))]):
         raise RequestError(
             f"a {type(given[0]).__name__} sums its gradients over replicas by itself, "
-            "and averaging= lets replicas step apart; hand over the bare layer"
+            "and averaging= lets replicas step apart; pass the bare layer"
         )
     broadcast_first(chunks, place)
     wrap(layers, place, replicas.shard, every_tied)
@@ -63,7 +63,7 @@ def bind_parallel(
     if wrapped and replicas.reduction != Reduction():
         raise RequestError(
             f"reduction is {replicas.reduction}, and a {type(wrapped[0]).__name__} "
-            "sums its gradients itself; hand over bare layers, or leave reduction out"
+            "sums its gradients itself; pass bare layers, or leave reduction out"
         )
     sum_over = cache(partial(make_sum, replicas.reduction, place))
     if wrapped:
@@ -149,6 +149,6 @@ def _check_managed(index: int, layer: nn.Module, place: Place) -> None:
                 f"a {type(module).__name__} of layer {index} is wrapped over the ranks "
                 f"{sorted(ranks)}, and gradients of a parameter of shape "
                 f"{tuple(p.shape)} are to be summed over {dims or 'no dimension'}, the "
-                f"ranks {sorted(needed)}; wrap it over these, or hand over the bare "
+                f"ranks {sorted(needed)}; wrap it over these, or pass the bare "
                 "layer and give zbpp.DataParallel(shard=...)"
             )

@@ -3,7 +3,7 @@
     parameters   along each dimension of the mesh on which they are replicated
     buffers      along dp alone: on others a layer may have some that tell its place
 
-What has been dealt out by then, as DTensors, is broadcast part by part.
+Parameters that are sharded by then, as DTensors, are broadcast part by part.
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,7 +72,7 @@ def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
             shown = ", ".join(differ[dim][:3]) + ", ..." * (len(differ[dim]) > 3)
             raise RequestError(
                 f"{shown}: plain parameters that differ along {dim!r}, and nothing "
-                f"tells that they are parts of others; deal them out as DTensors "
+                f"shows that they are parts of others; make them DTensors "
                 f"({way}), or let every process begin with the same"
             )
 

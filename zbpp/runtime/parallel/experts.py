@@ -18,7 +18,7 @@ from zbpp.runtime.support.sharded import is_sharded, local_part
 
 
 def deal(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Deal a module's parameters out over a mesh, each along its first dimension.
+    """Shard a module's parameters over a mesh, each along its first dimension.
 
         zbpp.deal(layer.mlp.experts, mesh["ep"])
 
@@ -37,9 +37,9 @@ def deal(module: nn.Module, mesh: DeviceMesh) -> None:
         for name in names:
             p = part._parameters[name]
             assert p is not None
-            dealt = distribute_tensor(p.detach(), mesh, [Shard(0)])
+            sharded = distribute_tensor(p.detach(), mesh, [Shard(0)])
             part.register_parameter(
-                name, nn.Parameter(dealt, requires_grad=p.requires_grad)
+                name, nn.Parameter(sharded, requires_grad=p.requires_grad)
             )
         if names:
             hooks = _LocalParts(names)
@@ -63,7 +63,7 @@ class _LocalParts:
 
 
 def experts_in(layer: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a bare layer that are dealt out along ``ep``."""
+    """The parameters of a bare layer that are sharded along ``ep``."""
     return {p for p in layer.parameters() if EXPERT_DIM in local_part(p).names}
 
 

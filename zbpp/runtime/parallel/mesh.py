@@ -147,7 +147,7 @@ def _check_mesh(mesh: DeviceMesh, n_stages: int | None) -> None:
 
 
 def shard_mesh(mesh: DeviceMesh, without: Collection[str] = ()) -> DeviceMesh | None:
-    """The part of a mesh that parameters are dealt out over; None: there is none.
+    """The part of a mesh that parameters are sharded over; None: there is none.
 
     All processes of the mesh must call. With ``dp_replicate`` it has two dimensions,
     the second one that of the shards; several dimensions of shards become one.

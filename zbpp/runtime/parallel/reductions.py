@@ -1,6 +1,6 @@
 """Start the sum of flat gradients over replicas; see `zbpp.core.reductions`.
 
-The first collective runs alongside other jobs, the rest when its result is needed.
+The first collective overlaps with other jobs, the rest run when its result is needed.
 """
 
 import math

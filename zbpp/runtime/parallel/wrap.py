@@ -81,12 +81,12 @@ def check_bare(chunks: Iterable[Chunk]) -> None:
                 raise RequestError(
                     f"{chunk.name_of(index)} is wrapped already, and "
                     "alternating_buffers are for layers that shard='parameters' "
-                    "wraps; hand over the bare layer"
+                    "wraps; pass the bare layer"
                 )
             if experts_in(layer):
                 raise RequestError(
                     "alternating_buffers store whole layers, and experts are sharded "
-                    "apart from the rest of theirs; leave alternating_buffers out"
+                    "separately from the rest; leave alternating_buffers out"
                 )
 
 
@@ -138,7 +138,7 @@ def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Mod
         if p in experts:
             raise RequestError(
                 f"{name} of a {type(layer).__name__} is an expert's, with parameters "
-                "that are not, and shard= deals both out over other processes; put the "
+                "that are not, and shard= needs other processes for each; put the "
                 "experts' parameters into a separate module, whose forward uses them"
             )
     for module in layer.children():

@@ -1,1 +1,1 @@
-"""Helpers that every room of the runtime may use; they use none of the rooms."""
+"""Helpers for every package of the runtime; they import none of these packages."""

@@ -34,7 +34,7 @@ def is_broken(error: RuntimeError) -> bool:
 
 
 def groups_kept(module: nn.Module) -> dict[int, Any]:
-    """A memo for a deep copy: it has the process groups of a module's parts as theirs.
+    """A memo with which a deep copy of a module shares its process groups.
 
     Layers keep the groups of their collectives, and a group cannot be copied.
     """

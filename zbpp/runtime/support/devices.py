@@ -1,6 +1,6 @@
 """The one place that tells which devices run ahead of the host, and what is there.
 
-    host    a b c ...            issues kernels and goes on
+    host    a b c ...            issues kernels and continues
     device    a   b   c ...      computes them behind it, in streams that events order
 
 A torch has one accelerator, which `torch.accelerator` and `torch.get_device_module`
@@ -33,7 +33,7 @@ def accelerator() -> str | None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """True if the host goes on while the device computes.
+    """True if the host continues while the device computes.
 
     It then has streams, events, a generator and an allocator, and host
     memory is pinned for it.

@@ -55,7 +55,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
-    """The DTensor of a shard, dealt out as another one is, which may be plain.
+    """The DTensor of a shard, with the placements of another, which may be plain.
 
     The shard stays where it is: on the host, if the other one's mesh is of devices.
     """
@@ -79,10 +79,11 @@ def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def place_gradients(parameters: Iterable[Tensor]) -> None:
-    """Deal gradients out over their mesh as their parameters are.
+    """Place gradients on their mesh as their parameters are.
 
-    A gradient may be a summand of each process, as a norm's is where tensor parallelism
-    deals out the sequence, or whole where its parameter is in parts, as an embedding's.
+    A gradient may be a partial sum on each process, as a norm's is where tensor
+    parallelism shards the sequence, or whole where its parameter is sharded, as an
+    embedding's.
     Another replica may have the same one placed otherwise. All processes of the mesh
     must call.
     """

@@ -24,7 +24,7 @@ def recorded_event(device: torch.device) -> torch.Event:
 
 
 class HostCopy:
-    """The values of a tensor on the host, copied when the current stream comes to it.
+    """The values of a tensor on the host, copied when the current stream reaches it.
 
     On CPUs the tensor itself. It must not be written to afterwards.
     """
@@ -69,7 +69,7 @@ def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor:
 class NetworkStream:
     """The stream of a stage's communications, apart from that on which it computes.
 
-        computes   | F0 .. |          B1 ..          | F0 goes on
+        computes   | F0 .. |          B1 ..          | F0 resumes
         network            | F0's all-to-all |
 
     Args:

@@ -41,7 +41,7 @@ class ThreadState:
 
         Backwards within it run on this thread alone, also on an accelerator, for which
         autograd has one thread: where that waits here for another thread,
-        no backward that the other thread starts would come to its end.
+        no backward that the other thread starts would ever end.
         """
         return self._context.run(self._run, function)
 

@@ -95,8 +95,8 @@ def _refuse_other_kind(a: nn.Parameter, b: nn.Parameter, tie: str) -> None:
     if len(kinds) > 1:
         raise RequestError(
             f"the parameters of the tie {tie} differ in shape, dtype or the parts of "
-            "their processes; a tied parameter is the same in all layers, so deal it "
-            "out alike in all layers"
+            "their processes; a tied parameter is the same in all layers, so shard it "
+            "alike in all layers"
         )
 
 
