@@ -19,7 +19,7 @@ ROOMS = (
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_all_names_of_a_module_load_and_show(name):
+def test_all_public_names_load_and_are_listed(name):
     module = importlib.import_module(name)
     assert set(module.__all__) <= set(dir(module))
     for inner in module.__all__:

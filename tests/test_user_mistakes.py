@@ -267,7 +267,7 @@ def test_a_closed_pipeline_does_not_step():
         closed.step(X, Y)
 
 
-def test_mistakes_that_may_be_meant_are_warned_of():
+def test_likely_mistakes_are_warned_of():
     with pytest.warns(UserWarning, match="this process is alone and n_stages is left"):
         assert pipeline(n_stages=None).schedule.n_stages == 1
     with pytest.warns(UserWarning, match="float16 without a loss_scale"):

@@ -124,7 +124,7 @@ def plain(n_steps: int, policy: DiLoCo, n_replicas: int = 2) -> list[Parameters]
     ]
 
 
-def test_an_average_of_every_step_is_a_sum_of_gradients(pool: Pool) -> None:
+def test_averaging_every_step_equals_summed_gradients(pool: Pool) -> None:
     summed, *others = (
         by_replica(pool.run(train, 4, averaging, 6))
         for averaging in (
@@ -140,7 +140,7 @@ def test_an_average_of_every_step_is_a_sum_of_gradients(pool: Pool) -> None:
     assert error(rare[0], rare[1]) > 1e-3 and error(rare[0], summed[0]) > 1e-3
 
 
-def test_diloco_is_the_papers(pool: Pool) -> None:
+def test_diloco_follows_the_formula_of_the_paper(pool: Pool) -> None:
     found = by_replica(pool.run(train, 4, diloco, 8))
     for here, expected in zip(found, plain(8, diloco), strict=True):
         assert error(here, expected) < 1e-12
@@ -222,7 +222,7 @@ def resumed(
 
 
 @pytest.mark.parametrize("averaging", [Periodic(every=3), diloco])
-def test_a_resumed_run_has_the_bits_of_one_in_a_row(
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     pool: Pool, averaging: Any, tmp_path: Path
 ) -> None:
     expected = by_replica(pool.run(_train, 4, averaging, 8, {"optimizer": adamw}))
@@ -250,7 +250,7 @@ def saved(folder: str, averaging: Any) -> tuple[int, Parameters]:
         return parameters(pipeline)
 
 
-def test_a_plain_model_has_the_first_replica(pool: Pool, tmp_path: Path) -> None:
+def test_a_plain_model_loads_the_first_replica(pool: Pool, tmp_path: Path) -> None:
     expected = by_replica(pool.run(saved, 2, str(tmp_path), diloco))
     model = layers()
     checkpoint.load(tmp_path, model)
@@ -295,7 +295,7 @@ def refusals() -> list[str]:
     ]
 
 
-def test_what_makes_no_sense_is_refused_on_all_ranks(pool: Pool) -> None:
+def test_impossible_averaging_is_refused_on_all_ranks(pool: Pool) -> None:
     one, other = pool.run(refusals, 2)
     assert one == other
     words = (

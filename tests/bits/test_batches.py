@@ -234,7 +234,7 @@ def test_weights_may_be_any_function() -> None:
     close(result.loss, sum(loss * w for loss, w in pairs) / sum(weights))
 
 
-def test_a_micro_batch_without_tokens_is_left_out() -> None:
+def test_a_micro_batch_without_tokens_is_skipped() -> None:
     """It has no mean: in plain torch it would be NaN."""
     inputs, targets = TOKENS.of.batch(0, M)
     targets[1] = -100
@@ -249,7 +249,7 @@ def test_a_micro_batch_without_tokens_is_left_out() -> None:
         assert torch.equal(p.grad, expected[name].grad), name
 
 
-def test_a_batch_without_tokens_moves_nothing() -> None:
+def test_a_batch_without_tokens_changes_no_parameter() -> None:
     inputs, targets = TOKENS.of.batch(0, M)
     pipeline = make(TOKENS)
     result = pipeline.step(inputs, targets.fill_(-100))
@@ -277,7 +277,7 @@ def layers_built(mode: str) -> list[int]:
 
 
 @pytest.mark.dist
-def test_a_process_builds_its_own_layers_only(pool: Pool) -> None:
+def test_a_process_builds_only_the_layers_of_its_stages(pool: Pool) -> None:
     """The outer chunks have one layer more."""
     assert layers_built("ZBV") == [*range(7)]
     assert pool.run(layers_built, 2, "1F1B") == [[0, 1, 2, 3], [4, 5, 6]]

@@ -76,7 +76,7 @@ def layers_of(mode: str, recompute: Any = None, **more: Any) -> list[Layer]:
         ("FThenB", (1, 2), [4, 0, 0, 4]),
     ],
 )
-def test_saved_tensors_live_from_f_to_b_but_in_recomputed_layers(
+def test_saved_tensors_live_from_f_to_b_except_in_recomputed_layers(
     mode: str, recompute: Any, expected: list[int]
 ) -> None:
     layers = layers_of(mode, recompute)
@@ -84,7 +84,7 @@ def test_saved_tensors_live_from_f_to_b_but_in_recomputed_layers(
     assert not any(layer.n_saved() for layer in layers), "nothing outlives a step"
 
 
-def test_outputs_are_let_go_once_they_are_handed_on() -> None:
+def test_outputs_are_freed_once_they_are_sent() -> None:
     for mode in ("1F1B", "ZBV"):
         for layer in layers_of(mode):
             assert len(layer.outputs) == 2 * M

@@ -228,7 +228,7 @@ def losses_behind_a_detach(shard: str) -> list[float]:
         return [pipeline.step(x, x.flip(0)).loss for _ in range(3)]
 
 
-def test_a_layer_that_is_gathered_in_vain_is_gathered_again(pool: Pool) -> None:
+def test_an_overwritten_gathered_layer_is_gathered_again(pool: Pool) -> None:
     """Others have had its buffer since."""
     found = pool.run(losses_behind_a_detach, 2, "buffers")
     assert found == pool.run(losses_behind_a_detach, 2, "parameters")
@@ -346,7 +346,7 @@ def meet(how: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("how", ["torch", "functional"])
-def test_an_error_of_a_layer_is_not_taken_for_that_of_a_neighbour(how: str) -> None:
+def test_an_error_of_a_layer_is_not_attributed_to_a_neighbour(how: str) -> None:
     """Nor the other way round: what a layer waits for in vain is the peer's fault."""
     (other, words), (kind, text) = (rank.value for rank in end_of(meet, 2, how))
     assert kind == "RuntimeError" and text.startswith("Connection closed by peer")
@@ -383,7 +383,7 @@ def compiled_numbers() -> tuple[list[list[tuple[float, float | None]]], int]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_compiled_layers_train_as_others_do(pool: Pool) -> None:
+def test_compiled_layers_train_like_eager_layers(pool: Pool) -> None:
     for (whole, split, eager), n_graphs in pool.run(compiled_numbers, 2):
         assert n_graphs >= 2  # a forward and a backward
         assert whole == split

@@ -135,7 +135,7 @@ def marks_of(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=marks_of(x)) for x in KINDS])
-def test_each_mesh_trains_as_one_process(pool: Pool, kind: str) -> None:
+def test_each_mesh_gives_the_bits_of_one_process(pool: Pool, kind: str) -> None:
     """One row of each kind; of those that are slow also its bits."""
     row = min(rows_of(kind), key=lambda x: (x.n_ranks != 4, x.numbers != "float64"))
     assert_right(pool, [row], n_references=int(kind not in BY_DEFAULT))

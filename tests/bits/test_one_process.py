@@ -159,7 +159,7 @@ def test_autocast_may_begin_around_a_step_or_a_loop(mode: str) -> None:
     ],
     ids=str,
 )
-def test_other_numbers_have_other_bits(other: dict[str, Any]) -> None:
+def test_different_inputs_give_different_bits(other: dict[str, Any]) -> None:
     """The control of all rows: what they compare can differ."""
     assert difference(plain(Case()), plain(Case())) is None
     assert difference(plain(Case(**other)), plain(Case())) is not None

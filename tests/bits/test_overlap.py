@@ -169,7 +169,7 @@ def of_pair(events: list[tuple[str, str]], *jobs: str) -> list[str]:
 # ---- The order of the turns.
 
 
-def test_layers_take_turns_as_drawn() -> None:
+def test_layers_interleave_as_drawn() -> None:
     """One layer a chunk:
 
     computes       F attention  B experts   F experts    B attention
@@ -186,7 +186,7 @@ def test_layers_take_turns_as_drawn() -> None:
     assert len(in_pairs) > 2 * M and log.beside == in_pairs, "each, in every pair"
 
 
-def test_chunks_of_two_layers_go_on_taking_turns() -> None:
+def test_chunks_of_two_layers_interleave() -> None:
     log = traced(4)
     assert of_pair(log.computed, "0F2", "1B1") == [
         "F attention0", "B experts3", "F experts0", "B attention3",
@@ -198,7 +198,7 @@ def test_chunks_of_two_layers_go_on_taking_turns() -> None:
     ]  # fmt: skip
 
 
-def test_without_overlap_passes_run_in_a_row() -> None:
+def test_without_overlap_passes_run_one_after_the_other() -> None:
     """The control of the two above."""
     log = traced(2, overlap=False)
     assert of_pair(log.computed, "1F1", "0B0") == [
@@ -275,7 +275,7 @@ def jobs_of(layers: list[nn.Module], mode: Any, *, overlap: bool = True) -> Any:
         return {str(slot.job) for slot in row}, costs
 
 
-def test_pairs_in_turns_have_times_of_their_own() -> None:
+def test_interleaved_pairs_have_separate_times() -> None:
     layers = [Layer(i, Log(), i) for i in range(2)]
     jobs, costs = jobs_of(layers, "DualPipeV")
     assert {"0F0", "(1F1;0BW0)OVERLAP_F_B"} <= jobs and "1F1" not in jobs
@@ -330,7 +330,7 @@ FAILS = {
 @pytest.mark.parametrize("half", ["F", "B"])
 @pytest.mark.parametrize("place", ["experts", "dispatch"])
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-def test_an_error_ends_all_open_passes_with_its_words(
+def test_an_error_ends_all_open_passes_with_its_message(
     plan: str, half: str, place: str, error: type[BaseException]
 ) -> None:
     mode, failing = FAILS[plan]
@@ -376,7 +376,7 @@ def state_here() -> dict[str, Any]:
     }
 
 
-def test_passes_see_the_state_of_the_caller() -> None:
+def test_passes_run_with_the_thread_state_of_the_caller() -> None:
     """Those that run in threads of their own, as those that do not."""
     seen: dict[bool, list[Any]] = {}
     for overlap in (True, False):
@@ -400,7 +400,7 @@ def test_passes_see_the_state_of_the_caller() -> None:
     assert seen[True][-1]["context"] == "none" != seen[True][0][2]["context"]
 
 
-def test_outside_of_a_pipeline_a_point_is_the_call() -> None:
+def test_outside_a_pipeline_overlap_point_is_a_plain_call() -> None:
     def swap(given: dict[str, Tensor], *, scale: float) -> dict[str, Tensor]:
         return {"a": given["b"] * scale, "b": given["a"], "counts": given["counts"]}
 
@@ -454,7 +454,7 @@ def mixed_in_turn(cases: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.dist
-def test_real_exchanges_have_the_same_bits_and_one_order(pool: Pool) -> None:
+def test_real_exchanges_give_the_same_bits_in_one_order(pool: Pool) -> None:
     cases = [
         {"mode": "DualPipeV"},
         {"mode": "ZB"},
@@ -481,7 +481,7 @@ def trained(plan: Any) -> list[Tensor]:
         return [p.detach().clone() for _, p in pipeline.named_parameters()]
 
 
-def test_a_w_waits_while_the_gradients_of_an_early_b_are_set_aside() -> None:
+def test_w_waits_while_gradients_of_an_early_b_are_stored() -> None:
     """Parts of W1 stand between those of B4, and W2 runs before the turn of B4."""
     plan = plan_in_parts("ZB", **IN_PARTS)
     (planned,) = plan.schedule.parts

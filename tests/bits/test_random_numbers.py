@@ -44,6 +44,6 @@ def replicas_draw() -> list[float]:
 
 
 @pytest.mark.dist
-def test_replicas_draw_other_numbers(pool: Pool) -> None:
+def test_replicas_draw_different_numbers(pool: Pool) -> None:
     first, second = pool.run(replicas_draw, 2)
     assert first != second

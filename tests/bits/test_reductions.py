@@ -73,7 +73,7 @@ def compare(size: tuple[int, int], reductions: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("size", "n"), [(PP2_DP2, 1), (PP2_DP2, 2), (PP1_DP4, 2)])
-def test_reductions_sum_what_an_all_reduce_does(pool: Pool, size: Any, n: int) -> None:
+def test_reductions_give_the_sums_of_an_all_reduce(pool: Pool, size: Any, n: int) -> None:
     bf16 = torch.bfloat16
     reductions = {
         "one": None,
@@ -145,7 +145,7 @@ def between_nodes(reduction: Any) -> list[tuple[int, int]]:
     return found
 
 
-def test_nodes_exchange_a_part_for_each_process(pool: Pool) -> None:
+def test_two_levels_send_one_part_per_process_between_nodes(pool: Pool) -> None:
     """A layer has 97 numbers; each process of a node sends 49, padded."""
     assert pool.run(between_nodes, 4, zbpp.TwoLevel(2)) == [[(2, 49)] * 4] * 4
     assert pool.run(between_nodes, 4, zbpp.Reduction()) == [[(4, 97)] * 4] * 4
@@ -298,7 +298,7 @@ def test_a_run_resumes_with_its_residuals(pool: Pool, tmp_path: Any) -> None:
         assert difference(cleared, expected) is not None
 
 
-def test_other_replicas_share_what_was_not_sent(pool: Pool, tmp_path: Any) -> None:
+def test_residuals_are_redistributed_over_another_number_of_replicas(pool: Pool, tmp_path: Any) -> None:
     for saved, loaded in pool.run(elsewhere, 4, str(tmp_path)):
         assert len(saved) == 16 and saved.keys() == loaded.keys()
         for name, x in loaded.items():
@@ -361,14 +361,14 @@ def refusal(options: Options) -> str:
         return str(error)
 
 
-def test_what_does_not_combine_is_refused_in_one_line(pool: Pool) -> None:
+def test_options_that_reductions_exclude_are_refused_in_one_line(pool: Pool) -> None:
     for found in pool.run(refusals, 4):
         for words, (options, text) in zip(found, REFUSED, strict=True):
             assert bool(words) == bool(text) and text in words, options
             assert "\n" not in words
 
 
-def test_values_are_checked() -> None:
+def test_wrong_values_of_reductions_are_refused() -> None:
     for make, text in (
         (partial(zbpp.TwoLevel, 0), "ranks_per_node is 0"),
         (partial(zbpp.TwoLevel, True), "ranks_per_node is True"),

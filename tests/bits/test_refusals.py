@@ -29,7 +29,7 @@ pipeline_of = partial(small.make, schedule="1F1B", optimizer=None)
 # ---- Batches.
 
 
-def test_labels_without_tokens_to_count() -> None:
+def test_labels_without_counted_tokens_are_refused() -> None:
     inputs, targets = LM.batch(0)
     labels = [{"answers": x} for x in targets.split(2)]
     pipeline = make(LM)
@@ -38,7 +38,7 @@ def test_labels_without_tokens_to_count() -> None:
     pipeline.step(*LM.batch(0))  # it harms nothing
 
 
-def test_negative_weights() -> None:
+def test_negative_weights_are_refused() -> None:
     weigh = zbpp.Numerics(weigh=lambda targets: -1.0)
     with pytest.raises(RequestError, match="give 0 or more"):
         make(VECTORS, numerics=weigh).step(X, Y)
@@ -62,7 +62,7 @@ def misfit(call: str) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("call", ["step", "evaluate"])
-def test_a_batch_that_does_not_fit_in_processes(pool: Pool, call: str) -> None:
+def test_unequal_inputs_and_targets_are_refused_on_all_ranks(pool: Pool, call: str) -> None:
     for text in pool.run(misfit, 2, call):
         assert "inputs has 8 samples and targets 6" in text
 
@@ -97,7 +97,7 @@ class Puts(nn.Module):
         (Unregistered, r"puts out a Unregistered; .*dataclass with .*register_datac"),
     ],
 )
-def test_a_value_that_no_pytree_knows(
+def test_a_value_of_an_unregistered_class_is_refused(
     function: Callable[[Tensor], Any], words: str
 ) -> None:
     pipeline = pipeline_of([nn.Identity(), Puts(function), *linears(2)])
@@ -139,7 +139,7 @@ class Reuses(nn.Module):
     ],
     ids=["late", "reused"],
 )  # fmt: skip
-def test_memory_that_a_backward_needs(
+def test_writing_to_saved_memory_raises_and_names_the_layer(
     layers: Any, mode: str, words: str, notes: list[str]
 ) -> None:
     with pytest.raises(RuntimeError, match=words) as caught:
@@ -148,7 +148,7 @@ def test_memory_that_a_backward_needs(
     assert all(note in text for note in notes), text
 
 
-def test_a_recomputed_layer_that_writes_to_its_input() -> None:
+def test_a_recomputed_layer_that_writes_to_its_input_is_refused() -> None:
     schedule = zbpp.plan("1F1B", n_stages=2, n_microbatches=4)
     pipeline_of([*linears(1), Writes(0)], schedule=schedule).step(X, Y)
     again = replace(schedule, recompute=(True, True))
@@ -189,7 +189,7 @@ def put_out_a_local_class() -> str:
 
 
 @pytest.mark.dist
-def test_a_class_that_only_one_process_knows(pool: Pool) -> None:
+def test_an_output_of_a_local_class_is_refused_between_processes(pool: Pool) -> None:
     assert put_out_a_local_class() == ""
     for words in pool.run(put_out_a_local_class, 2):
         assert "define its class in a module" in words
@@ -212,7 +212,7 @@ def freeze_between_steps() -> str:
 
 
 @pytest.mark.dist
-def test_freezing_between_steps(pool: Pool) -> None:
+def test_freezing_parameters_between_steps_is_an_error(pool: Pool) -> None:
     words, _ = pool.run(freeze_between_steps, 2)
     assert "parameters were frozen or thawed" in words
 
@@ -224,7 +224,7 @@ def test_freezing_between_steps(pool: Pool) -> None:
     ("recompute", "expected"),
     [("all", (True, True)), ("none", None), ((1, 2, 7), ((1, 2), (3,)))],
 )
-def test_layers_to_recompute_are_those_of_the_plan(
+def test_recompute_is_stored_in_the_schedule(
     recompute: Any, expected: Any
 ) -> None:
     assert make(replace(VECTORS, recompute=recompute)).schedule.recompute == expected

@@ -87,7 +87,7 @@ def close(found: Any, expected: Any) -> None:
 @pytest.mark.slow  # to import torch's schedules takes seconds in each process
 @pytest.mark.dist
 @pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
-def test_a_trainer_of_torchs_schedules_trains_by_ours(pool: Pool, mode: str) -> None:
+def test_a_trainer_for_torch_schedules_runs_ours(pool: Pool, mode: str) -> None:
     theirs = pool.run(train, N_STAGES, "torch", mode)
     ours = pool.run(train, N_STAGES, "ours", mode)
     last = 0 if mode == "ZBV" else 1

@@ -187,7 +187,7 @@ SLOW_RELAYS = [
     ("optimizer", "places"),
     [*RELAYS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_RELAYS)],
 )
-def test_a_run_goes_on_elsewhere(
+def test_a_run_resumes_on_other_stages_and_meshes(
     optimizer: str, places: list[dict[str, Any]], pool: Pool, tmp_path: Path
 ) -> None:
     assert {norm > CLIP for (_, norm), _ in expected(optimizer)} == {True, False}
@@ -204,7 +204,7 @@ FORGET: dict[str, Callable[[Scheduled], object]] = {
 
 
 @pytest.mark.parametrize("what", FORGET)
-def test_a_part_that_is_not_restored_is_noticed(
+def test_leaving_out_a_part_of_the_state_changes_the_bits(
     what: str, pool: Pool, tmp_path: Path
 ) -> None:
     """The negative control: each part of the state makes a difference."""
@@ -217,7 +217,7 @@ def test_a_part_that_is_not_restored_is_noticed(
     assert (found is None) == (what == "nothing")
 
 
-def test_trained_parameters_alone_go_on_from_the_same_base(tmp_path: Path) -> None:
+def test_trained_parameters_alone_resume_from_the_same_base(tmp_path: Path) -> None:
     place = Place(optimizer="groups")
 
     def make_frozen(n_stages: int, rest: float = 1.0) -> zbpp.Pipeline:
@@ -243,7 +243,7 @@ def test_trained_parameters_alone_go_on_from_the_same_base(tmp_path: Path) -> No
         make(place, model=layers(place, 2)).load(tmp_path)
 
 
-def test_weights_for_inference(pool: Pool, tmp_path: Path) -> None:
+def test_weights_load_for_inference(pool: Pool, tmp_path: Path) -> None:
     """Also into two places."""
     relay(pool, [ONE], "groups", tmp_path)
     model = nn.ModuleDict({"a": layers(Place()), "b": layers(Place())})

@@ -95,7 +95,7 @@ def other() -> zbpp.Pipeline:
 
 
 @pytest.mark.parametrize(("words", "change"), CHANGES)
-def test_a_misfit_is_named_and_nothing_changes(
+def test_a_mismatch_is_named_and_nothing_changes(
     words: str, change: Callable[[State], object], state: State, other: zbpp.Pipeline
 ) -> None:
     before, bad = copied(other), copy.deepcopy(state)
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_value_that_no_file_holds_is_refused(
+def test_a_value_that_no_file_can_store_is_refused(
     extra: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     pipeline = trained(1)

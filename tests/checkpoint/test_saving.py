@@ -63,7 +63,7 @@ def names(folder: Path) -> list[str]:
 # ---- Which ones stay.
 
 
-def test_the_last_ones_stay_and_the_newest_counts(tmp_path: Path) -> None:
+def test_the_last_checkpoints_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
     pipeline = constant()
     for n in range(1, 6):
         go_on(pipeline, 1, n)
@@ -76,14 +76,14 @@ def test_the_last_ones_stay_and_the_newest_counts(tmp_path: Path) -> None:
         assert file.stat().st_mode & 0o777 == file.parent.stat().st_mode & 0o666
 
 
-def test_the_one_just_saved_stays(tmp_path: Path) -> None:
+def test_the_checkpoint_just_saved_stays(tmp_path: Path) -> None:
     """Also where a run went on from an early one, and later ones are still there."""
     for n_steps in (3, 4, 2):
         constant(n_steps).save(tmp_path, keep=2, wait=True)
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
 
 
-def test_nothing_to_load_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     pipeline = constant()
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         pipeline.load(tmp_path)
@@ -172,7 +172,7 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint(
         assert len(names(copy)) == 1 and value_in(copy) == 3.0
 
 
-def test_the_state_of_its_moment_is_saved_while_steps_go_on(
+def test_a_save_has_the_state_of_its_call_while_steps_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing waits until the parameters have changed."""
@@ -204,7 +204,7 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_ends_no_run(tmp_path: Path, caplog: Any) -> None:
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
     pipeline = make("1F1B", 2)
     pipeline.step(*batch(0))
     pipeline.save(tmp_path, wait=True)
@@ -377,7 +377,7 @@ def test_a_stray_file_is_refused(tmp_path: Path) -> None:
         read_model(folder)
 
 
-def test_a_load_that_breaks_off_ends_the_pipeline(
+def test_a_load_that_fails_halfway_ends_the_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files were whole when they were verified."""

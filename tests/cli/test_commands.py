@@ -201,12 +201,12 @@ def test_plan_and_show_have_the_figures_of_the_mode(zbpp, mode):
         "plan --pipeline-schedule-mode ZBV -p 9 -p 2 -m 4 --out x.json",
     ],
 )
-def test_modes_stand_bare_and_flags_have_several_spellings(zbpp, line):
+def test_modes_are_positional_and_flags_have_several_spellings(zbpp, line):
     zbpp(line)
     assert read_plan("x.json").schedule == plan("ZBV", n_stages=2, n_microbatches=4)
 
 
-def test_a_plan_is_shown_with_the_times_of_its_own_split(zbpp):
+def test_a_plan_is_shown_with_the_times_of_its_split(zbpp):
     zbpp("plan ZBH1 -p 2 -m 4 --layers layers.json --split 2,6 -o plan.json")
     assert read_plan("plan.json").schedule.split == (2, 6)
     asked = zbpp.json("show plan.json --layers layers.json")
@@ -294,7 +294,7 @@ def test_times_and_memory_of_replicas_follow_from_the_layers(zbpp):
         assert base["peak_memory"][0] - found["peak_memory"][0] == saved
 
 
-def test_where_passes_gather_they_take_all_gather_longer(zbpp):
+def test_passes_that_gather_take_all_gather_longer(zbpp):
     """3 F's and 3 B's of a stage, each 2 longer; nothing gathers beside them."""
     costs = {"f": 1, "b": 1, "w": 1, "all_gather": 2, "reduce_scatter": 1}
     Path("gathered.json").write_text(json.dumps(costs))

@@ -88,7 +88,7 @@ def test_estimate_has_bytes_by_mode_and_stage_and_marks_what_is_over_the_limit(z
 
 
 @pytest.mark.slow
-def test_estimate_names_what_fits_and_its_files_feed_the_planner(zbpp):
+def test_estimate_names_the_modes_that_fit_and_its_files_feed_the_planner(zbpp):
     line = (
         "estimate -p 2 -m 4 --model my_models:triple --optimizer none "
         "--modes 1F1B FThenB --costs_out c.json --layers_out l.json --memory_limit"
@@ -105,7 +105,7 @@ def test_estimate_names_what_fits_and_its_files_feed_the_planner(zbpp):
 
 
 @pytest.mark.slow
-def test_costs_of_an_estimate_count_what_ends_of_a_tie_receive(zbpp):
+def test_costs_of_an_estimate_count_received_gradients_of_ties(zbpp):
     line = "estimate -p 2 -m 4 --model my_models:tied_list --optimizer sgd"
     zbpp(f"{line} --modes 1F1B --costs_out c.json")
     assert read_costs("c.json").peak_o == (512 * 16 * 4,) * 2
@@ -149,7 +149,7 @@ def test_doctor_takes_a_model_with_its_batch_and_loss(zbpp, name):
     assert "weight" in out and "│ W" in out
 
 
-def test_doctor_tells_which_weights_wait(zbpp):
+def test_doctor_lists_the_weights_whose_gradients_run_in_w(zbpp):
     out = zbpp("doctor --model my_models:tied")
     cells = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
     assert {row[1]: row[3] for row in cells if len(row) > 2} == {

@@ -79,7 +79,7 @@ sys.exit(main(["train"]))
 """
 
 
-def test_without_torch_and_matplotlib_all_works_that_needs_neither(tmp_path):
+def test_commands_that_need_neither_work_without_torch_and_matplotlib(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN],
         cwd=tmp_path,
@@ -170,12 +170,12 @@ def test_a_report_has_the_figures_of_the_command_line(ask, zbpp, limit):
 
 
 @pytest.mark.parametrize("wrong", [{"f": "x"}, {"microbatches": 10**6}])
-def test_settings_that_no_slider_has_are_refused(ask, wrong):
+def test_wrong_settings_of_the_playground_are_refused(ask, wrong):
     assert ask("/report", **SETTINGS | wrong)[0] == 400
     assert ask("/report")[0] == 400
 
 
-def test_a_port_that_is_taken_is_refused(address, zbpp):
+def test_a_port_in_use_is_refused(address, zbpp):
     port = urlsplit(address).port
     zbpp(f"playground --port {port}", code=2)
     assert f"--port {port} cannot be had" in zbpp.err

@@ -159,7 +159,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(refused, line):
 @pytest.mark.parametrize(
     "costs", ['{"f": 1e100, "b": 1e100}', '{"optimizer": 1e16}', '{"w": 1e-100}']
 )
-def test_numbers_far_apart_are_shown_without_a_picture_of_them(zbpp, costs):
+def test_times_far_apart_are_shown_without_a_picture(zbpp, costs):
     Path("far.json").write_text(costs)
     out = zbpp("show ZBV -p 2 -m 3 --costs far.json")
     assert "nan" not in out and "bubble rate" in out

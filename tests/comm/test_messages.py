@@ -282,7 +282,7 @@ def send(name: str, after_a_step: bool) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sent_is_refused(pool: Pool, name: str) -> None:
+def test_values_that_cannot_be_sent_are_refused(pool: Pool, name: str) -> None:
     sender, receiver = pool.run(send, 2, name, "by the data" in name)
     words = REFUSED[name][2]
     assert sender.startswith("ShapeError: ") and words in sender

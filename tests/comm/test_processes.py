@@ -39,7 +39,7 @@ def train_in_groups() -> list[Losses]:
 
 
 @pytest.mark.dist
-def test_pipelines_in_groups(pool: Pool) -> None:
+def test_two_pipelines_train_in_separate_groups(pool: Pool) -> None:
     first, second, *_ = pool.run(train_in_groups, 4)
     assert first == [losses_of(1)] and second == [losses_of(1)] * 2
 
@@ -83,7 +83,7 @@ def count_threads(closes: bool) -> list[tuple[int, int]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_pipeline_that_is_gone_leaves_no_thread(pool: Pool, closes: bool) -> None:
+def test_a_deleted_pipeline_leaves_no_thread(pool: Pool, closes: bool) -> None:
     """One that lets go of a tensor while Python ends aborts the process."""
     for (_, first), *_, (during, last) in pool.run(count_threads, 2, closes):
         assert last <= first < during
@@ -142,7 +142,7 @@ def device_of(asked: Any) -> str:
         ("cuda", 0, None, "", "cuda", "device cuda: torch finds none here"),
     ],
 )
-def test_the_device_of_a_process(
+def test_each_process_chooses_its_device(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     n: int,

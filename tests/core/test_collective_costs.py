@@ -77,7 +77,7 @@ def test_two_levels_by_hand() -> None:
         collective_time(ALL_GATHER, 1.0, 6, LINK, **levels)
 
 
-def test_a_fit_finds_what_messages_were_made_of() -> None:
+def test_a_fit_recovers_the_delay_and_bandwidth() -> None:
     """A V100's published 30 GB/s at 1 MB and 130 at 128 MB; and noisy messages."""
     points = [(1e6, 1e6 / 30e9), (128e6, 128e6 / 130e9)]
     link = fit_link(points)
@@ -99,6 +99,6 @@ def test_a_fit_finds_what_messages_were_made_of() -> None:
         ([(1.0, 2.0), (1e6, 1.0)], "take no longer than small ones"),
     ],
 )
-def test_what_no_link_explains_is_refused(messages, message) -> None:
+def test_times_that_fit_no_link_are_refused(messages, message) -> None:
     with pytest.raises(RequestError, match=message):
         fit_link(messages)

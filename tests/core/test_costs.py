@@ -184,7 +184,7 @@ def test_messages_take_a_delay_and_their_bytes():
     assert layers.on(ONE, [3], n_microbatches=4).comm == 0.0
 
 
-def test_stages_hold_their_messages_and_their_batch():
+def test_memory_of_stages_includes_messages_and_batch():
     """Of a V on two stages, both cuts join the stages; the turn is on one."""
     layers = LayerCosts(
         4, m_b=0.0, message=(10.0, 20.0, 30.0), messages_at_once=3,
@@ -198,7 +198,7 @@ def test_stages_hold_their_messages_and_their_batch():
     assert LayerCosts(4, message=9.0).on(V, split, n_microbatches=4).m_fixed == (0,) * 4
 
 
-def test_what_replicas_have_whole_for_a_while_is_that_of_the_largest():
+def test_gathered_memory_of_replicas_is_that_of_the_largest_layer():
     layers = LayerCosts(4, whole_gradients=(1, 2, 4, 8), whole_parameters=(5, 1, 1, 3))
     assert layers.on(TWO, [2, 2], n_microbatches=4).m_fixed == (3.0 + 5.0, 12.0 + 3.0)
     on_v = layers.on(V, [1, 1, 1, 1], n_microbatches=4).on(V)
@@ -278,7 +278,7 @@ def test_a_part_of_a_chunk_is_a_share_of_its_layers() -> None:
         (replace(COSTS, splits=(True, False)), ALL_AGAIN, "stage 1 cannot split"),
     ],
 )
-def test_what_cannot_be_recomputed_is_refused(costs, again, message) -> None:
+def test_impossible_recompute_is_refused(costs, again, message) -> None:
     with pytest.raises(RequestError, match=message):
         recomputed(costs, again)
 
@@ -326,7 +326,7 @@ def planned(row: str, costs: Costs) -> Plan:
     return make_plan(PlanRequest(schedule=schedule, costs=costs))
 
 
-def test_a_limit_counts_all_of_it_and_says_bytes():
+def test_a_limit_counts_all_memory_and_is_shown_in_bytes():
     gib = 2.0**30
     model = Costs(
         m_b=gib,
@@ -342,7 +342,7 @@ def test_a_limit_counts_all_of_it_and_says_bytes():
             planned("0F0 0B0 0W0 O", replace(model, **worse))
 
 
-def test_a_limit_is_kept_to_the_last_digit_but_not_beyond():
+def test_a_limit_is_exact_to_rounding():
     row = "0F0 0B0 0F1 0B1 0W0 0W1"
     found = planned(row, Costs(m_w=0.4, memory_limit=1.4))
     assert found.schedule.orders == (order(row),)

@@ -44,14 +44,14 @@ PER_CHUNK = ("f", "b", "w", "comm", "optimizer", "all_gather", "reduce_scatter")
     memory_limit=st.none() | per_chunk,
     speed=st.none() | st.floats(0.1, 10),
 )
-def test_costs_are_read_back_as_they_were(lists, tmp_path_factory, **others):
+def test_costs_are_read_back_unchanged(lists, tmp_path_factory, **others):
     path = tmp_path_factory.getbasetemp() / "costs.json"
     costs = Costs(**lists, **others, m_b=2.0)
     write_costs(costs, path)
     assert read_costs(path) == costs
 
 
-def test_keys_left_out_take_their_defaults_and_those_are_left_out(tmp_path):
+def test_missing_keys_are_defaults_and_defaults_are_not_written(tmp_path):
     """Files stay readable for those who know the first keys only."""
     assert read_costs({}) == Costs() == read_costs({"memory_limit": None})
     costs = read_costs({"f": [1, 2.5], "memory_limit": 8, "m_w": 0.366})
@@ -63,7 +63,7 @@ def test_keys_left_out_take_their_defaults_and_those_are_left_out(tmp_path):
         assert set(keys) == first | set(more)
 
 
-def test_a_layers_file_comes_back_as_it_was(tmp_path):
+def test_a_layers_file_is_read_back_unchanged(tmp_path):
     path = tmp_path / "layers.json"
     layers = LayerCosts(4, f=(1.0, 2.0, 3.0, 4.0), m_r=1.0, pass_f=0.5, all_gather=2.0)
     write_costs(layers, path)

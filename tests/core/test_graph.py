@@ -75,7 +75,7 @@ def spans(schedule, costs):
 
 
 @given(whole_passes() | passes_in_parts())
-def test_stages_take_as_long_as_the_referee_finds(case):
+def test_start_times_equal_those_of_the_referee(case):
     schedule, costs = case
     text, data = json.loads(schedule_text(schedule)), data_of(costs)
     found = spans(schedule, costs)
@@ -93,7 +93,7 @@ def data_of(costs):
 
 
 @given(whole_passes() | passes_in_parts())
-def test_what_decided_a_start_ended_then(case):
+def test_each_start_is_the_end_of_the_job_that_decided_it(case):
     schedule, costs = case
     times = costs.on(schedule.placement)
     graph = JobGraph(schedule.rows_for(times), times)
@@ -135,7 +135,7 @@ def test_a_stage_of_two_chunks_may_deadlock_with_itself():
 
 
 @pytest.mark.parametrize("n_jobs", list(product((0, 1, 2), repeat=2)))
-def test_jobs_that_wait_for_what_is_missing_are_refused(n_jobs):
+def test_jobs_that_wait_for_a_missing_job_are_refused(n_jobs):
     schedule = plan("1F1B", n_stages=2, n_microbatches=2)
     orders = [order[:n] for order, n in zip(schedule.orders, n_jobs, strict=True)]
     graph = JobGraph(orders, Costs().on(schedule.placement))
@@ -146,7 +146,7 @@ def test_jobs_that_wait_for_what_is_missing_are_refused(n_jobs):
             graph.run()
 
 
-def test_jobs_of_no_time_wait_for_one_another_all_the_same():
+def test_jobs_of_no_time_still_wait_for_one_another():
     schedule = plan("ZBH1", n_stages=3, n_microbatches=4)
     none = Costs(0, 0, 0)
     assert spans(schedule, none) == [0, 0, 0]

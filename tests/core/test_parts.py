@@ -63,14 +63,14 @@ def tiny(*parts):
 TINY = "0F0.0 0F0.1~ 0F1.0 0F0.2 0F1.1~ 0B0.0~ 0F1.2 0B0.1 0W0.0 0B1.0~ 0B1.1 0W1.0 O"
 
 
-def test_parts_go_on_beside_one_another():
+def test_parts_on_different_lanes_overlap():
     assert draw(simulate(tiny(TINY), LANES)) == dedent("""\
         0 | F0 F1 F0 F1 B0 -  W0 B1 -  W1
           + .  F0 F1 B0 .  .  B1""")
 
 
 @pytest.mark.parametrize("mode", sorted(set(MODES) - {"auto"}))
-def test_parts_in_a_row_take_the_times_of_their_sums(mode):
+def test_parts_one_after_another_take_the_sum_of_their_times(mode):
     schedule = plan(mode, n_stages=3, n_microbatches=7)
     costs = moe_costs(0.3, comm=0.1, loss=0.2, optimizer=0.3)
     sums = replace(costs, parts=None)
@@ -127,7 +127,7 @@ def test_a_chunk_has_the_parts_of_its_layers_and_w_in_one():
     assert (costs.f, costs.b, costs.w) == ((27.5,), (30.25,), (15,))
 
 
-def test_a_forward_that_is_run_again_is_one_part_of_b():
+def test_a_recomputed_forward_is_one_part_of_b():
     one = Placement.single(1)
     (again,) = LAYERS.on(one, (3,), n_microbatches=1, recompute=[0, 1]).on(one).parts
     assert again.b == ((C, 6.25), (N, 4), (C, 1 + 10 + 6), (N, 4), (C, 1 + 7 + 8))
@@ -144,7 +144,7 @@ def test_a_forward_that_is_run_again_is_one_part_of_b():
     assert longer > span(simulate(once, costs))
 
 
-def test_no_step_is_shorter_than_what_its_layers_compute():
+def test_no_step_is_shorter_than_the_compute_of_its_layers():
     layer = moe_costs(0.5, layers=1).parts
     layers = LayerCosts(4, parts=layer)
     sizes = {"n_stages": 1, "n_microbatches": 8}
@@ -195,7 +195,7 @@ def test_wrong_parts_are_refused_by_name(text, message):
         read_costs(json.loads(text))
 
 
-def test_what_parts_cannot_be_combined_with_is_refused():
+def test_options_that_parts_exclude_are_refused():
     vpp = plan_vpp(n_stages=2, n_microbatches=4, chunks_per_stage=3)
     with pytest.raises(RequestError, match="4 layers of a stage do not divide"):
         moe_costs(0.4).on(vpp.placement)
@@ -213,7 +213,7 @@ def test_what_parts_cannot_be_combined_with_is_refused():
         Parts(((Lane.COMPUTE, 1.0),), (("copy", 1.0),))
 
 
-def test_validations_are_laid_out_and_taken_out_again():
+def test_validations_are_placed_among_parts_and_removed_again():
     schedule = lay_out(plan_combined_1f1b(n_stages=2, n_microbatches=4), moe_costs(0.4))
     checked = post_validated(schedule)
     assert all(sum(str(job) == "V" for job in row) == 1 for row in checked.parts)
@@ -301,7 +301,7 @@ def test_costs_with_other_parts_are_refused_not_cut_short():
                 call(schedule, Costs(parts=Parts(f, EXCHANGE, w)))
 
 
-def test_parts_that_compute_in_a_row_are_one_and_those_of_no_time_none():
+def test_adjacent_compute_parts_are_joined_and_empty_ones_dropped():
     parts = Parts((*EXCHANGE, (N, 0.0)), (*EXCHANGE, (C, 0.5)), ((C, 1.0),), layers=2)
     (merged,) = Costs(parts=parts).on(Placement.single(1)).parts
     assert merged.f == ((C, 1.0), (N, 1.0), (C, 2.0), (N, 1.0), (C, 1.0))

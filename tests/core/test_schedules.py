@@ -147,12 +147,12 @@ def test_a_mistake_is_named_and_marked(rows, m, row, column, reason):
         assert len(picture[row]) <= at
 
 
-def test_the_twins_of_the_wrong_ones_are_right():
+def test_corrected_twins_of_wrong_orders_are_accepted():
     assert build(*GOOD, m=2).n_stages == 2
     assert build(*SHARDED).orders == orders_of(*SHARDED)
 
 
-def test_the_whole_message():
+def test_the_whole_error_message():
     with pytest.raises(ScheduleError) as error:
         build("0F0 0BW0 0F1 0BW1", "1F0 1BW0 1BW1 1F1", m=2)
     assert str(error.value) == dedent("""\

@@ -37,7 +37,7 @@ passes = st.builds(
 
 
 @given(passes)
-def test_a_pass_is_read_back_as_it_was_written(job):
+def test_a_pass_is_read_back_unchanged(job):
     assert parse_job(str(job), stage=3) == job
 
 
@@ -62,7 +62,7 @@ def test_a_pass_is_read_back_as_it_was_written(job):
         *("(0F0;1F0)OVERLAP_F_B", "(0F0)OVERLAP_F_B", "(O;1B0)OVERLAP_F_B"),
     ],
 )
-def test_what_names_no_job_is_refused_and_quoted(cell):
+def test_a_text_that_names_no_job_is_refused_and_quoted(cell):
     quoted = r"is not a job; write <chunk>.*UNSHARD\|RESHARD|is no pair of an F and"
     with pytest.raises(RequestError, match=quoted) as e:
         parse_job(cell, stage=0)
@@ -85,7 +85,7 @@ def test_a_grid_is_as_wide_as_its_longest_cell_and_marks_a_place(rows, mark, sho
     assert grid(rows, mark=mark) == shown
 
 
-def test_grid_shows_only_what_stands_near_the_mark():
+def test_a_grid_shows_only_the_cells_near_the_mark():
     rows = [[f"0F{i}" for i in range(10, 50)], [f"1F{i}" for i in range(10, 30)]]
     top, mark, below = grid(rows, mark=(0, 20)).splitlines()
     assert top.startswith("stage 0 | ... 0F24 ") and top.endswith(" 0F36 ...")

@@ -61,7 +61,7 @@ def changed(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_the_page_tells_the_lines_that_change(name: str) -> None:
+def test_the_page_counts_the_changed_lines(name: str) -> None:
     page = (ROOT / "docs" / "coming_from.md").read_text()
     (told,) = re.findall(rf"{name}\.py\S* \|.*\| (\d+) of (\d+) \|", page)
     lines = len(code_lines((EXAMPLES / f"{name}.py").read_text()))

@@ -68,7 +68,7 @@ def test_an_error_of_a_backward_names_the_pass_and_a_recomputed_layer():
     assert "raised in layers.1 (layer 1)" in notes
 
 
-def test_a_tuple_for_a_layer_of_two_arguments_gets_the_way_out():
+def test_a_tuple_for_a_layer_of_two_arguments_gets_a_hint():
     class Splits(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return super().forward(x), x

@@ -93,7 +93,7 @@ def marks_of(fault: Fault) -> list[Any]:
         for kind, fault in ROWS
     ],
 )
-def test_all_name_a_fault_and_what_was_saved_stays(
+def test_all_ranks_name_a_fault_and_checkpoints_stay(
     kind: str, fault: Fault, tmp_path: Path
 ) -> None:
     text = f"{kind}:{fault.rank}:{fault.step}:{fault.place}"
@@ -213,14 +213,14 @@ def call_apart(steps: bool, timeout_s: float) -> str:
     return words
 
 
-def test_an_evaluation_that_other_ranks_leave_out(pool: Pool) -> None:
+def test_an_evaluation_that_other_ranks_skip_is_an_error(pool: Pool) -> None:
     first, _ = pool.run(call_apart, 2, False, 1.0)
     assert "rank 1 has left no word" in first
     assert "every rank must call evaluate()" in first
 
 
 @pytest.mark.slow
-def test_an_evaluation_beside_a_step(pool: Pool) -> None:
+def test_an_evaluation_during_a_step_of_other_ranks_is_an_error(pool: Pool) -> None:
     """The activations would fit, so that they must not be taken for the step's."""
     for words in pool.run(call_apart, 2, True, 5.0):
         assert "all ranks wait (rank 0: evaluate, rank 1: step 1)" in words

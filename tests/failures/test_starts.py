@@ -305,7 +305,7 @@ def fail_on_last() -> tuple[str, str]:
 
 
 @pytest.mark.dist
-def test_a_failure_of_one_rank_is_told_to_the_others(pool: Pool) -> None:
+def test_a_failure_of_one_rank_is_reported_on_the_others(pool: Pool) -> None:
     """It is no mistake of a request: the rank has its error, others a `PeerError`."""
     (kind, text), (last, words) = pool.run(fail_on_last, 2)
     assert (last, words) == ("FileNotFoundError", "weights-7.bin")
@@ -422,7 +422,7 @@ def drawn(seed: int) -> tuple[list[Tensor], Tensor]:
 
 
 @pytest.mark.dist
-def test_chunks_of_one_seed_draw_other_weights(pool: Pool) -> None:
+def test_chunks_of_one_seed_draw_different_weights(pool: Pool) -> None:
     (one, next_one), (other, next_other) = pool.run(drawn, 2, 3)
     weights = [x for x in (*one, *other) if x.dim() == 2]
     assert len({float(x[0, 0]) for x in weights}) == N_LAYERS

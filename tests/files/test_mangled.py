@@ -185,7 +185,7 @@ def test_extreme_costs_are_planned_or_refused(
         plan_with(Costs(f=f, w=w, m_b=m_b, m_w=m_w, memory_limit=limit))
 
 
-def test_numbers_in_files_are_not_counted_to(
+def test_huge_numbers_in_files_are_refused_at_once(
     written: dict[str, Path], tmp_path: Path
 ) -> None:
     path, n = tmp_path / "x", 10**30
@@ -196,7 +196,7 @@ def test_numbers_in_files_are_not_counted_to(
 
 
 @pytest.mark.slow
-def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
+def test_a_file_of_20_gib_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 20 * 2**30)

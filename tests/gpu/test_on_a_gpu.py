@@ -45,7 +45,7 @@ def reference(**more: Any) -> Any:
     return run(on_gpu("FThenB", n_stages=1, **more))
 
 
-def test_pairs_in_turns_have_the_bits_of_pairs_in_a_row() -> None:
+def test_interleaved_pairs_have_the_bits_of_sequential_pairs() -> None:
     """What communicates runs on a stream of its own, and nothing else does."""
     case = on_gpu("DualPipeV", model="exchange, dropout", n_stages=1)
     in_a_row = run(replace(case, overlap=False))
@@ -53,11 +53,11 @@ def test_pairs_in_turns_have_the_bits_of_pairs_in_a_row() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_agree_to_the_last_bit(mode: str) -> None:
+def test_modes_give_equal_bits(mode: str) -> None:
     assert difference(run(on_gpu(mode)), reference()) is None
 
 
-def test_processes_that_share_the_gpu_agree_too() -> None:
+def test_processes_that_share_the_gpu_give_equal_bits() -> None:
     """By gloo, through the host's memory."""
     pool = Pool()
     found = on_ranks(pool, on_gpu("ZBV", optimizer="adamw"), 2)
@@ -151,7 +151,7 @@ def test_jobs_take_the_time_of_their_kernels() -> None:
 
 
 @of_kernels
-def test_a_micro_batch_may_be_changed_at_once_without_a_wait() -> None:
+def test_a_micro_batch_may_be_overwritten_right_after_the_step_call() -> None:
     case = on_gpu("ZBH1")
     pipeline, plain = make(case), make(case)
     for step in range(3):
@@ -198,7 +198,7 @@ def test_estimates_of_memory_are_within_5_per_cent(mode: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_fused_optimizer_has_its_counters_where_it_computes(
+def test_a_fused_optimizer_has_its_counters_on_the_gpu(
     fused: bool, tmp_path: Path
 ) -> None:
     """After a load; others count on the host."""

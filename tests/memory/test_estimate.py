@@ -34,7 +34,7 @@ def batch(width: int = D) -> tuple[Tensor, Tensor]:
     return torch.empty(N, width), torch.empty(N, width)
 
 
-def test_the_columns_of_blocks_are_those_of_a_pencil() -> None:
+def test_the_columns_of_blocks_equal_sums_by_hand() -> None:
     costs = layer_memory([block() for _ in range(6)], batch(), mse_loss, optimizer=sgd)
     assert costs.n_layers == 6
     # The batch is the caller's; the other inputs are the layers' own.
@@ -72,7 +72,7 @@ def test_planner_and_estimate_give_one_answer(mode: str, tmp_path: Path) -> None
         make_plan(replace(request, memory_limit=without))
 
 
-def test_an_estimate_is_the_same_whatever_memory_torch_takes_anew() -> None:
+def test_repeated_estimates_are_equal() -> None:
     """Storages of other sizes come where those of before were."""
     widths = (1, 4, 1, 2)
     layers = [
@@ -102,7 +102,7 @@ def test_an_optimizer_and_its_rollback_count(
     assert costs.of("m_fixed") == (n_weights * WEIGHT + more,) * 2
 
 
-def test_any_of_several_optimizers_may_need_the_most() -> None:
+def test_the_largest_of_several_optimizers_counts() -> None:
     def large_first(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW(parameters[:1]), sgd(parameters[1:])]
 
@@ -115,7 +115,7 @@ def test_any_of_several_optimizers_may_need_the_most() -> None:
 
 
 @pytest.mark.parametrize(("samples", "most"), [(4096, 1), (1, 4)])
-def test_a_step_of_a_stage_is_traced_where_it_may_need_the_most(
+def test_a_step_is_traced_where_it_may_be_the_peak(
     samples: int, most: int
 ) -> None:
     """Else each kind of layer has its step traced, which takes much less time."""
@@ -133,7 +133,7 @@ def test_a_step_of_a_stage_is_traced_where_it_may_need_the_most(
     assert max(sizes) == most
 
 
-def test_counters_of_optimizers_have_no_numbers() -> None:
+def test_counters_of_optimizers_keep_no_values() -> None:
     """With numbers, as `FakeTensorMode` keeps them, torch 2.13 corrupts memory."""
     made: list[torch.optim.Optimizer] = []
 
@@ -162,7 +162,7 @@ def test_a_builder_allocates_nothing_and_any_size_of_micro_batches_is_traced() -
     assert chunks.on(placement).fixed[0] > 250 * 2**46
 
 
-def test_a_model_stays_as_it_is() -> None:
+def test_an_estimate_leaves_the_model_unchanged() -> None:
     layers = nn.Sequential(block(), block())
     before = {name: p.clone() for name, p in layers.named_parameters()}
     layer_memory(layers, batch(), mse_loss)
@@ -196,7 +196,7 @@ class Choosy(nn.Module):
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_estimated_is_refused(
+def test_models_that_cannot_be_estimated_are_refused(
     act: Callable[[], object], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words):
@@ -221,7 +221,7 @@ def stages_of(mode: str, n_stages: int, *, tied: bool) -> list[StageEstimate]:
     return list(found.modes[mode])
 
 
-def test_a_tied_weight_counts_on_each_stage_that_holds_it() -> None:
+def test_a_tied_weight_counts_on_each_of_its_stages() -> None:
     size = 512 * D * 4
     tied, untied = (stages_of("1F1B", 4, tied=tied) for tied in (True, False))
     for stage in (0, 3):
@@ -235,7 +235,7 @@ def test_a_tied_weight_counts_on_each_stage_that_holds_it() -> None:
     assert other == same
 
 
-def test_a_planner_counts_what_the_ends_of_a_tie_receive() -> None:
+def test_plans_count_received_gradients_of_ties() -> None:
     size = 512 * D * 4
     tokens = torch.zeros(8, dtype=torch.long)
     tied, untied = (
@@ -297,7 +297,7 @@ def replicated(shard: Any, mode: str = "ZBV", n: int = 64) -> list[StageEstimate
     return list(found.modes[mode])
 
 
-def test_replicas_that_shard_hold_what_zero_says() -> None:
+def test_sharded_replicas_use_the_memory_of_zero() -> None:
     """AdamW in 32 bits keeps 4 + 4 + 8 bytes a parameter; replicas a part of it."""
     stages = {shard: replicated(shard) for shard in SHARDS}
     for shard, both in stages.items():

@@ -293,13 +293,13 @@ def test_what_cannot_be_cut_is_refused_by_name(
         run(cut(make(), **{"blocks": PATH, "example": IDS, **arguments}))
 
 
-def test_the_way_of_a_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_method_of_a_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="zbpp"):
         cut(Encoder(), example=IDS)
     assert "Encoder is cut by torch.export into 6 layers" in caplog.text
 
 
-def test_sequentials_keep_their_own_names_and_lists_get_some() -> None:
+def test_sequentials_keep_their_names_and_lists_get_names() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     assert layered_of(nn.Sequential(*layers)).own_name(1, "weight") == "1.weight"
     assert layered_of(layers).own_name(1, "weight") == "layers.1.weight"

@@ -222,7 +222,7 @@ def test_a_routers_loss_is_part_of_the_loss_of_an_exported_model() -> None:
         assert loss - float(alone(**part).loss.detach()) > 1e-3
 
 
-def test_predictions_and_losses_of_any_length_are_the_plain_models() -> None:
+def test_predictions_and_losses_of_any_length_equal_the_plain_model() -> None:
     """Also of a batch whose micro-batches are not of one size."""
     model, batch = tiny("gemma3").eval(), batch_of("gemma3", 2 * M + 1)
     ids = {"input_ids": batch["input_ids"]}
@@ -297,7 +297,7 @@ def test_a_batch_that_is_no_dict_or_has_no_labels_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_that_is_resumed_is_the_run_without_a_stop(
+def test_the_resumed_example_equals_the_uninterrupted_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     example, threads = ROOT / "examples" / "hf_causal_lm.py", torch.get_num_threads()

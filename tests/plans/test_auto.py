@@ -91,7 +91,7 @@ def by_hand(text: str) -> Schedule:
     return Schedule("by hand", Placement.single(1), 2, ((*row, Step(0)),))
 
 
-def test_a_tie_in_time_goes_to_less_memory_as_it_really_is():
+def test_a_tie_in_time_goes_to_the_smaller_true_memory():
     """One by one holds 1, and more inside of B; both at once hold 2."""
     one_by_one = by_hand("0F0 0B0 0W0 0F1 0B1 0W1")
     at_once = by_hand("0F0 0F1 0BW0 0BW1")
@@ -104,7 +104,7 @@ def test_a_tie_in_time_goes_to_less_memory_as_it_really_is():
         assert first.is_better_than(second) and not second.is_better_than(first)
 
 
-def test_a_placement_whose_bound_is_above_the_best_is_skipped():
+def test_a_placement_whose_bound_exceeds_the_best_step_is_skipped():
     found = auto(memory_limit=4)  # no bubble in p M_B
     assert found.schedule.placement == V
     reason = "+6.2% at least"

@@ -70,7 +70,7 @@ def drawn(mode: str, p: int, m: int, costs: Costs) -> str:
 
 
 @pytest.mark.parametrize("case", PICTURES, ids=lambda case: case[0])
-def test_a_schedule_is_what_is_drawn_on_top_of_its_file(case):
+def test_a_schedule_equals_the_picture_in_its_file(case):
     mode, *_ = case
     path = inspect.getsourcefile(HAND_MADE[mode])
     source = Path(path).read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def test_a_schedule_is_what_is_drawn_on_top_of_its_file(case):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_a_plan_is_what_is_drawn_on_top_of_the_planner(limit):
+def test_a_plan_equals_the_picture_in_the_planner(limit):
     schedule = plan("ZB", n_stages=2, n_microbatches=4, memory_limit=limit)
     first, rest = draw(simulate(schedule)).split("\n")
     picture = f"limit {limit}  {first}\n         {rest}"

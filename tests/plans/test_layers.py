@@ -144,7 +144,7 @@ def llama(limit: float | None) -> LayerCosts:
     return LayerCosts(n_layers=32, f=times, b=times, w=times, memory_limit=limit)
 
 
-def test_a_heavy_head_is_worth_a_fifth_of_the_step():
+def test_a_balanced_split_for_a_heavy_head_saves_a_fifth_of_the_step():
     """Share of the step beyond perfect balance, 8 stages, 24 micro-batches, limit p."""
     found = plan_layers("ZB", llama(32.0), 8, 24)
     ideal = 24 * 3 * 34.4 / 8
@@ -175,7 +175,7 @@ def test_the_even_step_of_auto_is_that_of_the_mode_that_wins():
     assert "-0.8% with more messages" in found.line, "control: another is faster"
 
 
-def test_where_a_mode_holds_much_the_early_stages_get_few_layers():
+def test_under_a_limit_early_stages_of_1f1b_get_fewer_layers():
     """1F1B holds p - s micro-batches: by loads alone no split would fit."""
     found = plan_layers("1F1B", LayerCosts(n_layers=32, memory_limit=13.0), 8, 16)
     assert found.split[0] == 1 and found.even_step is None and found.gain is None
@@ -222,13 +222,13 @@ def choose(layers: LayerCosts, p: int, m: int, chunks: int, **more: object) -> P
         pytest.param(1, 8, 4.0, 1.36, marks=pytest.mark.slow),  # none 1.82, all 1.61
     ],
 )
-def test_little_memory_is_used_better(chunks, n_layers, limit, most):
+def test_recompute_and_split_keep_steps_short_under_a_tight_limit(chunks, n_layers, limit, most):
     found = choose(paper(8, chunks, n_layers, limit), 8, 24, chunks)
     assert found.step <= most * 24 * (F + B + W)
     assert found.peak <= limit * (1 + 1e-9) and found.recompute
 
 
-def test_a_choice_is_nearly_the_best_of_all():
+def test_a_choice_is_near_the_best_of_all_choices():
     layers = replace(paper(2, 1, 3, 1.2), m_w=0.05)
     steps = []
     for n, k in product(range(4), repeat=2):
@@ -242,7 +242,7 @@ def test_a_choice_is_nearly_the_best_of_all():
     assert found <= 1.005 * min(steps)
 
 
-def test_what_does_not_fit_otherwise_is_recomputed():
+def test_layers_are_recomputed_where_they_do_not_fit_otherwise():
     layers = paper(2, 1, 4, 0.8)
     with pytest.raises(RequestError, match="over the limit"):
         choose(layers, 2, 4, 1, recompute="none")
@@ -282,7 +282,7 @@ def pick(costs: LayerCosts, p: int = 4, m: int = 8) -> Plan:
     return plan_layers("auto", costs, p, m)
 
 
-def test_no_mode_is_better_than_what_is_chosen():
+def test_no_mode_beats_the_choice_of_auto():
     costs = blocks(memory_limit=30 * GIB)
     found = pick(costs)
     assert found.peak <= 30 * GIB
@@ -295,7 +295,7 @@ def test_no_mode_is_better_than_what_is_chosen():
         assert other.step >= found.step * 0.99 or mode in found.mode
 
 
-def test_among_plans_that_are_as_good_as_equal_few_messages_win():
+def test_among_nearly_equal_plans_the_fewest_messages_win():
     costs = blocks(w=0.0)  # nothing to fill a bubble with, and next to none
     chosen = pick(costs, 2, 100)
     stages = chosen.schedule.placement.stage_of
@@ -312,11 +312,11 @@ def test_among_plans_that_are_as_good_as_equal_few_messages_win():
         (blocks(w=0.0), 2, 100),  # W has nothing to do
     ],
 )
-def test_it_says_where_zero_bubble_gains_little(costs, p, m):
+def test_a_note_names_requests_where_zero_bubble_gains_little(costs, p, m):
     assert "zero bubble gains less than 2% over 1F1B here" in pick(costs, p, m).line
 
 
-def test_placements_that_cannot_be_had_are_named_with_their_reason():
+def test_impossible_placements_are_named_with_their_reason():
     assert "ZBV: 5 layers cannot fill 8 chunks" in pick(blocks(3), p=4).line
     assert "1F1B" in {lost.mode for lost in pick(blocks()).rejected if lost.is_planned}
     with pytest.raises(LimitError, match="smallest limit"):

@@ -27,7 +27,7 @@ def test_a_plan_for_the_links_is_shorter_than_one_without():
         assert span(simulate(aware, costs)) < span(simulate(blind, costs))
 
 
-def test_one_micro_batch_needs_what_its_passes_need_one_after_the_other():
+def test_one_micro_batch_needs_the_largest_memory_of_its_passes():
     """F leaves 1, B adds 3 to it and has 4 inside, W has .5 more."""
     costs = Costs(m_b=1, m_w=4, m_fixed=10, peak_f=2, peak_b=4, peak_w=0.5)
     for placement, more, need in (

@@ -23,7 +23,7 @@ def meshes(layers=LAYERS, network=FAST, **more):
     return {one.name: one for one in plan_meshes(layers, network=network, **given)}
 
 
-def test_steps_of_free_collectives_are_those_of_the_pipelines() -> None:
+def test_free_collectives_do_not_change_the_step_time() -> None:
     """8 layers of 3 units: 4 stages hold 2 each, and idle 2 F + B - W at most."""
     found = meshes()
     assert list(found) == ["pp 1 x dp 4", "pp 2 x dp 2", "pp 4 x dp 1"]
@@ -35,7 +35,7 @@ def test_steps_of_free_collectives_are_those_of_the_pipelines() -> None:
     assert all(mesh.exposed == pytest.approx(0, abs=1e-6) for mesh in found.values())
 
 
-def test_what_replicas_exchange_counts() -> None:
+def test_exchanges_of_replicas_count_in_the_step() -> None:
     """One stage: nothing runs beside the sum of its only chunk, all 32 bytes."""
     slow = Network(Link(0.5, 2.0))
     (one, *_) = meshes(network=slow).values()
@@ -51,7 +51,7 @@ def test_what_replicas_exchange_counts() -> None:
     assert passes.exposed == pytest.approx(8 * (4 + 1) * scatter)
 
 
-def test_what_each_reduction_saves() -> None:
+def test_step_times_of_each_reduction() -> None:
     """One stage of 8 layers on two nodes of 2: nothing runs beside its only sum."""
     slow, fast = Link(0.0, 2.0), Link(0.0, 40.0)
     (one, *_, alone) = meshes(network=Network(slow, node=2, node_link=fast)).values()
@@ -81,7 +81,7 @@ def test_slow_links_favour_stages_and_fast_ones_replicas() -> None:
     assert chosen == {0.1: 1, 1e9: 4}
 
 
-def test_layers_that_devices_share() -> None:
+def test_tensor_parallelism_divides_layers() -> None:
     """By hand: all is divided, and four all-reduces of the activations are added."""
     layers = replace(LAYERS, message=8.0)
     slow = Network(Link(0.5, 2.0))
@@ -116,7 +116,7 @@ def test_layers_are_shared_where_links_are_fast_inside_a_node() -> None:
         ("parameters", 16 / 4),
     ],
 )
-def test_memory_that_replicas_keep(shard, held) -> None:
+def test_memory_of_replicas_by_shard(shard, held) -> None:
     # a chunk's gradients are whole for a while, and a layer's parameters
     (one, *_) = meshes(shard=shard).values()
     whole = 8 * 4 * 3 / 4 if shard in ("gradients", "parameters") else 0
@@ -134,7 +134,7 @@ def test_a_limit_leaves_the_meshes_that_fit() -> None:
         best_mesh(list(meshes(replace(LAYERS, memory_limit=10.0)).values()))
 
 
-def test_meshes_that_cannot_be() -> None:
+def test_impossible_meshes_give_their_reason() -> None:
     found = meshes(n_devices=16, n_microbatches=4)
     reasons = {name: one.reason for name, one in found.items() if one.reason}
     assert reasons == {
@@ -145,7 +145,7 @@ def test_meshes_that_cannot_be() -> None:
     }
 
 
-def test_parts_of_layers_know_no_collectives_inside_of_passes():
+def test_layers_with_parts_refuse_collectives_inside_passes():
     part = (Lane.COMPUTE, 1.0)
     layers = LayerCosts(8, parts=Parts((part,), (part,), (part,)), message=1.0)
     layers = replace(layers, bandwidth=1.0, parameters=4.0)
@@ -165,6 +165,6 @@ def test_parts_of_layers_know_no_collectives_inside_of_passes():
         ({"tensor_parallel": (2,)}, "add 'message'"),
     ],
 )
-def test_requests_that_are_wrong(wrong, message) -> None:
+def test_wrong_mesh_requests_are_refused(wrong, message) -> None:
     with pytest.raises(RequestError, match=message):
         meshes(**wrong)

@@ -114,7 +114,7 @@ def test_collectives_are_put_in_before_or_after_validation_and_leave_the_rest(
             assert {x.kind for x in collectives} <= {UNSHARD}
 
 
-def test_other_ways_to_add_up_are_refused():
+def test_unknown_reductions_are_refused():
     with pytest.raises(RequestError, match="reduces"):
         add_collectives(DRAWN, shards=True, reduces="never")
 
@@ -165,7 +165,7 @@ def test_an_earlier_v_makes_others_earlier(name):
 
 
 @pytest.mark.parametrize("mode", sorted({*MODES} - {"DualPipeV", "Combined1F1B"}))
-def test_v_stands_as_late_as_its_two_rules_allow(mode):
+def test_v_is_placed_as_late_as_its_two_rules_allow(mode):
     for p, m in ((1, 1), (1, 4), (2, 3), (3, 8), (4, 4), (5, 13)):
         sizes = {"n_stages": p, "n_microbatches": m, "effort": "fast"}
         check_as_late_as_possible(post_validated(plan(mode, **sizes)))
@@ -218,7 +218,7 @@ def test_torch_knows_every_cell_and_the_placement(mode):
     assert tuple(found[c] for c in range(4 * each)) == schedule.placement.stage_of
 
 
-def test_a_placement_of_no_schedule_of_torch_has_no_name():
+def test_a_placement_that_torch_lacks_has_no_torch_name():
     assert torch_schedule_name(Placement.interleaved(2, 3)) == "Interleaved1F1B"
     for stage_of in ((0, 1, 1, 0, 0, 1), (1, 0), (0, 1, 1), (0, 0, 1, 1)):
         assert torch_schedule_name(Placement(stage_of)) is None

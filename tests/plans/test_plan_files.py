@@ -53,7 +53,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("mode", PLANS)
-def test_a_plan_is_what_its_file_says(mode):
+def test_a_plan_equals_its_file(mode):
     plan = planned(mode.removesuffix(" of layers"), **PLANS[mode])
     plan.save("plan.json")
     again = read_plan("plan.json")
@@ -68,7 +68,7 @@ def test_a_plan_is_what_its_file_says(mode):
         assert lost["1F1B"].startswith("1F1B +") and lost["1F1B"] in again.line
 
 
-def test_a_plan_or_its_file_is_a_schedule_with_its_own_costs():
+def test_a_plan_or_its_file_is_a_schedule_with_its_costs():
     plan = planned("ZBV", **PLANS["ZBV"])
     plan.save("plan.json")
     for source in (plan, "plan.json"):
@@ -104,7 +104,7 @@ def make_pipeline(source, n_stages):
     return zbpp.Pipeline(model, source, **more, **sizes)
 
 
-def test_a_pipeline_runs_a_plan_and_keeps_what_it_was_made_for():
+def test_a_pipeline_runs_a_plan_and_keeps_its_costs():
     plan = planned("ZBH1", costs=LAYERS, recompute=(0, 4))
     plan.save("plan.json")
     losses, x = [], torch.ones(12, 4)

@@ -179,7 +179,7 @@ def test_ends_agree_and_no_stage_waits_for_itself(mode, p, m, ahead, costs):
     check(mode, p, m, ahead, costs)
 
 
-def test_where_receives_are_too_early_or_late_stages_stop_each_other():
+def test_receives_posted_too_early_or_late_deadlock():
     """Control: no depth alone is right; 0 and 2 are not here, 1 is."""
     schedule = plan("ZBH2", n_stages=2, n_microbatches=4)
     ends = [ends_where_all_wait(lower(schedule, ahead=n)) for n in range(3)]
@@ -205,7 +205,7 @@ def move(programs: tuple, stage: int, what: type, to: int, which: int = 0) -> li
     return [tuple(row) if k == stage else x for k, x in enumerate(programs)]
 
 
-def test_wrong_programs_are_noticed():
+def test_the_program_checker_finds_wrong_programs():
     """Control of the law."""
     schedule = plan("ZBH1", n_stages=2, n_microbatches=3)
     programs, checked = lower(schedule), lower(post_validated(schedule))
@@ -255,7 +255,7 @@ def test_gradients_of_tied_parameters_are_messages_behind_the_last_w():
     assert str(program[tied.index(True) - 1]) == "0REDUCE_WAIT"
 
 
-def test_holders_on_one_stage_exchange_nothing():
+def test_a_tie_within_one_stage_sends_no_messages():
     schedule = plan("ZBV", n_stages=2, n_microbatches=4)
     first, last = lower(schedule, ties=[(0, 3)])
     assert not exchanged(first, Send) and not exchanged(last, Send)

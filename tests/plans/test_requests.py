@@ -112,7 +112,7 @@ REFUSED_PLANS = [
 
 
 @pytest.mark.parametrize(("mode", "more", "message"), REFUSED_PLANS)
-def test_what_cannot_be_planned_is_refused_with_a_way_out(mode, more, message):
+def test_impossible_requests_are_refused_with_a_correction(mode, more, message):
     with pytest.raises(RequestError, match=message):
         plan(mode, **SMALL | more)
 
@@ -156,7 +156,7 @@ def test_a_schedule_file_is_a_mode(tmp_path, monkeypatch):
             plan(name)
 
 
-def test_a_limit_is_put_into_the_costs_and_replaces_theirs():
+def test_a_limit_replaces_that_of_the_costs():
     def costs_of(mode: str, **more: object) -> Costs:
         return make_plan(PlanRequest(schedule=mode, **SMALL, **more)).costs
 
@@ -269,7 +269,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_ambiguous_is_refused_in_a_line(what):
+def test_ambiguous_requests_are_refused_in_one_line(what):
     call, message = REFUSED[what]
     with pytest.raises(zbpp.RequestError, match=message) as refusal:
         call()

@@ -182,7 +182,7 @@ def test_chunks_of_any_split_follow_from_their_layers() -> None:
         profile.costs(Placement.single(2), [1, 1])
 
 
-def test_layers_that_mark_nothing_have_no_parts() -> None:
+def test_layers_without_overlap_points_have_no_parts() -> None:
     """The control: the same times."""
     marked, plain = profiled(layers()), profiled(layers(plainly))
     assert plain.layers.parts is None and plain.costs().parts is None
@@ -211,7 +211,7 @@ class SlowerBehindAnother(Ticking):
         return super().forward(x)
 
 
-def test_what_a_chunk_adds_to_its_layers_is_computed() -> None:
+def test_the_overhead_of_a_chunk_is_computed() -> None:
     first, _ = layers()[:2]
     model = [first, SlowerBehindAnother(zbpp.overlap_point), *layers()[2:]]
     parts = profiled(model, "ZBH1").layers.parts_of(1)
@@ -308,7 +308,7 @@ def emulated(mode: str) -> Profile:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Pool) -> None:
+def test_two_processes_measure_layers_that_sleep(pool: Pool) -> None:
     """Never less, however busy the machine is."""
     first, second = pool.run(emulated, 2, "ZBH1")
     assert first.table == second.table, "every rank has the whole profile"

@@ -121,7 +121,7 @@ def test_the_sessions_run(page, tmp_path):
     ],
     **by_name,
 )
-def test_the_commands_run(page, tmp_path, capsys):
+def test_a_sample_of_commands_runs(page, tmp_path, capsys):
     if run_commands(page, tmp_path, dear=False):
         assert capsys.readouterr().out
 

@@ -40,7 +40,7 @@ def _is_module(room: str, name: str) -> bool:
     return f'"{name}"' not in exports
 
 
-def test_tests_name_rooms_and_the_seam_only():
+def test_tests_import_public_packages_and_the_test_interface_only():
     found = [
         f"{path.relative_to(TESTS)} imports {name}"
         for path in sorted(TESTS.rglob("*.py"))
@@ -50,7 +50,7 @@ def test_tests_name_rooms_and_the_seam_only():
     assert not found, "\n".join(found)
 
 
-def test_the_product_does_not_import_the_seam():
+def test_the_package_does_not_import_the_test_interface():
     source = Path(zbpp.__file__).parent
     texts = [path.read_text(encoding="utf-8") for path in source.rglob("*.py")]
     assert not any(re.search("testing import|import testing", x) for x in texts)
@@ -65,7 +65,7 @@ def test_the_product_does_not_import_the_seam():
         ("def f():\n    from zbpp.core.clock import P2P", "zbpp.core.clock"),
     ],
 )
-def test_a_name_below_a_room_is_found(line, name):
+def test_an_import_below_a_public_package_is_found(line, name):
     assert internals(line) == [name]
     assert not internals("from zbpp.runtime.testing import inject")
     assert not internals("from zbpp.simulator import plot")

@@ -36,7 +36,7 @@ def unknown(workflow: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_makes_what_the_makefile_has(path: Any) -> None:
+def test_workflows_call_existing_make_targets(path: Any) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert unknown(workflow) == []
     workflow["jobs"]["x"] = {
@@ -51,13 +51,13 @@ def test_the_makefile_has_at_most_ten_targets() -> None:
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_a_form_has_what_github_asks_for(path: Any) -> None:
+def test_issue_forms_have_the_keys_that_github_requires(path: Any) -> None:
     form = yaml.safe_load(path.read_text())
     assert form["name"] and form["description"]
     assert all(field["attributes"]["label"] for field in form["body"])
 
 
-def test_the_citation_is_that_of_the_package() -> None:
+def test_the_citation_matches_the_package() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == package["version"]

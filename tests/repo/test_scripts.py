@@ -17,7 +17,7 @@ pytestmark = pytest.mark.needs("torch")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_have_calls_only_and_the_outputs_of_one_run(path):
+def test_notebooks_define_nothing_and_have_the_outputs_of_one_run(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for cell in cells:

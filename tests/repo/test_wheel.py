@@ -146,7 +146,7 @@ def test_a_build_without_a_compiler_asks_for_ziglang(checkout, monkeypatch, comp
     assert is_asked == (not has_compiler)
 
 
-def test_the_wheel_says_what_it_needs_and_its_readme_has_no_relative_links(wheel):
+def test_the_wheel_lists_its_dependencies_and_its_readme_has_no_relative_links(wheel):
     """A plain install plans and simulates; torch and matplotlib are extras."""
     text = about(wheel, "METADATA")
     required = re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)

@@ -56,7 +56,7 @@ def count(word: str, text: str) -> int:
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["documents", "source"])
-def test_words_are_not_used_more_often(place: int) -> None:
+def test_listed_words_are_not_used_more_often(place: int) -> None:
     text = (prose_of_documents, texts_of_source)[place]()
     counts = {word: count(word, text) for word in MOST}
     assert not {word: n for word, n in counts.items() if n > MOST[word][place]}

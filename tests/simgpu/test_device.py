@@ -131,7 +131,7 @@ def test_a_report_names_jobs_streams_tensors_and_lines() -> None:
     assert re.match(rf"race: {before}  \|\|  {now}  {where}", report), report
 
 
-def test_pinned_memory_goes_back_when_it_has_been_read() -> None:
+def test_pinned_memory_is_reused_only_after_its_copy() -> None:
     for policy in simgpu.POLICIES:
         simgpu.begin(policy)
         x = torch.ones(N).pin_memory().to(GPU, non_blocking=True)
@@ -139,7 +139,7 @@ def test_pinned_memory_goes_back_when_it_has_been_read() -> None:
         assert bool((x == 1).all()) and simgpu.reports() == []
 
 
-def test_what_is_never_freed_and_what_is_freed_twice_is_told() -> None:
+def test_leaks_and_double_frees_are_reported() -> None:
     simgpu.begin()
     before = simgpu.live()
     simgpu.native.label("1F0")

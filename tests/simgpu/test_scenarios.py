@@ -73,7 +73,7 @@ def test_bits_are_those_of_one_stage(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_many_seeds(mode: str) -> None:
+def test_many_seeds_give_the_same_bits(mode: str) -> None:
     """Scenarios that any mode may take, each with half of the modes."""
     free = [
         x
@@ -158,7 +158,7 @@ def test_hosts_of_processes_wait_for_the_sum_only(
     assert pool.run(waits_of_steps, 2, mode) == [{("V", "read")}] * 2
 
 
-def test_a_loss_that_waits_is_seen() -> None:
+def test_a_loss_that_synchronizes_is_reported() -> None:
     """The control of the tests above."""
 
     def waiting(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_a_loss_that_waits_is_seen() -> None:
 
 
 @pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
-def test_steps_leave_nothing_behind(mode: str) -> None:
+def test_steps_leak_no_memory(mode: str) -> None:
     simgpu.begin("random", 7)
     trained = make(Scenario(mode=mode))
     sizes = []
@@ -200,7 +200,7 @@ def noting(call: Any, name: str, host: Any, seen: set[str]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's wait
-def test_copies_of_masters_go_on_while_passes_are_issued() -> None:
+def test_copies_of_masters_overlap_with_passes() -> None:
     """Both ways; and neither moments nor copies for rollbacks are on the device."""
     sizes = {}
     for on_host in (True, False):
@@ -246,7 +246,7 @@ class Calling(nn.Linear):
         return x + zbpp.overlap_point(Call.apply, super().forward(x))
 
 
-def test_what_communicates_runs_on_a_stream_of_its_own() -> None:
+def test_communication_runs_on_a_separate_stream() -> None:
     """In F and in B; what computes stays on the caller's."""
     simgpu.begin("lazy")
     here = torch.accelerator.current_stream().stream_id
@@ -320,7 +320,7 @@ def test_bits_are_those_of_one_process(pool: SimulatedPool, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
-def test_seeds_delays_and_limits(pool: SimulatedPool, mode: str, n: int) -> None:
+def test_seeds_delays_and_limits_change_no_bit(pool: SimulatedPool, mode: str, n: int) -> None:
     """Every mode meets every limit, on 2 or on 4 processes."""
     turn = MODES.index(mode) + n // 2
     settings: list[dict[str, Any]] = [{"policy": "lazy" if turn % 2 else "eager"}]
@@ -332,7 +332,7 @@ def test_seeds_delays_and_limits(pool: SimulatedPool, mode: str, n: int) -> None
     check_processes(pool, Scenario(mode=mode, n_processes=n), *settings)
 
 
-def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
+def test_one_seed_repeats_the_run(pool: SimulatedPool) -> None:
     """Whatever other processes take for it."""
     plain = Scenario(mode="ZBV", n_processes=2)
     seed = {"policy": "random", "seed": 7}
@@ -408,7 +408,7 @@ def refused_for_one_queue() -> str:
     return str(caught.value)
 
 
-def test_one_queue_for_all_streams_is_refused(pool: SimulatedPool) -> None:
+def test_cuda_device_max_connections_1_is_refused(pool: SimulatedPool) -> None:
     """In it messages of VPP wait for one another, as above."""
     for words in pool.run(refused_for_one_queue, 2):
         assert "CUDA_DEVICE_MAX_CONNECTIONS" in words

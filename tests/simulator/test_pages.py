@@ -32,7 +32,7 @@ def timeline_of(mode, p=3, m=5):
     return simulate(plan(mode, n_stages=p, n_microbatches=m), COSTS)
 
 
-def test_a_table_has_its_cells_and_a_note_in_place_of_them(page_text):
+def test_a_table_shows_its_cells_or_a_note(page_text):
     table = Table(["mode", "bubble", "step & <more>"], title="T", caption="gap: a < b")
     table.add("1F1B", "20%", "7")
     table.add("ZBV", "5%", "6", look="bold")
@@ -77,13 +77,13 @@ def test_charts_are_pictures_in_the_colours_of_the_page(page_text):
     assert "micro-batches in a step" not in charts_html(points, {})
 
 
-def test_charts_without_matplotlib_say_what_they_need(monkeypatch):
+def test_charts_without_matplotlib_name_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = charts_html({"1F1B": (4.0, 0.3)}, {})
     assert "No charts: pictures need matplotlib" in text and "zbpp[viz]" in text
 
 
-def test_a_page_needs_nothing_else_and_tells_its_command(page_text):
+def test_a_page_is_self_contained_and_shows_its_command(page_text):
     text = page_text(timeline_of("ZBV"), command="zbpp show ZBV --out 'x y.html'")
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text)
     assert "import(" not in text and "fetch(" not in text

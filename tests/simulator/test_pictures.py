@@ -118,7 +118,7 @@ def check_boxes(found, expected):
 
 @pytest.mark.parametrize("name", TIMELINES)
 @pytest.mark.parametrize("medium", [on_a_page, in_a_trace])
-def test_every_medium_has_every_box_of_a_timeline(medium, name, tmp_path):
+def test_every_format_has_every_box_of_a_timeline(medium, name, tmp_path):
     timeline = TIMELINES[name]
     found = medium(timeline, tmp_path / "file")
     check_boxes(found, boxes_of(timeline))

@@ -232,7 +232,7 @@ def check_starts(timeline, events):
 
 
 @given(timed_schedules())
-def test_every_job_starts_as_soon_as_all_that_it_waits_for_is_done(case):
+def test_every_job_starts_as_soon_as_its_inputs_are_ready(case):
     schedule, costs = case
     timeline, events = simulate(schedule, costs), Events(schedule, costs)
     check_starts(timeline, events)
@@ -255,13 +255,13 @@ def test_the_jobs_of_the_critical_path_wait_for_one_another(case):
 
 
 @given(timed_schedules())
-def test_jobs_of_a_graph_start_when_the_longest_way_to_them_ends(case):
+def test_jobs_start_at_the_end_of_their_longest_path(case):
     schedule, costs = case
     check_graph(job_graph(schedule, costs))
 
 
 @pytest.mark.parametrize("mode", ["ZBH1", "ZBV", "DualPipeV"])
-def test_parts_of_a_graph_start_when_the_longest_way_to_them_ends(mode):
+def test_parts_start_at_the_end_of_their_longest_path(mode):
     costs = moe_costs(0.4, 2)
     graph = job_graph(plan(mode, n_stages=2, n_microbatches=6, costs=costs), costs)
     check_graph(graph)
@@ -309,7 +309,7 @@ NO_V_TIME = {"validation": st.just(0.0)}
 
 
 @given(timed_schedules(**NO_V_TIME))
-def test_the_time_of_a_step_among_many_is_the_largest_mean_of_a_cycle(case):
+def test_the_steady_step_time_is_the_largest_mean_of_a_cycle(case):
     schedule, costs = case
     assert steady_step_time(schedule, costs) == near(period(schedule, costs))
 
@@ -321,7 +321,7 @@ def test_stages_that_drift_slowly_are_followed_to_the_end():
     assert steady_step_time(schedule, costs) == near(period(schedule, costs))
 
 
-def test_one_iteration_behind_a_barrier_is_what_simulate_times():
+def test_one_iteration_behind_a_barrier_equals_simulate():
     costs = Costs(3, 2, 1, 0.5, 4, reduction=0)
     assert simulate_iterations(BARRIER, costs, 1) == [simulate(BARRIER, costs)]
     without_o = [

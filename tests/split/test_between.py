@@ -16,7 +16,7 @@ from zbpp.runtime import SplitModule, split_forward
 @pytest.mark.parametrize("place", ["before B", "before W"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["mlp", "conv2d", "experts selected"])
-def test_a_change_is_met_as_by_a_backward(name: str, change: str, place: str) -> None:
+def test_changes_between_passes_act_as_in_a_full_backward(name: str, change: str, place: str) -> None:
     check_change(CASES[name], CHANGES[change], place)
 
 
@@ -71,7 +71,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_gradients_do_not_use_up_the_graph(name: str) -> None:
+def test_wrong_gradients_leave_the_graph_usable(name: str) -> None:
     wrong, words = WRONG[name]
     layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
     graph = split_forward(lambda x: (y := layer(x), y * 2), x)

@@ -114,7 +114,7 @@ def test_a_compiled_module_is_split_as_in_eager_mode(
     check((CASES | MORE)[name], wrap=compiled)
 
 
-def test_a_product_that_two_weights_share_is_made_once(
+def test_a_product_of_two_weights_is_computed_once(
     plain_kernels: list[Any],
 ) -> None:
     """So it is made in B: W would make it for each of them."""
@@ -130,7 +130,7 @@ def test_a_product_that_two_weights_share_is_made_once(
 @pytest.mark.parametrize(
     "name", [slow("two parts"), nightly("used outside"), nightly("in a checkpoint")]
 )
-def test_modules_with_compiled_parts(name: str, plain_kernels: list[Any]) -> None:
+def test_modules_with_compiled_parts_are_split(name: str, plain_kernels: list[Any]) -> None:
     check(PARTS[name], wrap=lambda module: module, orders=(IN_ORDER,))
 
 
@@ -147,7 +147,7 @@ def test_real_kernels_have_the_bits_of_a_stock_compilation(compiler: None) -> No
         nightly("a hook", "before B"),
     ],
 )
-def test_a_change_between_passes(
+def test_changes_between_compiled_passes_act_as_in_a_full_backward(
     change: str, place: str, plain_kernels: list[Any]
 ) -> None:
     check_change(CASES["mlp"], CHANGES[change], place, wrap=compiled)
@@ -157,7 +157,7 @@ def test_operands_stay_until_w_and_may_not_change(plain_kernels: list[Any]) -> N
     check_operands(compiled)
 
 
-def test_another_shape_compiles_once_more_and_no_third(
+def test_another_shape_compiles_once_more_and_a_third_does_not(
     plain_kernels: list[Any],
 ) -> None:
     call = compiled(CASES["mlp"].build())
@@ -172,7 +172,7 @@ def test_another_shape_compiles_once_more_and_no_third(
 
 
 @pytest.mark.slow
-def test_threads_compile_side_by_side(plain_kernels: list[Any]) -> None:
+def test_threads_compile_at_the_same_time(plain_kernels: list[Any]) -> None:
     def n_waiting(x: Tensor) -> int:
         graph = split_forward(compiled(CASES["mlp"].build()), x.requires_grad_())
         return list(graph.report().values()).count("W")
@@ -182,7 +182,7 @@ def test_threads_compile_side_by_side(plain_kernels: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("zbpp")])
-def test_what_has_no_pieces_stays_in_b(
+def test_unsupported_compiled_graphs_stay_in_b(
     backend: str, compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another backend's, and ours under a torch that does not know the node it runs."""
@@ -218,7 +218,7 @@ print(json.dumps([waits, found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_second_start_finds_its_kernels_and_is_split(compiler: None) -> None:
+def test_a_second_process_splits_from_cached_kernels(compiler: None) -> None:
     """In the first process a plain compilation fills the caches too."""
     found = []
     for words in (["plain"], []):
@@ -234,7 +234,7 @@ def test_a_second_start_finds_its_kernels_and_is_split(compiler: None) -> None:
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers
-def test_blocks_of_a_transformer_leave_to_w_what_they_leave_uncompiled(
+def test_compiled_transformer_blocks_defer_the_same_weights(
     plain_kernels: list[Any],
 ) -> None:
     from tiny_hf import batch_of, tiny

@@ -14,7 +14,7 @@ from zoo import Checkpointed, mlp
 from zbpp.runtime import SplitGraph, WeightQueue, split_forward
 
 
-def test_b_leaves_the_operands_of_w_and_no_more() -> None:
+def test_b_keeps_only_the_operands_of_w() -> None:
     module = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 5))
     x = torch.randn(4, 6)
     activations: list[weakref.ref[Tensor]] = []
@@ -33,7 +33,7 @@ def test_operands_stay_until_w_and_may_not_change() -> None:
     check_operands(lambda layer: layer)
 
 
-def test_all_is_freed_without_a_garbage_collection() -> None:
+def test_memory_is_freed_without_garbage_collection() -> None:
     module = mlp()
     recomputed = Checkpointed(module[:3])
     tensors: list[weakref.ref[Tensor]] = []
@@ -66,7 +66,7 @@ def test_a_checkpointed_block_is_recomputed_once(reentrant: bool) -> None:
     assert calls["forward"] == 2
 
 
-def test_a_forward_may_have_a_queue_of_its_caller() -> None:
+def test_callers_may_pass_a_weight_queue() -> None:
     layer, queue = nn.Linear(2, 3), WeightQueue()
     y = layer(torch.ones(4, 2))
     graph = SplitGraph([y], queue=queue)
@@ -77,7 +77,7 @@ def test_a_forward_may_have_a_queue_of_its_caller() -> None:
     assert torch.equal(layer.weight.grad, torch.full((3, 2), 4.0))
 
 
-def test_an_input_that_is_no_leaf_is_refused() -> None:
+def test_an_input_that_is_not_a_leaf_is_refused() -> None:
     hidden: Any = nn.Linear(4, 4)(torch.ones(2, 4))
     with pytest.raises(ValueError, match="an input of B is no leaf"):
         SplitGraph([nn.Linear(4, 4)(hidden)], [hidden])

@@ -38,7 +38,7 @@ def test_the_report_names_where_each_gradient_comes_from() -> None:
     assert f"{n_w / n:.1%} of {n} parameters" in summary
 
 
-def test_a_split_that_does_not_split_is_warned_of_once() -> None:
+def test_a_backward_that_cannot_be_split_warns_once() -> None:
     little = [lin(), *(Squared(6, 6) for _ in range(3))]
     with pipeline_of(little) as pipeline:
         with pytest.warns(UserWarning, match="ZBH1 gains little here"):
@@ -73,7 +73,7 @@ assert torch.equal(torch.get_rng_state(), state)
 @pytest.mark.parametrize(
     "is_broken", [pytest.param(False, marks=pytest.mark.nightly), True]
 )
-def test_a_torch_that_is_split_wrong_is_found_at_first_use(is_broken: bool) -> None:
+def test_the_self_check_finds_a_torch_that_splits_wrongly(is_broken: bool) -> None:
     """Whatever the defaults are, and without a change to them."""
     broken = "WeightQueue.run = lambda *_, **__: None"
     program = FIRST_USE.format(break_it=broken if is_broken else "")

@@ -52,7 +52,7 @@ def test_tensor_parallel_layers_are_split(pool: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize("kind", ["eager", "batched_mm", "grouped_mm"])
-def test_the_experts_of_mixtral_wait(kind: str) -> None:
+def test_the_experts_of_mixtral_run_in_w(kind: str) -> None:
     from tiny_hf import tiny
 
     def build() -> nn.Module:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* gains little here")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_split_backward_is_autograds(name: str) -> None:
+def test_a_split_backward_equals_autograd(name: str) -> None:
     check(CASES[name])
 
 
@@ -69,7 +69,7 @@ def with_ways(way: str) -> Case:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_micro_batches_may_take_other_ways(way: str) -> None:
+def test_micro_batches_may_take_different_branches(way: str) -> None:
     in_turn = " ".join(f"F{i} B{i} W{i}" for i in range(6))
     check(with_ways(way), orders=(in_turn,))
 
@@ -86,7 +86,7 @@ WHOLE_BACKWARDS = "F0 F1 BW0 F2 BW1 F3 BW2 BW3"
 
 @pytest.mark.parametrize("order", [IN_ORDER, WHOLE_BACKWARDS])
 @pytest.mark.parametrize("name", ADDED_BY_PRODUCTS)
-def test_gradients_added_within_products_agree_nearly(name: str, order: str) -> None:
+def test_gradients_accumulated_in_the_product_agree_within_rounding(name: str, order: str) -> None:
     """Hooks see as many gradients."""
     case = CASES[name]
     wanted = plainly(Numbered(case), 4, scale=0.25)
@@ -111,7 +111,7 @@ def test_the_kernel_of_a_product_adds_only_where_sums_need_not_be_exact(
     assert len(adds) == (0 if exact_sums else 2 * 3)
 
 
-def test_a_sum_in_another_order_has_other_bits() -> None:
+def test_sums_in_another_order_have_different_bits() -> None:
     """The control: these numbers are such that the order shows."""
     case = CASES["mlp"]
     module = Numbered(case)

@@ -234,7 +234,7 @@ class Histories(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(900)
-def test_histories(tmp_path: Path) -> None:
+def test_random_histories_match_the_plain_model(tmp_path: Path) -> None:
     """Without shrinking, which would train for many minutes."""
     Histories.folder = tmp_path
     phases = set(Phase) - {Phase.shrink, Phase.explain}
@@ -319,7 +319,7 @@ IN_PROCESSES: dict[str, tuple[int, Case, tuple[Action, ...]]] = {
 @pytest.mark.parametrize(
     "name", ["all", "tied", pytest.param("switch and move", marks=pytest.mark.slow)]
 )
-def test_ranks_show_the_same(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_ranks_return_the_results_of_one_process(name: str, pool: Pool, tmp_path: Path) -> None:
     n, case, actions = IN_PROCESSES[name]
     case = replace(case, n_stages=None)
     ranks = pool.run(play, n, case, actions, str(tmp_path))

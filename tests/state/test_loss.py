@@ -91,7 +91,7 @@ def test_parameters_of_a_loss_are_refused(wrap: Callable[[Any], Any]) -> None:
     assert not pipeline_of(Scaled(trained=False)).step(*batch()).skipped
 
 
-def test_loose_parameters_of_a_loss_are_refused() -> None:
+def test_unregistered_parameters_of_a_loss_are_refused() -> None:
     scale = nn.Parameter(torch.tensor(2.0))
 
     def loss_fn(y: Tensor, t: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def test_a_sum_is_the_sum_over_the_batch(name: str, n: int) -> None:
     assert (result.loss, result.grad_norm) == loss_and_norm(*batch(n))
 
 
-def test_the_norm_of_a_gradient_that_is_read_in_pieces() -> None:
+def test_the_norm_of_a_gradient_read_in_pieces_is_exact() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(2, 300), torch.randn(2, 300)  # 90,000 numbers in a gradient
     pipeline = make(linears(2, width=300), n_microbatches=2, optimizer=None)
@@ -176,7 +176,7 @@ def test_the_norm_of_a_gradient_that_is_read_in_pieces() -> None:
     assert found == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-12)
 
 
-def test_a_sum_over_several_calls() -> None:
+def test_a_summed_loss_over_several_calls_is_the_sum() -> None:
     pipeline = pipeline_of(SUM)
     x, y = batch(9)
     for part in (slice(0, 5), slice(5, 9)):
@@ -195,7 +195,7 @@ def sum_over_replicas() -> tuple[float, float]:
 
 
 @pytest.mark.dist
-def test_a_sum_over_replicas(pool: Pool) -> None:
+def test_a_summed_loss_over_replicas_is_the_sum(pool: Pool) -> None:
     for found in pool.run(sum_over_replicas, 4):
         assert found == loss_and_norm(*batch(9))
 

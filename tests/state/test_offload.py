@@ -95,7 +95,7 @@ def test_optimizers_of_whole_parameters_on_shards_are_refused(pool: Pool) -> Non
         assert "an optimizer of shards needs whole parameters" in text
 
 
-def test_an_optimizer_is_needed() -> None:
+def test_offload_without_an_optimizer_is_refused() -> None:
     text = refusal(make, optimizer=None, offload_optimizer=True)
     assert "offload_optimizer is on, but optimizer is None" in text
 
@@ -139,7 +139,7 @@ def trained(pipeline: zbpp.Pipeline, steps: range) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_narrow_parameters_have_masters(mode: str, tmp_path: Path) -> None:
+def test_bf16_parameters_have_fp32_masters(mode: str, tmp_path: Path) -> None:
     """They are saved and loaded; without them small steps would be lost."""
     how: dict[str, Any] = {"optimizer": adamw, "post_validation": True}
     first = make(narrow(), mode, offload_optimizer=True, **how)

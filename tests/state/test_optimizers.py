@@ -64,7 +64,7 @@ def test_schedulers_of_one_stage_alone_are_refused(scheduler: Any) -> None:
     pipeline.attach(first, second)
 
 
-def test_one_of_two_kinds_may_have_schedulers() -> None:
+def test_one_of_two_optimizers_may_have_schedulers() -> None:
     every = (pipeline := make(two_kinds)).optimizers
     pipeline.attach(*map(step_rate, every[::2]))
     text = refusal(pipeline.attach, step_rate(every[0]), step_rate(every[3]))
@@ -116,7 +116,7 @@ def test_one_state_of_schedulers_fits_any_number_of_stages(
         assert groups == rates * n_stages
 
 
-def test_states_of_schedulers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_states_of_other_schedulers_are_refused(tmp_path: Path) -> None:
     pipeline = make(partial(groups_of, empty=False))
     pipeline.attach(*map(step_rate, pipeline.optimizers))
     text = refusal(pipeline.save, tmp_path)

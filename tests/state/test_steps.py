@@ -158,7 +158,7 @@ def test_a_closed_pipeline_leaves_no_hooks_behind() -> None:
 # The loss scale.
 
 
-def test_the_scale_moves_as_torchs_does() -> None:
+def test_the_loss_scale_changes_as_that_of_torch() -> None:
     theirs = torch.amp.GradScaler(
         "cpu", init_scale=2.0**10, growth_interval=3, enabled=True
     )
@@ -178,7 +178,7 @@ def test_the_scale_moves_as_torchs_does() -> None:
     assert "growth_interval is -1" in refusal(LossScaler, growth_interval=-1)
 
 
-def test_a_skip_that_searches_for_a_scale_is_no_fault() -> None:
+def test_skips_of_the_scale_search_are_not_counted_as_faults() -> None:
     """The scales 256 to 2 may shrink; at 1 the second skip in a row is a fault."""
     case = Case(grows=True, max_consecutive_skips=2)
     run = steps(case, [INF] * 9)
@@ -207,7 +207,7 @@ def diagnose(case: Case, bad: BadGradient) -> tuple[str, int]:
     ("mode", "early", "n_skips"),
     [("ZBH1", True, 3), ("ZBV", True, 1), ("ZBV", False, 3), ("1F1B", False, 1)],
 )
-def test_many_skips_end_with_the_layer_of_the_first(
+def test_too_many_skips_raise_and_name_the_first_layer(
     mode: str, early: bool, n_skips: int
 ) -> None:
     for layer, microbatch in ((5, 2), (0, 0), (7, 1)):
@@ -245,7 +245,7 @@ def interrupt_rank_0(mode: str, folder: str) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("mode", ["1F1B", "ZBH1"])
-def test_all_processes_refuse(mode: str, pool: Pool, tmp_path: Path) -> None:
+def test_after_an_interrupt_all_ranks_refuse_calls(mode: str, pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(interrupt_rank_0, 2, mode, str(tmp_path))
     assert first[0] == "rank 0 has had enough"
     assert "rank 0 failed first" in second[0]
@@ -257,7 +257,7 @@ def test_all_processes_refuse(mode: str, pool: Pool, tmp_path: Path) -> None:
 # Steps in parts, and other schedules: what is refused.
 
 
-def test_what_does_not_fit_the_calls_of_a_step_is_refused() -> None:
+def test_wrong_calls_within_a_step_are_refused() -> None:
     inputs, targets = batch(12)
     pipeline = make()
     assert "comes after forward_backward" in refusal(pipeline.optim_step)

@@ -132,7 +132,7 @@ def test_the_other_layers_follow_the_first_one() -> None:
     assert results(pipeline) == results(make(halved))
 
 
-def test_a_model_in_another_pipeline_is_still_tied() -> None:
+def test_a_model_of_another_pipeline_is_still_tied() -> None:
     layers = tied()
     first = make(layers)
     second = make(layers)
@@ -169,7 +169,7 @@ def test_other_ties_than_those_of_the_layers_are_refused(ties: Any, words: str) 
     assert words in refusal(lambda: make(slices(tied(), ties)))
 
 
-def test_a_tie_beside_others_is_refused() -> None:
+def test_a_shared_parameter_missing_from_the_ties_is_refused() -> None:
     layers = tied()
     layers[3].bias = layers[2].bias
     words = refusal(lambda: make(slices(layers, TIE)))
@@ -232,7 +232,7 @@ def train_parts() -> tuple[Any, dict[str, Tensor], str]:
 
 
 @pytest.mark.dist
-def test_parts_are_tied_as_the_whole_is(pool: Pool) -> None:
+def test_sharded_parameters_are_tied_like_whole_ones(pool: Pool) -> None:
     plain = make(zbpp.layers_from(sharded, n_layers=N_LAYERS, ties=TIE), "1F1B", 1)
     expected = [pytest.approx(result, rel=1e-5) for result in results(plain)]
     weights = {name: p.detach() for name, p in plain.named_parameters()}

@@ -64,7 +64,7 @@ def test_a_configuration_is_trained_and_resumed_with_the_same_bits(
     assert "of another model: " in capsys.readouterr().err
 
 
-def test_a_checkpoint_is_trained_on_from_its_weights(transformers: Any) -> None:
+def test_training_continues_from_the_weights_of_a_checkpoint(transformers: Any) -> None:
     import torch
 
     torch.manual_seed(3)
@@ -90,7 +90,7 @@ def test_a_checkpoint_is_trained_on_from_its_weights(transformers: Any) -> None:
         ("config.json", {"model_type": "absent"}, "absent"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(
+def test_models_that_cannot_be_trained_are_refused(
     name: str, changed: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"model_type": "gpt2", **SIZES, **GPT2, **changed}

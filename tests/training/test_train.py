@@ -103,7 +103,7 @@ def test_another_training_has_another_hash(train: Train) -> None:
     assert train(seed=1)[-1]["params_sha256"] != train()[-1]["params_sha256"]
 
 
-def test_the_first_figures_are_those_of_this_model_and_text(train: Train) -> None:
+def test_the_first_losses_are_the_recorded_ones(train: Train) -> None:
     """Frozen: the model, its weights of a seed, the windows of text, the warm-up."""
     *steps, final = train(steps=4)
     losses, norms = ([row[name] for row in steps] for name in ("loss", "grad_norm"))
@@ -166,7 +166,7 @@ def test_the_log_names_the_text_the_model_and_the_results(
         assert [name for name in ran if name in passes] == passes
 
 
-def test_a_run_goes_on_in_other_stages_and_appends_its_lines(
+def test_a_run_resumes_on_other_stages_and_appends_its_metrics(
     train: Train, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
@@ -227,7 +227,7 @@ def test_without_data_the_library_of_python_is_the_text(
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_auto_trains_as_every_mode_does_and_names_what_it_chose(
+def test_auto_trains_with_the_same_bits_and_names_its_choice(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     auto = {"pipeline_schedule_mode": "auto", "stages": 2, "microbatches": 6}
@@ -240,7 +240,7 @@ def test_auto_trains_as_every_mode_does_and_names_what_it_chose(
     assert "the smallest limit that works is" in capsys.readouterr().err
 
 
-def test_a_folder_has_one_run(
+def test_a_folder_that_another_run_saves_into_is_refused(
     book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = words_of(data=book, steps=1, save_dir=tmp_path)
@@ -301,7 +301,7 @@ nightly = partial(pytest.param, marks=pytest.mark.nightly)
         nightly(signal.SIGINT, None, 130),
     ],
 )
-def test_a_run_that_is_ended_leaves_no_process(
+def test_a_terminated_run_leaves_no_process(
     start: Start, number: signal.Signals, rank: str | None, code: int
 ) -> None:
     process, children = start(steps=100_000)
@@ -318,7 +318,7 @@ def test_a_run_that_is_ended_leaves_no_process(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), nightly(signal.SIGINT, 130)]
 )
-def test_a_signal_saves_and_the_run_goes_on(
+def test_a_signal_saves_and_the_run_can_be_resumed(
     train: Train, start: Start, book: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     more = {"steps": 16, "save_dir": tmp_path / "run"}
@@ -337,7 +337,7 @@ def train_on_a_rank(words: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_other_stages_than_torchrun_has_ranks_are_refused(book: Path) -> None:
+def test_stages_that_differ_from_the_ranks_of_torchrun_are_refused(book: Path) -> None:
     for end in end_of(train_on_a_rank, 2, words_of(stages=3, data=book)):
         assert end.code == 2
         assert "--stages is 3, but torchrun has started 2" in end.words

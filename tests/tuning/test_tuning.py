@@ -60,7 +60,7 @@ def run(watch: Watch, *phases: tuple[Costs, int]) -> list[int]:
     return switches
 
 
-def test_windows_end_where_they_should_and_a_plan_is_made_for_each() -> None:
+def test_a_plan_is_made_at_the_end_of_each_window() -> None:
     watch = Watch(first=4, every=10)
     assert run(watch, (SKEWED, 3), (SKEWED, 1), (SKEWED, 50)) == [0, 1, 1]
     assert run(watch, (EVEN, 20), (SKEWED, 3), (SKEWED, 1)) == [0, 0, 1]
@@ -71,14 +71,14 @@ def test_a_machine_that_slows_down_as_a_whole_keeps_its_order() -> None:
     assert run(Watch(first=4, every=10), (Costs(f=3.0, b=3.0, w=3.0), 60)) == [0]
 
 
-def test_a_gain_that_is_too_small_is_left_alone() -> None:
+def test_a_gain_below_the_least_gain_does_not_switch() -> None:
     found = replan(PLAN, replace(SKEWED, memory_limit=8.0), effort="fast")
     assert 0 < found.gain < 1
     watch = Watch(first=4, least_gain=found.gain * 1.01)
     assert run(watch, (SKEWED, 4)) == [0]
 
 
-def test_the_new_order_is_as_short_as_is_said_and_keeps_the_limit() -> None:
+def test_the_new_order_takes_the_reported_time_within_the_limit() -> None:
     found = replan(PLAN, replace(SKEWED, memory_limit=3.0), effort="fast")
     assert span(simulate(found.schedule, SKEWED)) == pytest.approx(found.then)
     assert found.schedule.placement == PLAN.placement
@@ -86,7 +86,7 @@ def test_the_new_order_is_as_short_as_is_said_and_keeps_the_limit() -> None:
         replan(PLAN, replace(SKEWED, memory_limit=0.5), effort="fast")
 
 
-def test_plans_on_slow_links_are_for_their_messages_and_beside_their_messages() -> None:
+def test_plans_on_slow_links_count_messages() -> None:
     slow = Costs(f=1e-3, b=1e-3, w=1e-3, comm=2e-3, optimizer=1e-3, validation=5e-3)
     sent = plan("ZB", n_stages=4, n_microbatches=8, costs=slow)
     for schedule in (sent, post_validated(sent)):
@@ -118,7 +118,7 @@ def test_a_limit_that_nothing_fits_leaves_the_schedule_as_it_is(caplog) -> None:
         {"every": 3},
     ],
 )
-def test_windows_must_fit(wrong: dict[str, int]) -> None:
+def test_windows_that_do_not_fit_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(RequestError, match="must be"):
         Watch(**wrong)
 
@@ -166,7 +166,7 @@ def train_quickly() -> tuple[bool, dict[str, Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_in_two_processes(pool: Pool) -> None:
+def test_two_processes_switch_alike_and_keep_the_bits(pool: Pool) -> None:
     ranks = pool.run(train_quickly, 2)
     assert all(switched for switched, _ in ranks)
     same(ranks[0][1] | ranks[1][1], train(1)[1])
@@ -180,7 +180,7 @@ def heavy_head() -> list[nn.Module]:
     return [*CASE.of.build(range(N_LAYERS - 1)), nn.Sequential(*wide)]
 
 
-def test_a_heavy_head_gets_a_stage_of_its_own_and_the_weights_stay() -> None:
+def test_a_heavy_head_gets_a_separate_stage_and_the_weights_stay() -> None:
     layers = heavy_head()
     before = nn.Sequential(*copy.deepcopy(layers)).state_dict(prefix="layers.")
     measured = make(CASE, "ZBH1", 3, model=layers, example=CASE.batch(0))
@@ -191,7 +191,7 @@ def test_a_heavy_head_gets_a_stage_of_its_own_and_the_weights_stay() -> None:
 
 
 @pytest.mark.slow
-def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
+def test_the_limit_applies_to_the_estimated_bytes() -> None:
     small = {"example": CASE.batch(0), "memory_limit": "20KiB"}
     with pytest.raises(RequestError, match="the smallest limit that works"):
         make(CASE, "auto", 2, **small)
@@ -199,6 +199,6 @@ def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
     assert sum(pipeline.schedule.split) == N_LAYERS
 
 
-def test_an_example_must_be_a_pair() -> None:
+def test_an_example_that_is_no_pair_is_refused() -> None:
     with pytest.raises(RequestError, match=r"give \(inputs, targets\) of one step"):
         make(CASE, "auto", 2, example=CASE.batch(0)[0])
