@@ -35,7 +35,7 @@ _R = TypeVar("_R")
 
 
 def takes_timelines(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function refuse what is neither a timeline nor a list of them."""
+    """Let a function refuse anything but a timeline or a list of timelines."""
 
     @wraps(function)
     def taking(*args: _P.args, **more: _P.kwargs) -> _R:

@@ -94,7 +94,7 @@ def charts_html(
     *,
     limit: float | None = None,
 ) -> str:
-    """Write what `plot_comparison` draws; without matplotlib, what is missing."""
+    """Write the charts of `plot_comparison`, or a note that matplotlib is missing."""
     try:
         figure = plot_comparison(points, series, limit=limit)
     except RequestError as error:

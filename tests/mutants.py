@@ -195,8 +195,8 @@ TABLE = (
     ("tuning", "later windows have no end", "zbpp/tuning.py",
      "later % self.every == 0", "later == self.every"),
     ("tuning", "any gain is enough", "zbpp/tuning.py",
-     "if found.gain < self._watch.least_gain:",
-     "if found.gain < -1.0:"),
+     "if answer.gain < self._watch.least_gain:",
+     "if answer.gain < -1.0:"),
     # ---- comm
     ("comm", "values of another look are sent", "zbpp/runtime/comm/shapes.py",
      "        if spec == known:", "        if known:"),

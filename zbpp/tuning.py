@@ -1,4 +1,4 @@
-"""Schedules chosen for what is measured: `auto` in a run.
+"""Schedules chosen for measured times: `auto` in a run.
 
 `measure_layers` gives costs of a model's layers before its first step: measured
 times, and memory.
@@ -10,7 +10,7 @@ The pipeline trains some steps and is closed again. Layers that exist then have 
 parameters and buffers back, on the devices where they were, and random generators are
 as before: layers may go where the plan wants them.
 
-A `Watcher` plans again from what steps take: after the first ones, and now and then.
+A `Watcher` plans again from measured times: after the first steps, and now and then.
 
     step      0 1 2 3 4 5 6 7 8 ...            ... 54
     window          |-------|                     |-------|
@@ -263,16 +263,16 @@ class Watcher:
     def _shorter(self, schedule: Schedule, costs: Costs) -> str | None:
         """The text of a schedule that gains enough."""
         try:
-            found = replan(schedule, costs, effort=self._watch.effort)
+            answer = replan(schedule, costs, effort=self._watch.effort)
         except RequestError as error:
             _log.warning("auto: the schedule stays as it is: %s", error)
             return None
-        if found.gain < self._watch.least_gain:
+        if answer.gain < self._watch.least_gain:
             return None
         _log.info(
             "auto: after step %d the order of %s replaces that of %s; span "
             "%.4g ms, was %.4g (%.1f %% shorter)",
-            self._n_steps, found.schedule.name, schedule.name,
-            found.then, found.now, 100 * found.gain,
+            self._n_steps, answer.schedule.name, schedule.name,
+            answer.then, answer.now, 100 * answer.gain,
         )  # fmt: skip
-        return schedule_text(found.schedule)
+        return schedule_text(answer.schedule)

@@ -88,18 +88,18 @@ def _with_collectives(order: Sequence[Job], shards: bool, every: bool) -> Iterat
     running: list[int] = []
     for column, job in enumerate(order):
         passes = passes_in(job)
-        again = {one.chunk for one in passes if one.kind in _WEIGHTS}
+        again = {each.chunk for each in passes if each.kind in _WEIGHTS}
         awaited = [c for c in running if c in again or isinstance(job, Step)]
         running = [chunk for chunk in running if chunk not in awaited]
         yield from (Collective(REDUCE_WAIT, chunk) for chunk in awaited)
         yield from (Collective(UNSHARD, chunk) for chunk in gathers.get(column, ()))
         yield job
-        for one in passes:
-            if one.kind in _WEIGHTS and (every or last_w[one.chunk] == column):
-                running.append(one.chunk)
-                yield Collective(REDUCE_GRAD, one.chunk)
-            if shards and one.kind in _INPUTS and last_b[one.chunk] == column:
-                yield Collective(RESHARD, one.chunk)
+        for each in passes:
+            if each.kind in _WEIGHTS and (every or last_w[each.chunk] == column):
+                running.append(each.chunk)
+                yield Collective(REDUCE_GRAD, each.chunk)
+            if shards and each.kind in _INPUTS and last_b[each.chunk] == column:
+                yield Collective(RESHARD, each.chunk)
     yield from (Collective(REDUCE_WAIT, chunk) for chunk in running)
 
 
@@ -109,11 +109,11 @@ def _gathers(order: Sequence[Job]) -> dict[int, list[int]]:
     gathers: dict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
     for number, column in enumerate(passes):
-        for one in passes_in(order[column]):
-            if one.chunk not in seen:
-                seen.add(one.chunk)
+        for each in passes_in(order[column]):
+            if each.chunk not in seen:
+                seen.add(each.chunk)
                 place = passes[number - 1] if number else 0
-                gathers[place].append(one.chunk)
+                gathers[place].append(each.chunk)
     return gathers
 
 

@@ -66,5 +66,5 @@ def _jobs(phases: Phases, first: int) -> Iterator[Job]:
             for cell in cells:
                 pair = cell if isinstance(cell[0], tuple) else (cell,)
                 passes = [run(*each) for each in pair]
-                passes = [one for one in passes if one.microbatch >= 0]
+                passes = [x for x in passes if x.microbatch >= 0]
                 yield from [Pair(*passes)] if len(passes) == 2 else passes

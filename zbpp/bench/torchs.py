@@ -81,11 +81,11 @@ class TorchSchedule:
         self._args: tuple[Tensor, ...] = ()
         if 0 in chunks:
             columns = zip(*map(_as_tuple, batch.inputs), strict=True)
-            self._args = tuple(torch.cat(one).to(device) for one in columns)
+            self._args = tuple(torch.cat(column).to(device) for column in columns)
         self._target: Tensor | None = None
         if placement.n_chunks - 1 in chunks:
             self._target = torch.cat(batch.targets).to(device)
-        self._parameters = [p for one in chunks.values() for p in one.parameters()]
+        self._parameters = [p for chunk in chunks.values() for p in chunk.parameters()]
         self._optimizer = make_optimizer(LEARNING_RATE, self._parameters)
         orders = getattr(self._schedule, "pipeline_order", None) or {}
         self.n_jobs = 2 * n_microbatches * len(chunks)
@@ -107,7 +107,7 @@ class TorchSchedule:
                 squared += p.grad.double().square().sum()
         dist.all_reduce(squared)
         mine = float(torch.stack(losses).detach().mean()) if losses else None
-        (loss,) = (one for one in gather(mine) if one is not None)
+        (loss,) = (x for x in gather(mine) if x is not None)
         self._update()
         return loss, float(squared.sqrt())
 

@@ -76,7 +76,7 @@ class Column:
     """Properties of a column.
 
     Args:
-        per: what it has one entry for.
+        per: the unit that has an entry each: a chunk, an edge, a stage.
         is_memory: it is an amount of memory, and may be written as ``"40GiB"``.
         is_rate: it is above 0.
         is_flag: it is true or false.
@@ -195,7 +195,7 @@ def whole_number(name: str, value: Any) -> int:
 def spread(
     table: Any, name: str, placement: Placement, default: float = 0.0
 ) -> tuple[float, ...]:
-    """Return the entries of a column on a placement, one for each that it is per.
+    """Return the entries of a column on a placement, one for each unit (``per``).
 
     A number per row is that of a stage, of which every chunk has its share. An edge
     within a stage takes no time. A column per link has the entry of the link that each

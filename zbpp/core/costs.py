@@ -355,7 +355,7 @@ class ChunkCosts:
         return float(sum(getattr(self, name)[x] for name, x in jobs if name))
 
     def above_fixed(self) -> "ChunkCosts":
-        """Return these costs with what is always there taken off the limits.
+        """Return these costs with the fixed memory subtracted from the limits.
 
         The limit grows by what rounding may take from the difference.
         """

@@ -32,7 +32,7 @@ from zbpp.core.validation import Recompute
 
 _C = TypeVar("_C", Costs, LayerCosts)
 Source = str | Path | Mapping[str, Any]
-"""The path of a file, or the object of one."""
+"""The path of a file, or its JSON object."""
 _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 """Columns of chunks that are written even where they are the default."""
 _LONGEST = 2**29
@@ -193,7 +193,7 @@ def costs_data(costs: Costs | LayerCosts) -> dict[str, object]:
 
 
 def read_costs(source: Source) -> Costs:
-    """Read a costs file; what is left out, or null, has its default.
+    """Read a costs file; keys that are missing, or null, have their defaults.
 
     The keys are the fields of `Costs`. A number is for a whole stage, a list has
     one entry per chunk (``comm``: per edge between chunks; ``memory_limit``, ``speed``
@@ -210,7 +210,7 @@ def read_costs(source: Source) -> Costs:
 
 
 def read_layers(source: Source) -> LayerCosts:
-    """Read a layers file; what is left out, or null, has its default.
+    """Read a layers file; keys that are missing, or null, have their defaults.
 
     The keys are the fields of `LayerCosts`. A number is for every layer, a list has
     one entry each; so has ``parts``, with objects as in a costs file, without

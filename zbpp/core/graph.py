@@ -1,4 +1,4 @@
-"""The graph of the jobs of a step: what each waits for, and when it can start.
+"""The graph of the jobs of a step: the waits of each, and its earliest start.
 
 A node is a job in the row of its stage, an edge a wait (two stages, one micro-batch):
 
@@ -6,9 +6,9 @@ A node is a job in the row of its stage, an edge a wait (two stages, one micro-b
     1F0 --lane---> 1B0     both occupy the compute lane of stage 1
     0W0 --state--> O       the optimizer step awaits the gradients of all stages
 
-A job starts when all that it waits for is there: the longest way to it. The wait that
-ends last decides, so the critical path goes back from decision to decision. Jobs that
-wait for one another in a circle never start.
+A job starts when all its waits have ended: at the end of the longest path to it. The
+wait that ends last decides, so the critical path goes back from decision to decision.
+Jobs that wait for one another in a circle never start.
 
 Jobs begin in the order of their row. They occupy their lanes until they end, so what
 occupies the network alone overlaps with the next jobs. Of a pass in parts, the first
@@ -77,23 +77,24 @@ class _Shape(NamedTuple):
     times: tuple[float, float]
     """Its time, and that of the message that it waits for."""
     message: dict[int, int] | None
-    """By micro-batch the nodes that write what it reads of another chunk."""
+    """By micro-batch the nodes that write its inputs from another chunk."""
     output: dict[int, int] | None
-    """The same of what it writes for another chunk."""
+    """By micro-batch the nodes that write its outputs for another chunk."""
 
 
 _NOTHING, _SEVERAL = -1, -2  # no source of a node, and its waits are listed
 
 
 class JobGraph:
-    """The jobs of all stages, and what they wait for.
+    """The jobs of all stages, and their waits.
 
-    Nodes are numbered row after row. Three more have no job: when ``all_gradients`` are
-    there, when the ``verdict`` about the step before is known, and what is ``missing``.
+    Nodes are numbered row after row. Three more have no job: ``all_gradients`` ends
+    when these are there, ``verdict`` when the validity of the step before is known, and
+    ``missing`` never.
 
     Args:
-        rows: jobs of each stage. A pass comes behind those of its chunk that it reads
-            from, and each kind of pass has the same parts everywhere.
+        rows: jobs of each stage. A pass comes after the passes of its chunk that it
+            reads from, and each kind of pass has the same parts everywhere.
         times: of the jobs and messages.
         barrier: optimizer steps wait for the gradients of all stages.
     """
@@ -114,9 +115,10 @@ class JobGraph:
         """Nodes that end the last gradients of the stages."""
         self._has_barrier = barrier
         self._waits: dict[int, list[Wait]] = {}
-        """By node; those of rows of whole passes are listed when they are asked for."""
+        """By node; for rows of whole passes they are computed on demand."""
         self._sources = array("q")
-        """The node that each job of these rows waits for, besides the one before it."""
+        """For rows of whole passes, the node that each job waits for besides its
+        predecessor."""
         self._times: list[tuple[float, float]] = []
         """Of each job, and of the message of its source."""
         self._writers: dict[tuple[What, int], dict[int, int]] = defaultdict(dict)
@@ -154,7 +156,7 @@ class JobGraph:
         )
 
     def _note_outputs(self, stage: int, shapes: dict[PassKind, list[_Shape]]) -> None:
-        """Note who writes what in a row whose jobs wait for the one before them."""
+        """Record the writers of values in a row of whole passes."""
         for node, job in enumerate(self.rows[stage], self.first[stage]):
             if job.__class__ is Pass:
                 output = shapes[job.kind][job.chunk].output
@@ -333,7 +335,7 @@ class JobGraph:
         return JobTimes(self, starts, ends)
 
     def _fail(self, stuck: Sequence[int], ends: Sequence[float]) -> None:
-        """Name jobs that wait for one another, of those that come next on stages."""
+        """Name jobs that wait for one another, among the next jobs of all stages."""
         import networkx as nx  # takes long to load
 
         next_of = {self.place(node)[0]: node for node in stuck}

@@ -112,7 +112,7 @@ class What(StrEnum):
 
 
 _TO_READER = {What.ACTIVATION: 1, What.GRADIENT: -1, What.SAVED: 0, What.DEFERRED: 0}
-"""Chunks from the one that writes a value to the one that reads it."""
+"""Chunks from the writer of a value to its reader."""
 
 
 class State(StrEnum):
@@ -136,7 +136,7 @@ class JobKind:
 
     Args:
         summary: a line for people.
-        work: those of F, B and W that it does for its micro-batch.
+        work: the passes, of F, B and W, that it computes for its micro-batch.
         reads: values that it needs before it starts.
         writes: values that are there when it ends.
         awaits: states that it needs before it starts.
@@ -400,7 +400,7 @@ def lanes_of(job: Job) -> tuple[Lane, ...]:
 
 
 def place_of(job: Job) -> int:
-    """The chunk of a job, or its stage if it is one for all chunks of that."""
+    """The chunk of a job, or its stage if it is for all chunks of the stage."""
     match job:
         case Step(stage) | Check(stage):
             return stage
@@ -412,7 +412,7 @@ def place_of(job: Job) -> int:
 def passes_in(job: object) -> tuple[Pass, ...]:
     """The passes that a job, or an instruction, consists of; () if it computes none.
 
-    That of a part is the pass that it is one of.
+    A part has the pass that it belongs to.
 
     >>> passes_in(Pass(PassKind.F, 0, 0)), passes_in(Step(0))
     ((Pass(kind=<PassKind.F: 'F'>, chunk=0, microbatch=0),), ())
@@ -428,22 +428,22 @@ def passes_in(job: object) -> tuple[Pass, ...]:
 
 
 def members_of(job: Job) -> tuple[Job, ...]:
-    """The jobs that run at the same time in a job: what it computes, or itself."""
+    """The jobs that run at the same time in a job: its passes, or itself."""
     return passes_in(job) or (job,)
 
 
 def bulk_construct(
-    made_of: type[_T], n: int, /, **fields: Iterable[object]
+    cls: type[_T], n: int, /, **fields: Iterable[object]
 ) -> list[_T]:
     """Make n objects of a frozen dataclass with slots, in half the time of its calls.
 
     >>> bulk_construct(Step, 2, stage=[0, 1])
     [Step(stage=0), Step(stage=1)]
     """
-    made = list(map(object.__new__, repeat(made_of, n)))
+    objects = list(map(object.__new__, repeat(cls, n)))
     for name, values in fields.items():
-        deque(map(vars(made_of)[name].__set__, made, values), maxlen=0)
-    return made
+        deque(map(vars(cls)[name].__set__, objects, values), maxlen=0)
+    return objects
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Times and memories per layer: they give those of the chunks of any split.
+"""Times and memories per layer, from which those of the chunks of any split follow.
 
-Layers run one after the other, so times and what passes leave are added up. A pass
-takes some time whatever is in it (to cut the graph, to send, to wake up): the time of
-a chunk is that of its layers and one such overhead. A peak is above what the layers
-before it in the pass have left:
+Layers run one after the other, so times and the memory that passes leave are added up.
+Every pass takes some time besides its layers (to cut the graph, to send, to wake up):
+the time of a chunk is that of its layers and one such overhead. A peak is above the
+memory that the layers before it in the pass have left:
 
     F of a chunk    layer 0 | 1 | 2      peak = max of (left by 0..i-1) + peak_f of i
     B               layer 2 | 1 | 0      the same from the last layer on
@@ -327,12 +327,12 @@ def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float
 def chunk_layers(
     costs: Costs, placement: Placement, split: Sequence[int] | None = None
 ) -> LayerCosts:
-    """Costs of layers that give those of the chunks again, on this placement.
+    """Costs of layers whose sums are the costs of the chunks, on this placement.
 
-    The layers of a chunk are taken to be equal, as nothing else is known of them: each
-    has an equal share of its times and of what its passes leave. Above that, a pass
-    needs as much in one layer as in the chunk (temporaries come one after the other).
-    Without a split every chunk is one layer.
+    The layers of a chunk are assumed to be equal: each has an equal share of its times
+    and of the memory that its passes leave. Above that, a pass needs as much in one
+    layer as in the chunk (temporaries follow one another). Without a split every chunk
+    is one layer.
     """
     if costs.splits is not None and not all(costs.splits):
         raise RequestError(

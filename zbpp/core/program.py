@@ -17,7 +17,7 @@ class TiedGradient:
 
 
 Message = Value | TiedGradient
-"""One that a stage hands to another."""
+"""A value that a stage sends to another."""
 
 
 @dataclass(frozen=True, slots=True)

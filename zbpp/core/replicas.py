@@ -1,4 +1,4 @@
-"""Replicas of a stage: what they shard, and times of their collectives.
+"""Replicas of a stage: their shards, and times of their collectives.
 
 ========== =============================== ===========================
 shard      each replica keeps              gradients are summed

@@ -160,7 +160,7 @@ class Schedule:
 
 
 def recomputed(costs: Costs, schedule: Schedule) -> Costs:
-    """Costs of a schedule's passes, with what it recomputes.
+    """Costs of a schedule's passes, including its recompute.
 
     Of a chunk whose layers are recomputed in part, all layers count as equal. Without
     ``m_r``, and with no limit to keep, a part that is recomputed leaves nothing.

@@ -364,7 +364,7 @@ class Pipeline:
         return self._end_step(return_outputs=False)
 
     def _run(self, programs: Sequence[Program]) -> None:
-        """Run the programs of a step, or of a part of one."""
+        """Run the programs of a step, or of part of a step."""
         try:
             with self.stages.running():
                 drive(self.stages.executors, programs)

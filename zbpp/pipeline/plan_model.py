@@ -1,4 +1,4 @@
-"""Plan for a model before its pipeline is made; measure its layers where asked."""
+"""Plan for a model before its pipeline exists; measure its layers on request."""
 
 from dataclasses import replace
 from functools import partial
@@ -71,7 +71,7 @@ def plan_model(
             m_r, and a limit), ``"all"``, ``"none"``, numbers. None: the schedule's.
         mesh: processes of the pipeline, as for `zbpp.Pipeline`.
         device: of this process, as for `zbpp.Pipeline`.
-        optimizer: with ``example``, that which `zbpp.Pipeline` will be given.
+        optimizer: with ``example``, the optimizer of the later `zbpp.Pipeline`.
         loss_fn: the same of the loss.
         numerics: the same of what decides the bits.
         step: the same of when the optimizer steps.

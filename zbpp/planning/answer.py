@@ -1,4 +1,4 @@
-"""The answer: a schedule, what it was made for, and why other plans lost.
+"""The answer: a schedule, the costs that it is for, and why other plans lost.
 
 Of two plans the first figure that differs decides: the time of a step, then the step
 behind a barrier, which waits for the last stage, then the largest memory of a stage.
@@ -49,9 +49,9 @@ class Rejected:
     """A plan that lost, or could not be had.
 
     Args:
-        mode: that it was made by.
-        reason: that it lost for: what it takes compared with the best one.
-        is_planned: it was planned; else it could not be had or not be the best.
+        mode: the mode of the plan.
+        reason: why it lost, for example its step compared with the best step.
+        is_planned: it was planned; False: it is impossible, or its bound excludes it.
     """
 
     mode: str
@@ -64,13 +64,13 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule with what it was made for; its figures are attributes.
+    """A schedule with the costs that it is for; its figures are attributes.
 
     Args:
         schedule: with the split and the recomputed layers in it, where they are known.
-        costs: of the chunks, with what is recomputed.
-        mode: that the plan was made by: of auto the one that has won.
-        has_costs: costs were given; else F, B and W take 1.
+        costs: of the chunks, including recompute.
+        mode: the mode of the schedule; for auto the mode that has won.
+        has_costs: the request had costs; else F, B and W take 1.
         ideal_step: with costs of layers the work of a step, shared evenly by stages.
         even_step: with costs of layers the step of even chunks by the same mode; None:
             they do not fit.
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def known_costs(self) -> Costs | None:
-        """The costs, if any were given."""
+        """The costs of the request, if it had any."""
         return self.costs if self.has_costs else None
 
     @cached_property

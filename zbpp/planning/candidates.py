@@ -63,7 +63,7 @@ _IN_TURN = sorted(
     (mode for mode in MODES.values() if mode.place is not None),
     key=lambda mode: mode.order is not None,
 )
-"""Searches first: hand-made orders that their bounds rule out are not made."""
+"""Searches first: hand-made orders that their bounds exclude are then skipped."""
 
 _TRUST = 0.01  # of a step: how far predictions are trusted
 _LITTLE = 0.02  # of a step: less than this is no help
@@ -435,7 +435,7 @@ def _recomputed(mode: Mode, request: PlanRequest) -> Plan:
 def _asked(
     placement: Placement, request: PlanRequest
 ) -> tuple[LayerCosts, Split, Recomputing]:
-    """Costs of layers, their split and what is recomputed, on a placement.
+    """Costs of layers, their split and the recomputed layers, on a placement.
 
     Costs of chunks are divided among their layers, one each if these are not known.
     """

@@ -69,7 +69,7 @@ class Trial(NamedTuple):
     plan: Plan
 
     def or_better(self, rival: "Trial") -> "Trial":
-        """The better one of two; this one if they tie."""
+        """The better of two choices; this one if they tie."""
         return rival if rival.plan.is_better_than(self.plan) else self
 
 
@@ -259,7 +259,7 @@ class _Search:
     def _next(
         self, choices: Iterable[Choice], best: Trial | None, budget: Budget
     ) -> Trial | None:
-        """The first choice that is better, from the least load on; None: no one is."""
+        """The first choice that is better, from the least load on; None: none is."""
         step = math.inf if best is None else best.plan.step * (1 + ROUNDING)
         for choice in sorted(choices, key=self._load):
             if not budget.is_left or self._load(choice) > step:

@@ -1,8 +1,8 @@
 """`make_plan`: one function from a request to a plan; `plan` is its short form.
 
-Orders that are there already, a schedule, a plan, or a file of one, are planned as a
-mode whose hand-made order they are. It depends on no times, so it is compared with the
-request: does it fit the memory, is what it splits to be split?
+Known orders (a schedule, a plan, or the file of either) are treated as the hand-made
+order of a mode. They depend on no times, so they are checked against the request: do
+they fit the memory, may each stage split its backward where they do?
 
 A pipeline has a number of processes, and layers that it assigns to chunks even without
 their costs: `plan_pipeline`.
@@ -140,7 +140,7 @@ def _read(path: str) -> Schedule | Plan:
 
 
 def _as_mode(schedule: Schedule, request: PlanRequest) -> tuple[Mode, PlanRequest]:
-    """The mode whose hand-made order a schedule is, and the request for it."""
+    """A mode with a schedule as its hand-made order, and the request for it."""
     mode = Mode(
         name=schedule.name,
         summary="orders that are given",

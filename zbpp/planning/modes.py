@@ -41,7 +41,7 @@ class Mode:
         splits: the backward is split into B and W.
         pairs: passes run in pairs, which pays where the costs have ``fb`` or
             ``parts``.
-        is_usual: one of those that are compared where none is named.
+        is_usual: it is compared where no mode is named.
     """
 
     name: str
@@ -184,7 +184,7 @@ MODES = {mode.name: mode for mode in _ROWS}
 """Every mode by its name."""
 
 USUAL_MODES = tuple(mode.name for mode in _ROWS if mode.is_usual)
-"""Modes that are compared if none is named: those that differ in memory."""
+"""Modes that are compared if none is named; they differ in memory."""
 
 MODE_WORDS = f"{', '.join(MODES)}, or a file."
 """All values of a mode, for help texts."""

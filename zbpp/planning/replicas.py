@@ -58,7 +58,7 @@ _PEAKS = ("peak_f", "peak_b", "peak_w", "peak_o")
 
 
 def check_replicas(data_parallel: int, shard: str) -> None:
-    """Refuse what is no number of replicas, or nothing that they can shard."""
+    """Refuse an invalid number of replicas, or state that they cannot shard."""
     if data_parallel < 1:
         raise RequestError(f"--data_parallel is {data_parallel}; it must be at least 1")
     if shard not in SHARDS:
@@ -149,7 +149,7 @@ def network_of(layers: LayerCosts) -> Network | None:
 
 
 def with_replicas(layers: LayerCosts, n: int, shard: Shard) -> LayerCosts:
-    """`on_replicas` with what the layers themselves tell; times that are given stay.
+    """`on_replicas` with the links of the layers; times in the costs stay.
 
     Layers that tell no parameters, or no bandwidth, stay as they are.
     """

@@ -1,4 +1,4 @@
-"""The one question: what to plan, for which times and memory."""
+"""The request: modes or orders, sizes, times and memory."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ MemoryLimit = str | float | Sequence[float]
 """Of a stage: a number, a text such as ``"16GiB"``, or a list by stage."""
 
 CostsLike = Costs | LayerCosts | Mapping[str, Any] | str | Path
-"""Costs, a costs or layers file, or the object of one."""
+"""Costs, a costs or layers file, or the JSON object of such a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,7 @@ class PlanRequest:
     Args:
         schedule: any spelling of a mode, the path of a schedule or plan file, a
             `Schedule`, or a `Plan`.
-        n_stages: stages; of orders that are given it may be left out, else it must
-            agree.
+        n_stages: stages; with a schedule or plan it may be left out, or must agree.
         n_microbatches: micro-batches in a step, as above.
         chunks_per_stage: for VPP, ZBVPP and auto; None: 2 (auto: 1 and 2).
         costs: of chunks, or of layers, which are then split for the plan; if they have
@@ -65,9 +64,9 @@ class PlanRequest:
             without.
         n_layers: of the model, where there are costs of chunks: layers share those of
             their chunk evenly; None: they are not known.
-        recompute: ``"auto"``, ``"all"``, ``"none"``, or the numbers of what B computes
-            again: layers of the whole model if they are known, else chunks; None: those
-            of the file, else none.
+        recompute: ``"auto"``, ``"all"``, ``"none"``, or numbers: layers of the whole
+            model if these are known, else chunks, whose forward B computes again; None:
+            those of the file, else none.
         effort: how hard to search: ``fast``, ``default``, ``best`` (a minute) or
             ``best:SECONDS``.
         placement: for auto with costs of chunks: the only placement to plan.
@@ -86,7 +85,7 @@ class PlanRequest:
     placement: Placement | None = None
 
     def __post_init__(self) -> None:
-        """Convert what is unambiguous; this is the one place where that is done."""
+        """Convert values that are unambiguous; only here."""
         if not isinstance(self.schedule, str | Path | Schedule | Plan):
             raise RequestError(
                 f"schedule is {self.schedule!r:.60}; give a mode such as 'ZBH1', the "
@@ -111,7 +110,7 @@ class PlanRequest:
 
     @property
     def chunk_costs(self) -> Costs:
-        """Costs of chunks, or those that stand where none are given."""
+        """Costs of chunks; the defaults if the request has none."""
         assert not isinstance(self.costs, LayerCosts)
         if self.costs is not None:
             return self.costs

@@ -22,19 +22,19 @@ class Prediction:
         step_measured: median of the last ones, from start to start.
         bubble_predicted: of the simulated step.
         bubble_measured: median of the last steps.
-        given: the costs were given; else they are those of the same steps.
+        has_given_costs: costs of the caller; else those of the same steps.
     """
 
     step_predicted: float
     step_measured: float | None
     bubble_predicted: float
     bubble_measured: float | None
-    given: bool
+    has_given_costs: bool
 
     @property
     def line(self) -> str:
         """One line for a log."""
-        whose = "given costs" if self.given else "the costs of the last steps"
+        whose = "given costs" if self.has_given_costs else "the costs of the last steps"
         line = f"prediction (simulated with {whose}): step {self.step_predicted:.4g} ms"
         if self.step_measured is not None:
             away = self.step_measured / self.step_predicted - 1
@@ -72,5 +72,5 @@ def predict(
         step_measured=median(periods) if side_by_side and periods else None,
         bubble_predicted=bubble_rate(simulate(schedule, costs)),
         bubble_measured=median(map(bubble_rate, timelines)) if side_by_side else None,
-        given=costs_given,
+        has_given_costs=costs_given,
     )

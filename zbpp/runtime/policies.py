@@ -264,7 +264,7 @@ def is_number(value: object) -> bool:
 
 
 def check_count(name: str, count: Any) -> None:
-    """Refuse what is neither a whole number from 1 on nor None.
+    """Refuse anything but a whole number from 1 on, or None.
 
     Raises:
         RequestError: it is something else; names it.
