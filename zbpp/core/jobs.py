@@ -28,7 +28,7 @@ of experts do, its parts occupy one lane each, and parts of other passes run mea
 
 `KINDS` lists all facts of a kind for the other packages: what it reads and writes, its
 time and memory, and the lane of its stage that it occupies. A new kind is a row there,
-and a class only if it is per something new.
+and a class only if chunk, micro-batch or stage do not identify its jobs.
 """
 
 import gc
