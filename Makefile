@@ -70,7 +70,7 @@ check: $(READY)
 	PYTHONPATH=src $(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/mutants.py --list
 
-# What is uploaded: build/dist/ holds the sdist, and the wheel that was built of it, with
+# The files to upload: build/dist/ has the sdist, and the wheel that was built of it, with
 # the oldest glibc that its symbols allow in its name. Nothing is uploaded.
 dist: $(READY)
 	rm -rf build/dist build/linux

@@ -3,8 +3,8 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --seq 256 zbpp:1F1B torch:1F1B
 
-Every contender runs in its own processes, with the model, batch, split and optimizer of
-`zbpp bench`, behind the optimizer's barrier. Measured is the most that tensors hold in
+Every contender runs in separate processes, with the model, batch, split and optimizer of
+`zbpp bench`, behind the optimizer's barrier. Measured is the largest memory of tensors in
 the third step, by the allocator's events, which a profiler records from the start.
 """
 
@@ -75,7 +75,7 @@ def build(contender: str) -> Any:
 
 
 def measured(contender: str) -> int:
-    """Bytes that this process holds at the peak of its last step."""
+    """Bytes of this process at the peak of its last step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
         step = build(contender)
         for number in range(STEPS):
@@ -85,12 +85,12 @@ def measured(contender: str) -> int:
     events = sorted(events.kineto_results.events(), key=lambda event: event.start_ns())
     last = next(event for event in events if event.name() == f"step {STEPS - 1}")
     begin, end = last.start_ns(), last.start_ns() + last.duration_ns()
-    held = most = 0
+    memory = most = 0
     for event in events:
         if event.name() == "[memory]":
-            held += event.nbytes()
+            memory += event.nbytes()
             if begin <= event.start_ns() <= end:
-                most = max(most, held)
+                most = max(most, memory)
     return most
 
 

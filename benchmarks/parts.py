@@ -71,7 +71,7 @@ def end_worker(found: Any, out: Path) -> NoReturn:
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.barrier()
-    os._exit(0)  # an orderly end has been seen to abort in torch's own threads
+    os._exit(0)  # an orderly end has been seen to abort in torch's threads
 
 
 def take_turns(

@@ -1,4 +1,4 @@
-"""B + W against one full backward: time and memory, ours and torch's own split.
+"""B + W against one full backward: time and memory, of zbpp's split and torch's.
 
     taskset -c 1 python benchmarks/split.py --runs 25
     python benchmarks/split.py --device cuda --only block

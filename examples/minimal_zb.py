@@ -36,7 +36,7 @@ from torch import Tensor, nn
 N_STAGES, N_MICROBATCHES, N_STEPS, N_BLOCKS, DIM = 2, 4, 3, 8, 32
 SAMPLES = 8  # of a micro-batch
 
-# 1. Split the backward. y = x @ weight.T has two gradients, each a product of its own:
+# 1. Split the backward. y = x @ weight.T has two gradients, each a separate product:
 #
 #     dx = dy @ weight        B computes it at once
 #     dweight = dy.T @ x      W computes it later: it needs x and dy, nothing else
@@ -227,7 +227,7 @@ class Stage:
 
 
 def tag_of(reader: Job) -> int:
-    """Give every message of a step a number of its own."""
+    """Give every message of a step a different number."""
     chunk, kind, i = reader
     return (2 * chunk + (kind == "B")) * N_MICROBATCHES + i
 

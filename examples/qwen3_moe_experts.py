@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 4 examples/qwen3_moe_experts.py README.md
 python examples/qwen3_moe_experts.py README.md
 
-The first line starts 2 stages x 2 processes that hold half of the experts each. Both
+The first line starts 2 stages x 2 processes that have half of the experts each. Both
 have the same losses, up to rounding, and go on from each other's checkpoints.
 """
 
@@ -46,7 +46,7 @@ class DealtExperts(nn.Module):
 
     Args:
         experts: all of them, under the same names.
-        group: of processes along ``ep``; None: this one holds all.
+        group: of processes along ``ep``; None: this process has all.
     """
 
     def __init__(self, experts: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""Our plans and our split backward in torchtitan; `torchtitan.md` says how.
+"""Plans and the split backward of zbpp in torchtitan; see `torchtitan.md`.
 
 spec.pipelining_fn = with_split_backward(spec.pipelining_fn)
 config.parallelism.module_fqns_per_model_part = module_names("plan.json")

@@ -51,12 +51,12 @@ function draw({ svg, data, boxes }) {
   for (const text of texts) write(...text);
   for (let stage = 0; stage < stages; stage++) label((stage + 0.5) * row, `stage ${stage}`);
   if (memory) {
-    const y = (held) => bottom - (held / memory.top) * MEMORY;
+    const y = (amount) => bottom - (amount / memory.top) * MEMORY;
     shapes.push(`<path fill="var(--idle)" d="${rectangle(0, y(memory.base), inner, bottom - y(memory.base))}"/>`);
-    for (const [colour, points] of memory.curves) line(colour, "M" + points.map(([time, held]) => `${((time - view.from) * scale).toFixed(2)} ${y(held).toFixed(2)}`).join("L"), 'stroke-width="1.4"');
+    for (const [colour, points] of memory.curves) line(colour, "M" + points.map(([time, amount]) => `${((time - view.from) * scale).toFixed(2)} ${y(amount).toFixed(2)}`).join("L"), 'stroke-width="1.4"');
     if (memory.limit !== null) line("var(--ink)", `M0 ${y(memory.limit)}h${inner}`, 'stroke-dasharray="5 4"');
     line("var(--line)", `M0 ${bottom}h${inner}`);
-    for (const [held, text] of memory.labels) label(y(held), text);
+    for (const [amount, text] of memory.labels) label(y(amount), text);
   }
   const rough = 90 / scale, power = 10 ** Math.floor(Math.log10(rough)), step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   for (let k = Math.ceil(view.from / step); k * step <= view.to * (1 + 1e-9); k++)

@@ -1,4 +1,4 @@
-"""Settings of all tests: seeds, hypothesis, and a header that says what is tested."""
+"""Settings of all tests: seeds, hypothesis, and a header with the tested versions."""
 
 import gc
 import importlib.util

@@ -9,7 +9,7 @@ with zbpp. The files in tests/data, one request a row:
                          M_W / M_B), limit in M_B; the smallest bubble of the published
                          generators with one chunk a stage ("single"), with two ("v")
     optimum_public.json  obj: the smallest largest-stage span, proved by a solver
-    paper_tables.json    the bubbles that the paper prints for its own planners
+    paper_tables.json    the bubbles that the paper prints for its planners
 
 Random cases and timings are in `planner/random_cases.py`.
 """

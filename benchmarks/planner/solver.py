@@ -1,8 +1,8 @@
 """Prove how good a plan is, or find a better one: CP-SAT from OR-tools.
 
 Every pass is an interval on its stage; what it reads must have arrived. Memory is a
-second resource: M_B is held from the start of F to the end of B, then M_W to the end of
-W; and a pass holds its peak above that while it runs. The largest span of a stage is
+second resource: M_B is used from the start of F to the end of B, then M_W to the end of
+W; and a pass uses its peak above that while it runs. The largest span of a stage is
 minimised, starting from the given plan.
 
     M_W <= M_B  F0 .......... B0        M_B - M_W
@@ -18,7 +18,7 @@ A pair that takes as long as its passes is no better than these one after the ot
 first: so the solver puts such passes in turn. Pairs that are shorter it does not know.
 
 Passes that take no time take one *tick* here, all of them less than the unit of time
-together: so they hold their memory, and have an order, though they share an instant.
+together: so they use their memory, and have an order, though they share an instant.
 """
 
 import math
@@ -90,16 +90,16 @@ def certify(
     """Ask the solver for the best schedule of this placement.
 
     Args:
-        schedule: a plan to start from; it says which passes are split and must keep
+        schedule: a plan to start from; it defines which passes are split and must keep
             the memory limit.
         costs: times, which are turned into whole numbers exactly, and memories;
-            without a limit, that of every stage is the plan's own largest peak.
+            without a limit, that of every stage is the largest peak of the plan.
         seconds: how long the solver may search.
         workers: threads; None: one per core.
 
     Raises:
         RequestError: OR-tools is missing, the plan exceeds the memory limit, the times
-            have too many digits, its pairs have a time of their own, or the costs have
+            have too many digits, its pairs have separate times, or the costs have
             parts.
     """
     try:

@@ -6,8 +6,8 @@ from mkdocs.structure.files import File, Files
 ABOUT = {
     "": "The names that most scripts need.",
     "averaging": "Replicas that are averaged every few steps.",
-    "diagnostics": "What the last steps of a pipeline took, held and split.",
-    "memory": "The bytes that each stage will hold, before anything runs.",
+    "diagnostics": "Times, memory and split of the last steps of a pipeline.",
+    "memory": "Memory of each stage in bytes, before anything runs.",
     "checkpoint": "Checkpoints without a pipeline.",
     "models": "Layers from a module, for `zbpp.Pipeline`.",
     "runtime": "The split backward alone, results of steps, and errors.",
@@ -16,7 +16,7 @@ ABOUT = {
     "planning": "Modes, requests and plans.",
     "profiling": "What `zbpp.diagnostics.profile` returns.",
     "tuning": "When a running pipeline is planned again.",
-    "core": "Jobs, costs, schedules, timelines and files; numpy at most.",
+    "core": "Jobs, costs, schedules, timelines and files, without torch.",
 }
 """Module below zbpp, and a line about it."""
 
@@ -24,7 +24,7 @@ FIRST = {
     "": {
         "Train": "Pipeline Numerics StepPolicy Execution",
         "Train on a mesh": "DataParallel Reduction TwoLevel TopK mesh deal",
-        "Train beside others": "overlap_point TorchSchedule",
+        "Work with other trainers and layers": "overlap_point TorchSchedule",
         "Models": "cut layers_from",
         "Plan": "plan plan_model make_plan PlanRequest Plan read_plan Schedule",
         "Costs": "Costs",

@@ -14,7 +14,7 @@ _INTRODUCTION = """\
 
 Each text below is what the command prints for `--help`. Flags may be written with
 hyphens or underscores. The exit code is 0 when all is done, 2 when the request was
-wrong or cannot be met (one line says what, and how to fix it), and 1 after a fault of
+wrong or cannot be met (one line explains how to fix it), and 1 after a fault of
 zbpp or of the machine.
 
 """

@@ -1,4 +1,4 @@
-"""Pages of the site that lie outside of docs/, and links that hold in both places.
+"""Pages of the site that are outside of docs/, and links that work in both places.
 
 In a checkout a link is a path from file to file. On the site the files lie elsewhere,
 so each link is turned; one to a file that the site has not becomes its text.

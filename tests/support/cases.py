@@ -150,7 +150,7 @@ class Case:
         return batch
 
     def place(self) -> dict[str, Any]:
-        """Arguments of a pipeline that say where it runs."""
+        """Arguments of a pipeline on its mesh and device."""
         is_alone = not dist.is_initialized() and "RANK" not in os.environ
         return {"n_stages": self.n_stages} if is_alone else {}
 
@@ -215,7 +215,7 @@ def on_ranks(pool: Any, case: Case, n: int) -> Shown:
 
 
 def _run(case: Case) -> Shown:
-    from cases import run  # by its own name, so that the answer can be pickled
+    from cases import run  # by its module's name, so that the answer can be pickled
 
     return run(case)
 
@@ -341,7 +341,7 @@ def _train(
 
 
 def _end(case: Case, pipeline: zbpp.Pipeline) -> Shown:
-    """Evaluate and predict; what the stages hold."""
+    """Evaluate and predict; the state of the stages."""
     batch = case.share(pipeline, *case.of.batch(EVALUATED, case.n_evaluated))
     shown: Shown = {"evaluation": pipeline.evaluate(*batch, n_microbatches=3)}
     if (outputs := case.predict(pipeline)) is not None:

@@ -1,4 +1,4 @@
-"""Calls that hold up the host of a GPU."""
+"""Calls that block the host of a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

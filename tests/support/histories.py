@@ -145,7 +145,7 @@ class Run:
             optimizer.zero_grad(set_to_none=False)
 
     def read(self) -> list[Any]:
-        """What the steps so far say."""
+        """The results of the steps so far."""
         return [(x.loss, x.grad_norm, x.skipped, x.losses) for x in self.results]
 
     def peek(self) -> None:
@@ -302,7 +302,7 @@ class Run:
         assert refusals
 
     def refusals(self) -> set[str]:
-        """What a pipeline says that has ended, whatever is called."""
+        """The errors of a pipeline that has ended, for every call."""
         pipeline, texts = self.pipeline, set()
         inputs, targets = self.batch(0, self.case.n_microbatches)
         for call in (

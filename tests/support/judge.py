@@ -4,8 +4,8 @@
 
 Reads the two file formats, replays the jobs one by one, and prints the largest span of
 a stage, the bubble rate and the peak memories. A message is a delay. Memory: a stage
-holds m_fixed, m_b from the start of F and m_w from the end of B to that of W; and
-a job, O too, its peak above what was held before it. Every fault ends the run with an
+uses m_fixed, m_b from the start of F and m_w from the end of B to that of W; and
+a job, O too, its peak above the memory before it. Every fault ends the run with an
 error that names the stage and the job.
 
 Of plan and costs with parts, each lane of a stage runs its parts in the order of the
@@ -106,7 +106,7 @@ def _spans(
 def _check_limits(peaks: list[float], cost: "_Costs") -> None:
     for s, (peak, limit) in enumerate(zip(peaks, cost.limit, strict=True)):
         if peak > limit * (1 + 1e-6):
-            raise ValueError(f"stage {s} holds {peak}, over its limit {limit}")
+            raise ValueError(f"stage {s} uses {peak}, over its limit {limit}")
 
 
 def _judge_parts(
@@ -332,22 +332,22 @@ def _check_complete(
 
 
 def _peak(s: int, row: list[str], cost: _Costs) -> float:
-    """Add up what each micro-batch holds on each chunk, job after job."""
-    held: dict[tuple[int, int], float] = {}
+    """Add up the memory of each micro-batch on each chunk, job after job."""
+    stored: dict[tuple[int, int], float] = {}
     most = cost.fixed[s]
     for text in row:
-        before = cost.fixed[s] + sum(held.values())
+        before = cost.fixed[s] + sum(stored.values())
         passes = _passes(text)
         peak_o = cost.peak_o[s] if text == "O" else 0.0
         most = max(most, before + peak_o + sum(cost.peak[k][c] for k, c, _ in passes))
         for kind, c, i in passes:
             if kind == "F":
-                held[c, i] = cost.m_b[c]
+                stored[c, i] = cost.m_b[c]
             elif kind == "B":
-                held[c, i] = cost.m_w[c]
+                stored[c, i] = cost.m_w[c]
             else:
-                held.pop((c, i), None)
-        most = max(most, cost.fixed[s] + sum(held.values()))
+                stored.pop((c, i), None)
+        most = max(most, cost.fixed[s] + sum(stored.values()))
     return most
 
 

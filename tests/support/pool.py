@@ -17,12 +17,12 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1]
 PATIENCE_S = 200.0
-"""For what takes seconds on an idle machine; the tests' own time-out is longer."""
+"""For work of seconds on an idle machine; the time-out of the tests is longer."""
 AFTER_ERROR_S = 10.0
 """For the words of ranks that have lost the one that failed."""
 
 PRELOAD = ["zbpp.pipeline", "torch._dynamo"]
-"""For all processes that a session forks; the first one to ask says what it is."""
+"""For all processes that a session forks; the first request sets it."""
 
 _CACHE = type(lru_cache(lambda: None))
 _DTENSORS = "torch.distributed.tensor"
@@ -81,7 +81,7 @@ class Pool:
         return [answers[rank] for rank in range(n)]
 
     def explain(self, folder: Path) -> list[str]:
-        """Say more of a run that has failed, from what it has left in its folder."""
+        """Describe a failed run by the files in its folder."""
         return []
 
     def _answers(self, n: int, timeout_s: float) -> tuple[dict[int, Any], list[str]]:
@@ -194,7 +194,7 @@ def _forget_meshes(caches: list[Any]) -> None:
 def load_file(file: str) -> Any:
     """Import a test file by its path; test folders are no packages.
 
-    Its name holds its folders: files of two folders may be called the same.
+    Its name contains its folders: files of two folders may have the same name.
     """
     if file not in _modules:
         inside = Path(file).resolve().relative_to(TESTS).with_suffix("")

@@ -1,6 +1,6 @@
 /* Times of rows, and moves on the critical path; critical_path.py tells the idea.
 
-   A row holds the numbers of a stage in order. Pass i of number q starts at
+   A row has the numbers of a stage in order. Pass i of number q starts at
    begins[q * m + i], at place places[q * m + i] of its row. */
 
 #include "loops.h"
@@ -220,15 +220,15 @@ static void change(int32_t *row, int64_t n, Block block, uint64_t *state) {
 /* True if a row fits the memory, and each W comes after its B. */
 static int is_valid(const Problem *of, const int32_t *row, int64_t n, int64_t s,
                     int64_t *count) {
-    double held = 0.0, limit = of->limits[s];
+    double memory = 0.0, limit = of->limits[s];
     int64_t n_chunks = of->n_chunks;
     for (int64_t q = 0; q < 3 * n_chunks; q++) count[q] = 0;
     for (int64_t at = 0; at < n; at++) {
         int64_t q = row[at];
         count[q]++;
         if (q >= 2 * n_chunks && count[q] > count[q - n_chunks]) return 0;
-        if (held + of->peak[q] > limit) return 0;
-        held += of->change[q];
+        if (memory + of->peak[q] > limit) return 0;
+        memory += of->change[q];
     }
     return 1;
 }

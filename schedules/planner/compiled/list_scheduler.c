@@ -2,7 +2,7 @@
 
    A pass is a row of parts, and each part computes or occupies the network. A stage
    computes one stretch at a time: the parts of a pass up to those on the network, which
-   queue behind one another. When these have ended, the pass goes on. So the runtime
+   queue behind one another. When these have ended, the pass resumes. So the runtime
    executes it: one F of a stage and one B of a chunk are open at a time. A pass without
    parts is one part that computes. */
 
@@ -41,7 +41,7 @@ typedef struct {
 } Known;
 
 typedef struct {
-    double held, start, end, idle, free, network, wake; /* when it decides next */
+    double memory, start, end, idle, free, network, wake; /* when it decides next */
     int32_t *row;
     int64_t n_row, n_f, n_b, n_w, n_flights, n_early, n_ordered, n_backward;
     Flight *flights; /* at most one of a number */
@@ -67,7 +67,7 @@ static double arrival_of(const Draft *draft, int64_t q, int64_t i) {
 }
 
 /* Memory that the first micro-batch with no B yet needs for its other F's, less what
-   the ones before it hold, for they give it back first. */
+   the micro-batches before it free first. */
 static double reserve(const Draft *draft, const int64_t *mine, int64_t n,
                       int64_t n_back) {
     double need = 0.0;
@@ -96,20 +96,20 @@ static int has_room(const Draft *draft, int64_t s, int64_t q) {
     const Stage *stage = &draft->stages[s];
     int is_ordered = draft->settings->order != NULL;
     if (q >= of->n_chunks || is_ordered)
-        return stage->held + of->needs[q] <= of->limits[s]
+        return stage->memory + of->needs[q] <= of->limits[s]
             || (!is_ordered && !stage->n_w);
     int64_t n;
     const int64_t *mine = numbers_of(of, s, &n);
     int64_t n_back = draft->started[mine[n / 2]];
     double change = of->change[q], need = reserve(draft, mine, n, n_back);
-    double room = of->forward_limits[s] - stage->held;
+    double room = of->forward_limits[s] - stage->memory;
     if (draft->started[q] != n_back) need += change;
     if (change <= room && need <= room) return 1;
     return of->forward_limits[s] < 0 && is_alone(draft, s, q);
 }
 
-/* True if the rules hold back the next pass of a number. */
-static int is_held_back(const Draft *draft, int64_t s, int64_t q) {
+/* True if the rules delay the next pass of a number. */
+static int is_delayed(const Draft *draft, int64_t s, int64_t q) {
     const Settings *settings = draft->settings;
     const Stage *stage = &draft->stages[s];
     const int64_t *started = draft->started;
@@ -143,14 +143,14 @@ static const Known *best_ready(const Draft *draft, int64_t n, double now) {
         double time = of->part_time[of->part_from[one.q]];
         double b_from = now + (1 - settings->delay_b) * time - of->tiny;
         double f_from = now + (1 - settings->delay_f) * time - of->tiny;
-        int is_held = 0;
-        for (int64_t j = 0; j < k && !is_held; j++) {
+        int is_blocked = 0;
+        for (int64_t j = 0; j < k && !is_blocked; j++) {
             Known better = known[j];
             double last = better.q >= of->n_chunks ? b_from : f_from;
-            is_held = better.rank < one.rank && better.q > one.q
+            is_blocked = better.rank < one.rank && better.q > one.q
                    && now + of->tiny < better.arrival && better.arrival < last;
         }
-        if (!is_held) return &known[k];
+        if (!is_blocked) return &known[k];
     }
     return NULL;
 }
@@ -214,7 +214,7 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
         int64_t i = started[q];
         if (i == of->n_microbatches) continue;
         double arrival = arrival_of(draft, q, i);
-        if (arrival == INFINITY || is_held_back(draft, s, q)) continue;
+        if (arrival == INFINITY || is_delayed(draft, s, q)) continue;
         if (!has_room(draft, s, q)) {
             is_starved |= arrival <= soon;
             continue;
@@ -352,7 +352,7 @@ static int run(Draft *draft, int64_t s, int64_t chosen, double now) {
     stage->n_ordered++;
     if (q < C) {
         stage->n_f++;
-        stage->held += of->change[q];
+        stage->memory += of->change[q];
     } else {
         stage->n_b++;
         draft->w_turn[(q + C) * m + i] = stage->n_backward++;
@@ -362,7 +362,7 @@ static int run(Draft *draft, int64_t s, int64_t chosen, double now) {
     return run_stretch(draft, s, flight, arrival > now ? arrival : now);
 }
 
-/* Give back the memory of what has ended by now. */
+/* Free the memory of parts that have ended by now. */
 static void drop_ended(Draft *draft, int64_t s, double now) {
     const Problem *of = draft->of;
     Stage *stage = &draft->stages[s];
@@ -376,7 +376,7 @@ static void drop_ended(Draft *draft, int64_t s, double now) {
             stage->n_f--;
         } else {
             stage->n_b--;
-            stage->held += of->change[one.q];
+            stage->memory += of->change[one.q];
             stage->n_w += !of->joint[s];
         }
     }
@@ -384,7 +384,7 @@ static void drop_ended(Draft *draft, int64_t s, double now) {
     for (int64_t k = n / 2; k < n; k++) {
         int64_t w = mine[k] + of->n_chunks;
         if (draft->w_part[w] >= 0 || draft->w_ready[w] > now) continue;
-        stage->held += of->change[w];
+        stage->memory += of->change[w];
         draft->w_part[w] = 0;
         draft->started[w]++;
     }

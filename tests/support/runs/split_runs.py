@@ -324,7 +324,7 @@ def check_change(
 
 
 def check_operands(wrap: Wrap) -> None:
-    """W holds the operands of its products until it has run, and they may not change.
+    """W keeps the operands of its products until it has run, and they may not change.
 
     Args:
         wrap: calls a layer in another way.
