@@ -3,9 +3,9 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --seq 256 zbpp:1F1B torch:1F1B
 
-Every contender runs in separate processes, with the model, batch, split and optimizer of
-`zbpp bench`, behind the optimizer's barrier. Measured is the largest memory of tensors in
-the third step, by the allocator's events, which a profiler records from the start.
+Every contender runs in separate processes, with the model, batch, split and optimizer
+of `zbpp bench`, behind the optimizer's barrier. Measured is the largest memory of
+tensors in the third step, by the allocator's events, which a profiler records.
 """
 
 import argparse
