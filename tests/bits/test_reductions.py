@@ -73,7 +73,9 @@ def compare(size: tuple[int, int], reductions: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("size", "n"), [(PP2_DP2, 1), (PP2_DP2, 2), (PP1_DP4, 2)])
-def test_reductions_give_the_sums_of_an_all_reduce(pool: Pool, size: Any, n: int) -> None:
+def test_reductions_give_the_sums_of_an_all_reduce(
+    pool: Pool, size: Any, n: int
+) -> None:
     bf16 = torch.bfloat16
     reductions = {
         "one": None,
@@ -298,7 +300,9 @@ def test_a_run_resumes_with_its_residuals(pool: Pool, tmp_path: Any) -> None:
         assert difference(cleared, expected) is not None
 
 
-def test_residuals_are_redistributed_over_another_number_of_replicas(pool: Pool, tmp_path: Any) -> None:
+def test_residuals_are_redistributed_over_another_number_of_replicas(
+    pool: Pool, tmp_path: Any
+) -> None:
     for saved, loaded in pool.run(elsewhere, 4, str(tmp_path)):
         assert len(saved) == 16 and saved.keys() == loaded.keys()
         for name, x in loaded.items():

@@ -62,7 +62,9 @@ def misfit(call: str) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("call", ["step", "evaluate"])
-def test_unequal_inputs_and_targets_are_refused_on_all_ranks(pool: Pool, call: str) -> None:
+def test_unequal_inputs_and_targets_are_refused_on_all_ranks(
+    pool: Pool, call: str
+) -> None:
     for text in pool.run(misfit, 2, call):
         assert "inputs has 8 samples and targets 6" in text
 
@@ -224,7 +226,5 @@ def test_freezing_parameters_between_steps_is_an_error(pool: Pool) -> None:
     ("recompute", "expected"),
     [("all", (True, True)), ("none", None), ((1, 2, 7), ((1, 2), (3,)))],
 )
-def test_recompute_is_stored_in_the_schedule(
-    recompute: Any, expected: Any
-) -> None:
+def test_recompute_is_stored_in_the_schedule(recompute: Any, expected: Any) -> None:
     assert make(replace(VECTORS, recompute=recompute)).schedule.recompute == expected

@@ -115,9 +115,7 @@ def test_the_largest_of_several_optimizers_counts() -> None:
 
 
 @pytest.mark.parametrize(("samples", "most"), [(4096, 1), (1, 4)])
-def test_a_step_is_traced_where_it_may_be_the_peak(
-    samples: int, most: int
-) -> None:
+def test_a_step_is_traced_where_it_may_be_the_peak(samples: int, most: int) -> None:
     """Else each kind of layer has its step traced, which takes much less time."""
     sizes = []
 

@@ -222,7 +222,9 @@ def choose(layers: LayerCosts, p: int, m: int, chunks: int, **more: object) -> P
         pytest.param(1, 8, 4.0, 1.36, marks=pytest.mark.slow),  # none 1.82, all 1.61
     ],
 )
-def test_recompute_and_split_keep_steps_short_under_a_tight_limit(chunks, n_layers, limit, most):
+def test_recompute_and_split_keep_steps_short_under_a_tight_limit(
+    chunks, n_layers, limit, most
+):
     found = choose(paper(8, chunks, n_layers, limit), 8, 24, chunks)
     assert found.step <= most * 24 * (F + B + W)
     assert found.peak <= limit * (1 + 1e-9) and found.recompute

@@ -320,7 +320,9 @@ def test_bits_are_those_of_one_process(pool: SimulatedPool, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
-def test_seeds_delays_and_limits_change_no_bit(pool: SimulatedPool, mode: str, n: int) -> None:
+def test_seeds_delays_and_limits_change_no_bit(
+    pool: SimulatedPool, mode: str, n: int
+) -> None:
     """Every mode meets every limit, on 2 or on 4 processes."""
     turn = MODES.index(mode) + n // 2
     settings: list[dict[str, Any]] = [{"policy": "lazy" if turn % 2 else "eager"}]

@@ -16,7 +16,9 @@ from zbpp.runtime import SplitModule, split_forward
 @pytest.mark.parametrize("place", ["before B", "before W"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["mlp", "conv2d", "experts selected"])
-def test_changes_between_passes_act_as_in_a_full_backward(name: str, change: str, place: str) -> None:
+def test_changes_between_passes_act_as_in_a_full_backward(
+    name: str, change: str, place: str
+) -> None:
     check_change(CASES[name], CHANGES[change], place)
 
 

@@ -130,7 +130,9 @@ def test_a_product_of_two_weights_is_computed_once(
 @pytest.mark.parametrize(
     "name", [slow("two parts"), nightly("used outside"), nightly("in a checkpoint")]
 )
-def test_modules_with_compiled_parts_are_split(name: str, plain_kernels: list[Any]) -> None:
+def test_modules_with_compiled_parts_are_split(
+    name: str, plain_kernels: list[Any]
+) -> None:
     check(PARTS[name], wrap=lambda module: module, orders=(IN_ORDER,))
 
 

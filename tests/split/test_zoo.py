@@ -86,7 +86,9 @@ WHOLE_BACKWARDS = "F0 F1 BW0 F2 BW1 F3 BW2 BW3"
 
 @pytest.mark.parametrize("order", [IN_ORDER, WHOLE_BACKWARDS])
 @pytest.mark.parametrize("name", ADDED_BY_PRODUCTS)
-def test_gradients_accumulated_in_the_product_agree_within_rounding(name: str, order: str) -> None:
+def test_gradients_accumulated_in_the_product_agree_within_rounding(
+    name: str, order: str
+) -> None:
     """Hooks see as many gradients."""
     case = CASES[name]
     wanted = plainly(Numbered(case), 4, scale=0.25)

@@ -319,7 +319,9 @@ IN_PROCESSES: dict[str, tuple[int, Case, tuple[Action, ...]]] = {
 @pytest.mark.parametrize(
     "name", ["all", "tied", pytest.param("switch and move", marks=pytest.mark.slow)]
 )
-def test_ranks_return_the_results_of_one_process(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_ranks_return_the_results_of_one_process(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     n, case, actions = IN_PROCESSES[name]
     case = replace(case, n_stages=None)
     ranks = pool.run(play, n, case, actions, str(tmp_path))

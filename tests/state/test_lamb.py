@@ -73,9 +73,7 @@ def error(found: Parameters, expected: Parameters) -> float:
 @needs_lamb
 @pytest.mark.parametrize("clip", [None, CLIP])
 @pytest.mark.parametrize(("mode", "n_stages"), [("1F1B", 1), ("ZBV", 2), ("ZBH2", 4)])
-def test_lamb_equals_a_plain_loop(
-    mode: str, n_stages: int, clip: float | None
-) -> None:
+def test_lamb_equals_a_plain_loop(mode: str, n_stages: int, clip: float | None) -> None:
     pipeline = make(
         layers(),
         mode,
@@ -150,7 +148,9 @@ class Clipping(torch.optim.SGD):
         ),
     ],
 )
-def test_clipping_by_the_norm_of_one_stage_is_refused(clips: Any, harmless: Any) -> None:
+def test_clipping_by_the_norm_of_one_stage_is_refused(
+    clips: Any, harmless: Any
+) -> None:
     text = refusal(make, layers(), optimizer=clips)
     assert "max_grad_norm=1.0, which clips by the norm of one stage" in text
     assert "write zbpp.Pipeline(..., clip_grad_norm=1.0)" in text

@@ -245,7 +245,9 @@ def interrupt_rank_0(mode: str, folder: str) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("mode", ["1F1B", "ZBH1"])
-def test_after_an_interrupt_all_ranks_refuse_calls(mode: str, pool: Pool, tmp_path: Path) -> None:
+def test_after_an_interrupt_all_ranks_refuse_calls(
+    mode: str, pool: Pool, tmp_path: Path
+) -> None:
     first, second = pool.run(interrupt_rank_0, 2, mode, str(tmp_path))
     assert first[0] == "rank 0 has had enough"
     assert "rank 0 failed first" in second[0]

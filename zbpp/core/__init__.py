@@ -20,7 +20,6 @@ from zbpp.core.files import (
     write_schedule,
 )
 from zbpp.core.graph import JobGraph, JobTimes, Wait
-from zbpp.core.occupancy import memory_during, peaks
 from zbpp.core.jobs import (
     KINDS,
     Check,
@@ -52,6 +51,7 @@ from zbpp.core.jobs import (
     writes,
 )
 from zbpp.core.layers import LayerCosts
+from zbpp.core.occupancy import memory_during, peaks
 from zbpp.core.parts import Parts
 from zbpp.core.placement import Placement, even_split, ranges_of
 from zbpp.core.program import (
@@ -137,7 +137,6 @@ __all__ = [
     "format_bytes",
     "format_memory",
     "grid",
-    "memory_during",
     "input_of",
     "kind_of",
     "lanes_of",
@@ -145,6 +144,7 @@ __all__ = [
     "lower_bound_on",
     "lower_bounds",
     "members_of",
+    "memory_during",
     "output_of",
     "parse_job",
     "parse_memory",

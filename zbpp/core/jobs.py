@@ -432,9 +432,7 @@ def members_of(job: Job) -> tuple[Job, ...]:
     return passes_in(job) or (job,)
 
 
-def bulk_construct(
-    cls: type[_T], n: int, /, **fields: Iterable[object]
-) -> list[_T]:
+def bulk_construct(cls: type[_T], n: int, /, **fields: Iterable[object]) -> list[_T]:
     """Make n objects of a frozen dataclass with slots, in half the time of its calls.
 
     >>> bulk_construct(Step, 2, stage=[0, 1])

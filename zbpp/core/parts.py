@@ -73,8 +73,8 @@ class Parts:
         if self.layers % n:
             raise RequestError(
                 f"parts: the {self.layers} layers of a stage do not divide evenly "
-                f"among {n} chunks; give parts of more, shorter layers, or a list with an "
-                "entry for each chunk"
+                f"among {n} chunks; give parts of more, shorter layers, or a list with "
+                "an entry for each chunk"
             )
         return replace(self, layers=self.layers // n)
 
