@@ -1,29 +1,26 @@
-"""Replicas that step by themselves, and are averaged every few steps.
+"""Pipelines that step by themselves, and whose parameters are averaged now and then.
 
     replica 0   step 1 .. step k | average | step k+1 .. step 2k | average | ..
     replica 1   step 1 .. step k |         | step k+1 .. step 2k |         | ..
 
-Each is a pipeline with its norms, decisions and optimizer state. An average waits for
-the decision on the last step, so no rollback can undo it; buffers take no part.
+Each has its norms, decisions, optimizer state and checkpoints. An average waits for the
+decision on the last step, so no rollback can undo it; buffers take no part.
 
 `PeriodicModelAverager` of torch skips parameters without a gradient, which a step has
-cleared, and gives the others new memory; the function that it calls is used here.
+cleared, and gives the others new memory.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.core import RequestError, a_kind
-from zbpp.core.reductions import Reduction
-from zbpp.runtime.comm.place import Place
+from zbpp.core import RequestError
 from zbpp.runtime.driver.stages import LocalStages
-from zbpp.runtime.executor import Executor
-from zbpp.runtime.policies import DataParallel, check_count, is_number
+from zbpp.runtime.parallel.broadcast import broadcast
+from zbpp.runtime.policies import check_count, is_number
 from zbpp.runtime.support.collectives import is_broken
 from zbpp.runtime.support.sharded import own_shard
 
@@ -76,33 +73,26 @@ class DiLoCo(Periodic):
             )
 
 
-def check_averaging(replicas: DataParallel, place: Place, *, steps: bool) -> None:
-    """Refuse an average that makes no sense."""
-    averaging, reason = replicas.averaging, None
-    if averaging is None:
-        return
-    if not isinstance(averaging, Periodic):
-        reason = f"it is {a_kind(averaging)}; give zbpp.averaging.Periodic(every=..)"
-    elif place.apart is None:
-        reason = "there is one replica; give a mesh whose dimension 'dp' is 2 or more"
-    elif replicas.shard != "none":
-        reason = f"shard is {replicas.shard!r}, and each replica needs all parameters"
-    elif replicas.reduction != Reduction():
-        reason = f"reduction is {replicas.reduction}, and replicas sum no gradients"
-    elif not steps:
-        reason = "optimizer is None, and it comes after the optimizer's step"
-    if reason is not None:
-        raise RequestError(f"averaging= makes no sense here: {reason}")
-
-
 class Averager:
-    """Averages the stages of this process over the replicas that step apart."""
+    """Averages the stages of this process with those of other pipelines.
 
-    def __init__(self, policy: Periodic, place: Place, stages: LocalStages) -> None:
-        assert place.apart is not None
-        self._policy, self._stages = policy, stages
-        self._group = place.apart.get_group()
+    All of these pipelines must make one; they begin with the numbers of the first.
+    """
+
+    def __init__(
+        self, policy: Periodic, replicas: DeviceMesh, stages: LocalStages
+    ) -> None:
+        self._policy, self._group, self._stages = policy, replicas.get_group(), stages
+        stages.synchronize()
+        for _, layer in stages.layers():
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                broadcast(tensor, self._group)
         self.begin()
+
+    def _parameters(self) -> list[list[Tensor]]:
+        """Those that learn, of each stage."""
+        every = (x.optimizer.optimizers for x in self._stages.executors.values())
+        return [[p for p in x.parameters() if p.requires_grad] for x in every]
 
     def begin(self) -> None:
         """Begin at the parameters as they are, as if they were an average."""
@@ -110,26 +100,24 @@ class Averager:
         """Of DiLoCo, one a stage; the state has the last average of each parameter."""
         if not isinstance(self._policy, DiLoCo):
             return
-        lr, momentum = self._policy.outer_lr, self._policy.outer_momentum
-        for executor in self._stages.executors.values():
-            parameters = executor.optimizer.optimizers.parameters()
+        for parameters in self._parameters():
             outer = torch.optim.SGD(
                 [{"params": parameters}],  # a stage may have none
-                lr=lr,
-                momentum=momentum,
-                nesterov=momentum > 0,
+                lr=self._policy.outer_lr,
+                momentum=self._policy.outer_momentum,
+                nesterov=self._policy.outer_momentum > 0,
                 foreach=False,  # it cannot step DTensors and plain tensors together
             )
             for p in parameters:
-                if p.requires_grad:
-                    outer.state[p]["average"] = p.detach().clone()
+                outer.state[p]["average"] = p.detach().clone()
             self.outer.append(outer)
 
     def after_step(self, n_steps: int) -> None:
-        """Average, if it is time; all processes of all replicas must call.
+        """Average, if it is time; all processes of all pipelines must call.
 
         Raises:
-            PeerError: another replica has ended.
+            RequestError: they have other policies, or have taken other steps.
+            PeerError: another pipeline has ended.
         """
         if n_steps % self._policy.every:
             return
@@ -138,52 +126,42 @@ class Averager:
         transport.doing = f"the average after step {n_steps - 1}"
         with self._stages.running():
             try:
-                for number, executor in enumerate(self._stages.executors.values()):
-                    means = self._mean(executor)
+                self._check(n_steps)
+                for number, parameters in enumerate(self._parameters()):
+                    self._average(parameters)
                     if self.outer:
-                        parameters = executor.optimizer.optimizers.parameters()
-                        _follow(self.outer[number], parameters, means)
+                        _follow(self.outer[number], parameters)
             except RuntimeError as error:
                 if is_broken(error):
                     raise transport.lost_peer(transport.doing, error) from error
                 raise
 
-    @torch.no_grad()
-    def _mean(self, executor: Executor) -> Sequence[Tensor]:
-        """Give the parameters that learn their mean over the replicas.
+    def _check(self, n_steps: int) -> None:
+        """Refuse to average what is not the same step of the same run."""
+        facts: list[object] = [None] * self._group.size()
+        dist.all_gather_object(facts, (n_steps, self._policy), group=self._group)
+        if any(fact != facts[0] for fact in facts):
+            raise RequestError(
+                f"pipelines average after other steps, or in other ways: {facts}; give "
+                "all of them one policy, and load the same step"
+            )
 
-        Where a number lies in a sum decides its bits: so layers are summed one by one,
-        in which no mode differs, and tied parameters, which several have, alone.
-        """
-        means = []
-        left = {
-            x for x in executor.optimizer.optimizers.parameters() if x.requires_grad
-        }
-        ties = executor.stage.ties.plan
-        tied = {ties.own_name(*place) for tie in ties.ties for place in tie}
-        parts: dict[str | int, list[Tensor]] = defaultdict(list)
-        for index, name, p in executor.stage.named_stepped():
-            if p in left:
-                left.remove(p)
-                parts[name if name in tied else index].append(p)
-        for part in parts.values():
-            copies = [own_shard(p).detach() for p in part]
-            average_parameters(iter(copies), self._group)
-            for parameter, copy in zip(part, copies, strict=True):
-                own_shard(parameter).copy_(copy)
-            means += part
-        return means
+    @torch.no_grad()
+    def _average(self, parameters: list[Tensor]) -> None:
+        """One by one: where a number lies in a sum may decide its last bit."""
+        for p in parameters:
+            mean = own_shard(p).detach() / self._group.size()
+            dist.all_reduce(mean, group=self._group)
+            own_shard(p).copy_(mean)
 
 
 @torch.no_grad()
-def _follow(
-    outer: torch.optim.Optimizer, parameters: list[Tensor], means: Collection[Tensor]
-) -> None:
-    """Step all ``parameters``, of which some are ``means`` now, from the last average.
+def _follow(outer: torch.optim.Optimizer, means: list[Tensor]) -> None:
+    """Step from the last average to where parameters are ``means`` now.
 
-    A checkpoint may have had other rates, and a script may have added parameters.
+    A checkpoint may have had other rates, and a script may have thawed parameters.
     """
-    outer.param_groups[0].update(outer.defaults, params=parameters)
+    outer.param_groups[0].update(outer.defaults, params=means)
     for p in means:
         last = outer.state[p].setdefault("average", p.detach().clone())
         p.grad = last - p

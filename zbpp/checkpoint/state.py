@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.averaging import Averager
@@ -58,14 +57,10 @@ _log = logging.getLogger("zbpp")
 
 
 def _snapshot(
-    state: State, *, peers: Peers, rank: int, number: int
+    state: State, *, peers: Peers, rank: int
 ) -> tuple[Manifest, dict[str, Shard]]:
-    """Encode a state, and find the shards that this process saves.
-
-    Those of pipeline 1 have names such as ``model@1``.
-    """
+    """Encode a state, and find the shards that this process saves."""
     shards: dict[str, Shard] = {}
-    suffix = f"@{number}" if number else ""
 
     def put(name: str, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -81,42 +76,35 @@ def _snapshot(
                 shards[name] = shard
 
     values: dict[str, Any] = {
-        part + suffix: {
-            name: encode(x, f"{part}{suffix}/{name}", put)
-            for name, x in state[part].items()
+        part: {
+            name: encode(x, f"{part}/{name}", put) for name, x in state[part].items()
         }
         for part in _BY_NAME
     }
     is_first = peers.owns(())
     values = values if is_first else {}
-    if peers.rank == 0:
-        values[f"run{suffix}"] = encode(state["run"], "run", put)
     if rank == 0:
-        values["extra"] = encode(state["extra"], "extra", put)
+        values |= {part: encode(state[part], part, put) for part in ("run", "extra")}
     aliases = state["aliases"] if is_first else {}
     manifest = Manifest(state["step"], state["about"], aliases=aliases, values=values)
     return manifest, shards
 
 
 def read_state(
-    folder: Path, manifest: Manifest, *, model_only: bool = False, number: int = 0
+    folder: Path, manifest: Manifest, *, model_only: bool = False
 ) -> tuple[State, Copy]:
     """Read a checkpoint, but for its parameters, buffers and moments.
 
-    They are on the meta device in the state; the function returned fills them. A
-    pipeline whose ``number`` is not in it takes what the first one had.
+    They are on the meta device in the state; the function returned fills them.
     """
     tensors, pairs = SavedTensors(folder), Pairs()
 
     def get(name: str) -> Tensor:
         like = tensors.like[name]
-        is_read_later = name.startswith(("model", "optimizer", "residuals"))
+        is_read_later = name.startswith(("model/", "optimizer/", "residuals/"))
         return like if is_read_later else allocate(like, pairs)
 
-    values = {
-        part: manifest.values.get(f"{part}@{number}", value)
-        for part, value in manifest.values.items()
-    }
+    values = manifest.values
     state: State = {
         "step": manifest.step,
         "aliases": manifest.aliases,
@@ -189,15 +177,13 @@ class Checkpoints:
         own_name: Callable[[int, str], str],
         ties: Sequence[Sequence[Place]],
         *,
-        place: Peers,
-        averager: Averager | None,
+        rank: int,
     ) -> None:
         self._stages, self._own_name, self._ties = stages, own_name, ties
-        self._rank, self._gather = place.rank, stages.transport.gather
-        if place.apart is not None:
-            self._rank, self._gather = dist.get_rank(), place.gather_all
-        self._number, self._averager = place.pipeline_number, averager
-        self._saver = Saver(self._rank, self._gather)
+        self._rank, self._gather = rank, stages.transport.gather
+        self._saver = Saver(rank, self._gather)
+        self.averager: Averager | None = None
+        """Whose outer state is saved and loaded, too."""
         self._schedulers: tuple[Any, ...] = ()
         self._has_warned = False
 
@@ -259,7 +245,7 @@ class Checkpoints:
                 "extra": dict(extra),
             }
             peers = self._stages.transport.peers
-            return _snapshot(state, peers=peers, rank=self._rank, number=self._number)
+            return _snapshot(state, peers=peers, rank=self._rank)
 
         with self._stages.reporting("save", of_requests=False):
             self._warn_of_schedulers()
@@ -319,12 +305,7 @@ class Checkpoints:
             for text in damaged:
                 self._warn(text, "a damaged checkpoint is passed over")
             state = self._load(
-                lambda: read_state(
-                    folder,
-                    manifest,
-                    model_only=model_only,
-                    number=0 if model_only else self._number,
-                ),
+                lambda: read_state(folder, manifest, model_only=model_only),
                 model_only=model_only,
             )
         self._stages.checkpoints = str(path)
@@ -358,8 +339,8 @@ class Checkpoints:
             if run is not None:
                 for executor in self._stages.executors.values():
                     executor.optimizer.history.load_state_dict(run)
-            if model_only and self._averager is not None:
-                self._averager.begin()
+            if model_only and self.averager is not None:
+                self.averager.begin()
         return state
 
     def _add_residuals(self, local: LocalModel, saved: State, loading: Loading) -> None:
@@ -376,7 +357,7 @@ class Checkpoints:
 
     def _local_model(self) -> LocalModel:
         optimizers = self._stages.optimizers_by_stage
-        outer = () if self._averager is None else self._averager.outer
+        outer = () if self.averager is None else self.averager.outer
         if outer:
             optimizers = [[*x, y] for x, y in zip(optimizers, outer, strict=True)]
         return LocalModel(

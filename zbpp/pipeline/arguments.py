@@ -144,11 +144,7 @@ def join(
             "DeviceMesh (one of a process group: DeviceMesh.from_group(group, "
             "device_type, mesh_dim_names=('pp',))), or zbpp.DataParallel(mesh=..)"
         )
-    is_averaged = replicas.averaging is not None
-    place = find_place(
-        replicas.mesh, device, n_stages=n_stages, is_averaged=is_averaged
-    )
-    return place, replicas
+    return find_place(replicas.mesh, device, n_stages=n_stages), replicas
 
 
 def warn_of_plan(

@@ -19,8 +19,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.averaging import Averager, check_averaging
+from zbpp.averaging import Averager, Periodic
 from zbpp.checkpoint.local import State
 from zbpp.checkpoint.state import Checkpoints
 from zbpp.core import (
@@ -131,7 +132,7 @@ class Pipeline:
             timeout_s=execution.start_timeout_s,
         )
         self.rank, self.n_ranks = self.place.rank, self.place.n_ranks
-        with agreement(self.place.gather_all) as facts:
+        with agreement(self.place.gather) as facts:
             check_optimizer(optimizer)
             check_arguments(
                 loss_fn=loss_fn,
@@ -142,7 +143,6 @@ class Pipeline:
                 step=step,
                 execution=execution,
             )
-            check_averaging(replicas, self.place, steps=optimizer is not None)
             check_replicas(replicas, self.place, loss_scale=step.loss_scale)
             self.layered = layered_of(model)
             self.n_layers = self.layered.n_layers
@@ -200,8 +200,7 @@ class Pipeline:
             # overlap decides the order of the messages
             passes = execution.compile, execution.overlap
             facts["schedules, splits or settings"] = text, self.settings, passes
-        n_ranks = self.n_ranks * self.place.n_replicas
-        warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=n_ranks)
+        warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
         self.stages = build(
             self.settings,
             programs,
@@ -217,15 +216,11 @@ class Pipeline:
         self._batches = Batches(self.stages, self.layered.cut_batch, weigh=weigh)
         weakref.finalize(self, self.stages.abandon)
         self._watcher = make_watcher(execution.watch, self.plan)
-        self._averager = None
-        if replicas.averaging is not None:
-            self._averager = Averager(replicas.averaging, self.place, self.stages)
         self._checkpoints = Checkpoints(
             self.stages,
             self.layered.own_name,
             (*ties.ties, *self.layered.buffers),
-            place=self.place,
-            averager=self._averager,
+            rank=self.rank,
         )
         self._part: StepPart | None = None
         """Calls of the step that `optim_step` will take."""
@@ -414,8 +409,8 @@ class Pipeline:
             result.mean_metrics = mean_metrics
         if return_outputs:
             result.outputs = stages.last_outputs()
-        if self._averager is not None:
-            self._averager.after_step(self.n_steps)
+        if self._checkpoints.averager is not None:
+            self._checkpoints.averager.after_step(self.n_steps)
         return result
 
     def switch(self, schedule: Schedule | Plan) -> None:
@@ -670,6 +665,19 @@ class Pipeline:
             NonFiniteError: too many steps in a row were skipped.
         """
         self.stages.synchronize()
+
+    def average(self, policy: Periodic, replicas: DeviceMesh) -> None:
+        """Average parameters with those of other pipelines, every few steps.
+
+        All processes of all pipelines must call, before `load`. The pipelines begin
+        with the parameters and buffers of the first one.
+
+        Args:
+            policy: a `zbpp.averaging.Periodic` or `zbpp.averaging.DiLoCo`.
+            replicas: a dimension of a mesh, such as ``mesh["dp"]``. The pipeline's is
+                another: ``zbpp.Pipeline(..., mesh=mesh["pp"])``.
+        """
+        self._checkpoints.averager = Averager(policy, replicas, self.stages)
 
     def attach(self, *schedulers: Any) -> None:
         """Save and load the state of LR schedulers of `optimizers`, too.

@@ -238,9 +238,6 @@ class DataParallel:
             of 16; None: each as a whole.
         reduction: how gradients are summed, for ``shard="none"`` and plain layers: a
             `zbpp.Reduction`, `zbpp.TwoLevel` or `zbpp.TopK`.
-        averaging: a `zbpp.averaging.Periodic` or `zbpp.averaging.DiLoCo`: each replica
-            steps by its gradients alone, and every few steps their parameters are
-            averaged. None: gradients are summed in every step.
     """
 
     mesh: "DeviceMesh | None" = None
@@ -248,7 +245,6 @@ class DataParallel:
     alternating_buffers: bool = False
     gather_piece_bytes: int | None = None
     reduction: Reduction = field(default_factory=Reduction)
-    averaging: Any = None
 
 
 def is_whole(value: object) -> bool:

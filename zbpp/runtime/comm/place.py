@@ -34,15 +34,10 @@ FLATTENED = "+"
 
 
 class Place:
-    """The place of this process on a mesh; without one it is alone.
+    """The place of this process on a mesh; without one it is alone."""
 
-    Other pipelines along the mesh ``apart`` are replicas that step by themselves.
-    """
-
-    def __init__(
-        self, mesh: DeviceMesh | None = None, apart: DeviceMesh | None = None
-    ) -> None:
-        self.mesh, self.apart = mesh, apart
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
         self.everyone: dist.ProcessGroup | None = None
         """All processes that step together."""
         self.rank, self.n_ranks = 0, 1
@@ -78,19 +73,12 @@ class Place:
     def replica(self) -> int:
         """Number of the share of the samples that this process reads."""
         dims = [dim for dim in _SAMPLE_DIMS if dim in self.sizes]
-        n_here = prod(self.sizes[dim] for dim in dims)
-        return self.pipeline_number * n_here + self._number(dims)
+        return self._number(dims)
 
     @property
     def n_replicas(self) -> int:
         """Shares of the samples of a batch, over ``dp`` and ``ep``."""
-        n_here = prod(self.sizes.get(dim, 1) for dim in _SAMPLE_DIMS)
-        return n_here if self.apart is None else n_here * self.apart.size()
-
-    @property
-    def pipeline_number(self) -> int:
-        """Number of this pipeline among those that step by themselves."""
-        return 0 if self.apart is None else self.apart.get_local_rank()
+        return prod(self.sizes.get(dim, 1) for dim in _SAMPLE_DIMS)
 
     @property
     def sequence_slice(self) -> int:
@@ -101,14 +89,6 @@ class Place:
     def n_sequence_slices(self) -> int:
         """Slices of every sequence, over ``cp``."""
         return self.sizes.get(CONTEXT_DIM, 1)
-
-    def gather_all(self, thing: Any) -> list[Any]:
-        """`gather` from the processes of all pipelines that step by themselves."""
-        if self.apart is None:
-            return self.gather(thing)
-        things: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(things, thing)
-        return things
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank.

@@ -90,8 +90,7 @@ def build(
     seed: int = place.gather(next_seed())[0]
     transports = _transports(programs, place, settings)
     transport = next(iter(transports.values()))
-    gather = transport.gather if place.apart is None else place.gather_all
-    with agreement(gather) as facts:
+    with agreement(transport.gather) as facts:
         if transport.on_device and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise RequestError(
                 "CUDA_DEVICE_MAX_CONNECTIONS is 1: a message that waits for its other "
@@ -103,7 +102,7 @@ def build(
             make_layers, transports, settings, seed=seed if parts is None else None
         )
         facts |= _describe_layers(layers, settings.ties)
-    with agreement(gather):
+    with agreement(transport.gather):
         executors = _build_executors(layers, transports, settings, place, seed)
     _share_first_bits(executors, settings.ties)
     if settings.optimizer is not None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,11 +43,6 @@ def bind_parallel(
     if alternating:
         check_bare(chunks)
     layers = [layer for chunk in chunks for layer in chunk.layers]
-    if place.apart is not None and (given := [*chain(*map(units_in, layers))]):
-        raise RequestError(
-            f"a {type(given[0]).__name__} sums its gradients over replicas by itself, "
-            "and averaging= lets replicas step apart; pass the bare layer"
-        )
     broadcast_first(chunks, place)
     wrap(layers, place, replicas.shard, every_tied)
     wrapped = [module for layer in layers for module in units_in(layer)]

@@ -31,11 +31,8 @@ _PARTS = {
 """Along these a plain parameter that differs is a part of another, by all odds."""
 
 
-@torch.no_grad()
 def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
     """Broadcast parameters and buffers; all processes of the stage must call.
-
-    Replicas that step by themselves are processes of the stage, too.
 
     Plain parameters that differ along ``tp`` or ``ep`` are refused: parts of a tensor
     would become copies of the first.
@@ -55,18 +52,14 @@ def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
             if p in seen:
                 continue
             seen.add(p)
-            if place.apart is not None:
-                _broadcast(p, place.apart.get_group())
             for dim in place.dims:
-                if dim not in single_dims(names) and _broadcast(p, place.group(dim)):
+                if dim not in single_dims(names) and broadcast(p, place.group(dim)):
                     differ.setdefault(dim, []).append(name)
         for _, layer in chunk.numbered():
             for buffer in layer.buffers():
-                if place.apart is not None:
-                    _broadcast(buffer, place.apart.get_group())
                 for dim in place.dims:
                     if dim in REPLICA_DIMS:
-                        _broadcast(buffer, place.group(dim))
+                        broadcast(buffer, place.group(dim))
     for dim, way in _PARTS.items():
         if dim in differ:
             shown = ", ".join(differ[dim][:3]) + ", ..." * (len(differ[dim]) > 3)
@@ -77,7 +70,8 @@ def broadcast_first(chunks: Iterable[Chunk], place: Place) -> None:
             )
 
 
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+@torch.no_grad()
+def broadcast(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Broadcast a tensor's bits; True if they were others here."""
     differed = False
     for part in _dense_parts(own_shard(tensor)):

@@ -27,7 +27,6 @@ from zbpp.runtime.comm.place import (
     CONTEXT_DIM,
     DATA_DIMS,
     EXPERT_DIM,
-    REPLICA_DIMS,
     REPLICATE_DIM,
     STAGE_DIM,
     TENSOR_DIM,
@@ -100,28 +99,15 @@ def make_mesh(
 
 
 def find_place(
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    *,
-    n_stages: int | None,
-    is_averaged: bool = False,
+    mesh: DeviceMesh | None, device: torch.device, *, n_stages: int | None
 ) -> Place:
-    """Find the place of this process on a mesh; None: all processes are stages.
-
-    Where replicas are averaged each is on the part of the mesh without them.
-    """
+    """Find the place of this process on a mesh; None: all processes are stages."""
     if mesh is not None:
         _check_mesh(mesh, n_stages)
     elif dist.group.WORLD is not None:
         mesh = DeviceMesh.from_group(
             dist.group.WORLD, device.type, mesh_dim_names=(STAGE_DIM,)
         )
-    if mesh is not None and is_averaged:
-        names = mesh.mesh_dim_names or ()
-        apart = tuple(x for x in names if x in REPLICA_DIMS and mesh[x].size() > 1)
-        rest = tuple(x for x in names if x not in REPLICA_DIMS)
-        if apart and rest:
-            return Place(mesh[rest], flattened(mesh[apart]))
     return Place(mesh)
 
 
@@ -137,12 +123,6 @@ def _check_mesh(mesh: DeviceMesh, n_stages: int | None) -> None:
         raise RequestError(
             f"the mesh has {n_here} stage(s), and {n_stages} were asked for: each "
             f"process of a mesh runs one; give it a dimension 'pp' of {n_stages}"
-        )
-    n = dist.get_world_size()
-    if mesh.size() != n and names != (STAGE_DIM,):
-        raise RequestError(
-            f"the mesh has {mesh.size()} of {n} processes; give a mesh of all of them, "
-            "or one whose only dimension is 'pp'"
         )
 
 
