@@ -177,8 +177,8 @@ def profile(
     executors = stages.executors
     if any(x.collectives.has_units for x in executors.values()):
         raise RequestError(
-            "layers that are sharded cannot be profiled, as they cannot run alone; "
-            "profile the bare ones, in a pipeline with shard='none': their passes "
+            "sharded layers cannot be profiled, because they cannot run alone; profile "
+            "the layers without shards, in a pipeline with shard='none': their passes "
             "are the same"
         )
     for executor in executors.values():

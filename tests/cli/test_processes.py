@@ -178,4 +178,4 @@ def test_wrong_settings_of_the_playground_are_refused(ask, wrong):
 def test_a_port_in_use_is_refused(address, zbpp):
     port = urlsplit(address).port
     zbpp(f"playground --port {port}", code=2)
-    assert f"--port {port} cannot be had" in zbpp.err
+    assert f"--port {port} is not available" in zbpp.err

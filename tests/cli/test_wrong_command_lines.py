@@ -66,18 +66,18 @@ WRONG = {
     "plan ZBH1 -p 2 -m 3 -o x.json --layers layers.json --split odd": "not known",
     "plan ZBV -p 2 -m 3 -o x.json --recompute 0,9": "the chunks are 0 to 3",
     "estimate -p 2 -m 3 --model their_model:layers --optimizer adamx": (
-        "torch.optim has none of this name"
+        "torch.optim has no optimizer of this name"
     ),
     "bench -p 2 -o out --peers torch:ZBV": "--peers torch:ZBV: write torch",
     "bench -p 2 -o out --modes none": "nothing is to be compared",
     "bench -p 1 -o out": "compares nothing; it needs 2 or more",
-    "playground --port 70000": "--port 70000 cannot be had",
+    "playground --port 70000": "--port 70000 is not available",
     # limits
     "show ZBV -p 2 -m 3 --memory_limit lots": "40GiB",
     "show ZBV -p 2 -m 3 --memory_limit 40GiB": "in bytes",
     "show ZBV -p 4 -m 8 --memory_limit 0.1": "needs memory",
     "plan ZBH1 -p 2 -m 4 -o x.json --layers layers.json --memory_limit 2": "works is 4",
-    "compare -p 2 -m 3 --memory_limit 0.9": "no mode can be had",
+    "compare -p 2 -m 3 --memory_limit 0.9": "no mode is possible",
     "mesh --devices 8 -m 16 --layers mesh.json --memory_limit 1GiB": "fits; pp 8 x",
     "train --size tiny --stages 7": "6 layers cannot fill 7 chunks",
     "train --memory_limit 0.5": "over the limit 0.5",

@@ -203,7 +203,7 @@ def test_options_that_parts_exclude_are_refused():
     with pytest.raises(RequestError, match="no place on the network"):
         add_collectives(laid, shards=True)
     with pytest.raises(
-        RequestError, match="chunk 0 has those of 2 equal layers, which"
+        RequestError, match="chunk 0 has parts of 2 equal layers, which"
     ):
         some = replace(laid, split=(3,) * 4, recompute=((1,),) * 4)
         recomputed(moe_costs(0.4), some)

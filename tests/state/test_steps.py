@@ -265,7 +265,7 @@ def test_wrong_calls_within_a_step_are_refused() -> None:
     assert "comes after forward_backward" in refusal(pipeline.optim_step)
     pipeline.forward_backward(inputs[:8], targets[:8], n_calls=2)
     text = refusal(pipeline.forward_backward, inputs[8:], targets[8:], n_calls=2)
-    assert "weighs 4, and that of the first one 8" in text
+    assert "has weight 4, and the first one 8" in text
     assert "there was 1" in refusal(pipeline.optim_step)
     text = refusal(pipeline.forward_backward, inputs[:8], targets[:8], n_calls=3)
     assert "n_calls is 3, and 2 in the first call" in text

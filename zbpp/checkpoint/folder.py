@@ -56,8 +56,8 @@ def open_newest(
     folders: list[Path] = answers[0]
     if not folders:
         raise CheckpointError(
-            f"there is no checkpoint in {path}; give the folder that `save` was given, "
-            "or one of its step-... folders"
+            f"there is no checkpoint in {path}; give the folder of `save`, or one of "
+            "its step-... folders"
         )
     passed_over: list[str] = []
     for folder in folders:

@@ -189,7 +189,7 @@ class Compare(PlanFlags):
     """Print one JSON object instead of tables."""
 
     def run(self, words: Sequence[str]) -> None:
-        """Print the tables; a mode that cannot be had gives its reason below."""
+        """Print the tables; below, the reasons of impossible modes."""
         command = shlex.join(["zbpp", *words])
         paths: Sequence[Path | None] = self.costs or (None,)
         comparisons = [self._compare(path) for path in paths]
@@ -215,7 +215,7 @@ class Compare(PlanFlags):
         validates = self.enable_optimizer_post_validation
         comparison = Comparison("" if path is None else str(path), rows, validates)
         if not comparison.planned:
-            raise RequestError(f"no mode can be had: {next(iter(rows.values()))}")
+            raise RequestError(f"no mode is possible: {next(iter(rows.values()))}")
         return comparison
 
     def _for(self, path: Path | None) -> "Compare":

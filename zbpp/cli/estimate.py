@@ -149,8 +149,8 @@ class EstimateCommand(ModelSize, Replicas):
         }
         if (kind := kinds.get(self.optimizer.lower())) is None:
             raise RequestError(
-                f"--optimizer {self.optimizer}: torch.optim has none of this name; "
-                f"choose one of {', '.join(sorted(kinds))}, or none"
+                f"--optimizer {self.optimizer}: torch.optim has no optimizer of this "
+                f"name; choose one of {', '.join(sorted(kinds))}, or none"
             )
         return lambda parameters: kind(parameters, lr=1e-3)
 

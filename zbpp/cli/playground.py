@@ -38,7 +38,8 @@ class Playground:
         try:
             server = ThreadingHTTPServer(("127.0.0.1", self.port), _Handler)
         except (OSError, OverflowError) as error:
-            raise RequestError(f"--port {self.port} cannot be had: {error}") from None
+            text = f"--port {self.port} is not available: {error}"
+            raise RequestError(text) from None
         with server:
             address = f"http://127.0.0.1:{server.server_port}/"
             print(address, flush=True)

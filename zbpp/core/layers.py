@@ -163,8 +163,8 @@ class LayerCosts(Table, _Count):
         check_split(split, self.n_layers, placement.n_chunks)
         if recompute and self.m_r is None and self.memory_limit is not None:
             raise RequestError(
-                "there is a memory limit, but no m_r: what F leaves of a part that is "
-                "recomputed (its input, as a rule); add it to the costs"
+                "there is a memory limit, but no m_r, the memory that F leaves of a "
+                "recomputed part (usually its input); add it to the costs"
             )
         outside = [i for i in recompute if not 0 <= i < self.n_layers]
         if outside:
@@ -337,7 +337,7 @@ def chunk_layers(
     if costs.splits is not None and not all(costs.splits):
         raise RequestError(
             f"stage {costs.splits.index(False)} cannot split its backward (splits of "
-            "the costs), and a part that is recomputed must be; leave one of them out"
+            "the costs), and recompute needs that; leave out splits or recompute"
         )
     counts = np.array(split or (1,) * placement.n_chunks)
     chunk_of = np.repeat(np.arange(placement.n_chunks), counts)
@@ -376,7 +376,7 @@ def _layer_parts(
     for chunk, (parts, n) in enumerate(each):
         if parts.layers % n:
             raise RequestError(
-                f"parts: chunk {chunk} has those of {parts.layers} equal layers, which "
+                f"parts: chunk {chunk} has parts of {parts.layers} equal layers, which "
                 f"do not divide among the {n} of the split; give costs of layers "
                 "(--layers) with parts of each, or take 'parts' out of the costs"
             )

@@ -64,7 +64,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Stages of every mode, or the reason why a mode cannot be had.
+    """Stages of every mode, or the reason why a mode is impossible.
 
     Args:
         modes: by name.
@@ -142,8 +142,8 @@ def estimate(
         tracing: see `Tracing`.
 
     Raises:
-        RequestError: the model has no layers or decides by its data, or no mode can
-            be had.
+        RequestError: the model has no layers or branches on its data, or no mode is
+            possible.
     """
     check_replicas(data_parallel, shard)
     layers = trace_layers(model, batch, loss_fn, optimizer=optimizer, **tracing)
@@ -162,8 +162,7 @@ def estimate(
 def estimate_modes(layers: Layers, request: Request, modes: Sequence[str]) -> Estimate:
     """Plan each mode, and estimate its stages.
 
-    A mode that cannot be had, as it has more chunks than there are layers, gives its
-    reason.
+    An impossible mode, for instance with more chunks than layers, has its reason.
     """
     estimates, refused = {}, {}
     for mode in modes:
@@ -172,7 +171,7 @@ def estimate_modes(layers: Layers, request: Request, modes: Sequence[str]) -> Es
         except RequestError as error:
             refused[mode] = str(error).partition("\n")[0]
     if not estimates:
-        raise RequestError(f"no mode can be had: {next(iter(refused.values()))}")
+        raise RequestError(f"no mode is possible: {next(iter(refused.values()))}")
     fake = layers.fake
     return Estimate(estimates, refused, fake.samples, str(fake.device))
 
@@ -201,7 +200,7 @@ class _Stages:
         """Plan a mode.
 
         Raises:
-            RequestError: the mode cannot be had, or the layers do not fit.
+            RequestError: the mode is impossible, or the layers do not fit.
         """
         sizes = request.n_stages, request.n_microbatches
         # a file may have changed, and knows its sizes

@@ -76,9 +76,9 @@ def check_device(device: torch.device) -> None:
     """
     if is_missing(device):
         raise RequestError(
-            f"torch finds no {device.type} device, so it cannot tell what kernels of "
-            "one take; estimate with --device cpu, or on a machine with one (none of "
-            "it is used)"
+            f"torch finds no {device.type} device, so the memory of its kernels is "
+            "unknown; estimate with --device cpu, or on a machine with such a device "
+            "(it is not used)"
         )
 
 

@@ -497,8 +497,8 @@ def _look_of_value(value: Tensors | None) -> str:
 
 def _undecided(i: int, layer: nn.Module, error: Exception) -> RequestError:
     return RequestError(
-        f"layer {i} ({a_kind(layer)}) cannot be traced without data: what {error} "
-        "gives depends on numbers that are not known before a run; use an operator of "
+        f"layer {i} ({a_kind(layer)}) cannot be traced without data: the result of "
+        f"{error} depends on values that are known in a run only; use an operator of "
         "fixed shape (for experts of transformers config._experts_implementation = "
         "'grouped_mm')"
     )

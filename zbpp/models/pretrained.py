@@ -426,8 +426,8 @@ class _Cut:
         self._skeleton(self._beside, {}).run(chain, tokens)
         if len(calls) < len(self._blocks):
             raise ValueError(
-                f"block {len(calls)} of {self._path} does not get what the block "
-                "before it puts out"
+                f"block {len(calls)} of {self._path} does not read the output of the "
+                "block before it"
             )
         return calls[0]
 
@@ -450,7 +450,7 @@ class _Cut:
         is_nan = any(bool(x.isnan().any()) for x in output.values() if _has_values(x))
         if is_nan and bool(hidden.isfinite().all()):
             raise _refusal(
-                "what runs after the blocks reads more of what ran before them than "
+                "the part after the blocks reads more of the part before them than "
                 "the hidden state"
             )
 

@@ -119,8 +119,8 @@ def device_of(device: torch.device | str | None) -> torch.device:
         return own_device(device)
     except (RuntimeError, TypeError):
         raise RequestError(
-            f"device is {device!r}; give one that torch.device takes, such as 'cpu' "
-            "or 'cuda:0', or leave it out"
+            f"device is {device!r}; give a device that torch.device accepts, such as "
+            "'cpu' or 'cuda:0', or leave it out"
         ) from None
 
 
@@ -141,7 +141,7 @@ def join(
     if not isinstance(replicas.mesh, DeviceMesh | None):
         raise RequestError(
             f"mesh is {replicas.mesh!r:.60}; give zbpp.mesh(stages=..), another "
-            "DeviceMesh (one of a process group: DeviceMesh.from_group(group, "
+            "DeviceMesh (from a process group: DeviceMesh.from_group(group, "
             "device_type, mesh_dim_names=('pp',))), or zbpp.DataParallel(mesh=..)"
         )
     return find_place(replicas.mesh, device, n_stages=n_stages), replicas
@@ -156,6 +156,6 @@ def warn_of_plan(
         warnings.warn(
             "this process is alone and n_stages is left out, so the pipeline has one "
             "stage: start a process a stage by torchrun --nproc-per-node N, or give "
-            "n_stages (1, if one is meant)",
+            "n_stages (1 for a single stage)",
             stacklevel=4,
         )

@@ -46,7 +46,7 @@ _FIGURES = ("step", "span", "barrier_step", "peak", "lower_bound")
 
 @dataclass(frozen=True)
 class Rejected:
-    """A plan that lost, or could not be had.
+    """A plan that lost, or was impossible.
 
     Args:
         mode: the mode of the plan.

@@ -112,8 +112,8 @@ def plan_split(
 def _check_auto(layers: LayerCosts) -> None:
     if layers.m_r is None:
         raise RequestError(
-            "recompute auto needs m_r: what F leaves of a part that is recomputed "
-            "(its input, as a rule); add it to the costs, or choose all or none"
+            "recompute auto needs m_r, the memory that F leaves of a recomputed part "
+            "(usually its input); add it to the costs, or choose all or none"
         )
     if layers.memory_limit is None:
         raise RequestError(

@@ -404,7 +404,7 @@ class SplitGraph:
         if len(gradients) != len(self._ends):
             raise RequestError(
                 f"B got {len(gradients)} gradients, and {len(self._ends)} "
-                "outputs require one; give one for each, None where it has no influence"
+                "outputs require one; give one for each, None for no influence"
             )
         for dy in gradients:
             if dy is None:

@@ -51,9 +51,9 @@ class StepPart:
         self.weight = weight if self.weight is None else self.weight
         if weight != self.weight:
             raise RequestError(
-                f"the batch of this forward_backward() weighs {weight:g}, and that of "
-                f"the first one {self.weight:g}; give calls before one optim_step() "
-                'equal batches, or a loss that is a sum (reduction="sum")'
+                f"the batch of this forward_backward() has weight {weight:g}, and the "
+                f"first one {self.weight:g}; pass batches of equal weight before an "
+                'optim_step(), or a loss that is a sum (reduction="sum")'
             )
         return weight * self.n_calls
 

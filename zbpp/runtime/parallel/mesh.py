@@ -121,8 +121,8 @@ def _check_mesh(mesh: DeviceMesh, n_stages: int | None) -> None:
     n_here = mesh.size(names.index(STAGE_DIM)) if STAGE_DIM in names else 1
     if n_stages not in (None, n_here):
         raise RequestError(
-            f"the mesh has {n_here} stage(s), and {n_stages} were asked for: each "
-            f"process of a mesh runs one; give it a dimension 'pp' of {n_stages}"
+            f"the mesh has {n_here} stage(s), and n_stages is {n_stages}: each process "
+            f"of a mesh runs one stage; give it a dimension 'pp' of {n_stages}"
         )
 
 

@@ -137,8 +137,8 @@ def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Mod
     for name, p in layer.named_parameters(recurse=False):
         if p in experts:
             raise RequestError(
-                f"{name} of a {type(layer).__name__} is an expert's, with parameters "
-                "that are not, and shard= needs other processes for each; put the "
+                f"{name} of a {type(layer).__name__} is an expert's, next to other "
+                "parameters, and shard= needs different processes for both; put the "
                 "experts' parameters into a separate module, whose forward uses them"
             )
     for module in layer.children():

@@ -61,7 +61,7 @@ def _refuse_other_ties(chunks: Sequence[Chunk], plan: TiePlan) -> None:
                 if first[0] != chunk.index and not (first[3] and p in tied):
                     raise RequestError(
                         f"layers {first[1]} and {index} share a parameter ({first[2]} "
-                        f"is {name}) but lie in chunks {first[0]} and {chunk.index}; "
+                        f"is {name}) but are in chunks {first[0]} and {chunk.index}; "
                         "name the parameter in zbpp.layers_from(..., ties=...), put "
                         "them into one chunk by split=..., or untie them"
                     )
