@@ -1,11 +1,11 @@
-"""A timeline as a list of boxes: what pictures, pages and traces draw.
+"""A timeline as a list of boxes, which pictures, pages and traces draw.
 
     stage 0, lane 0   [F0][F1][F2]            [ B0 ][send][W0]     its jobs
     stage 0, lane 1   [ UNSHARD ]                   [REDUCE_GRAD]  meanwhile
 
 Parts of passes that exchange data are in lane 1 too, in the look of their pass.
 
-What a box is called, its colour, its lane and its place are decided here for all media.
+Names, colours, lanes and places of boxes are decided here for all formats.
 """
 
 import colorsys
@@ -109,7 +109,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """A timeline as boxes, and what media ask about all of them.
+    """A timeline as boxes, and figures of all of them.
 
     ``costs``: of its memory, where that is shown.
     """
@@ -156,7 +156,7 @@ class Drawing:
 
     @cached_property
     def typical(self) -> float:
-        """Median duration of what takes time in lane 0; 0 if nothing does."""
+        """Median duration of the boxes in lane 0 that take time; 0 if none does."""
         durations = sorted(
             box.duration for box in self.boxes if box.lane == 0 and box.end > box.start
         )
@@ -164,7 +164,7 @@ class Drawing:
 
     @cached_property
     def spans(self) -> dict[int, tuple[float, float]]:
-        """From the first to the last pass of each stage: what is idle there is bubble.
+        """From the first to the last pass of each stage: idle time there is bubble.
 
         Stages without passes have none.
         """
@@ -268,7 +268,7 @@ def _stage_colour(stage: int, n_stages: int) -> str:
 def legend_of(
     boxes: Iterable[Box], palette: Mapping[str, str] = PALETTE
 ) -> dict[str, str]:
-    """Texts, and their colours, for what can be seen of boxes, and for idle time."""
+    """Texts and colours of the legend: visible properties of boxes, and idle time."""
     styles = {box.style for box in boxes if box.end > box.start or box.style.at_once}
     roles = {style.role for style in styles}
     marks = {

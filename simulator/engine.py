@@ -21,17 +21,17 @@ If V finds the step invalid, every stage rolls it back, steps again and replays 
 passes before V. These read nothing that is computed after a V, so they form a separate
 part: the first attempts end, then the second ones begin.
 
-The time of a step among many is the period of the iterations. What an iteration leaves
-to the next is, for each stage, when it is free and when its V knows the sum. If all of
-these are later by the same time than some iterations ago, the stages lead and lag as
-they did then; all starts are sums and maxima of earlier ends, so from then on
+The time of a step among many is the period of the iterations. The next iteration
+depends on two times of each stage: when it is free, and when its V knows the sum. If
+all of these are later by the same time than some iterations ago, the stages lead and
+lag as they did then; all starts are sums and maxima of earlier ends, so from then on
 everything repeats, that much later. The period is that time for one iteration. Every
 stage waits for every other one between two iterations (in its O or in its V), so there
 is one period, wherever the stages begin (F. Baccelli et al., "Synchronization and
 Linearity", 1992, chapter 3).
 
-**The critical path** goes from the job that ends last back to what it waited for
-longest (`zbpp.core.graph`):
+**The critical path** goes from the job that ends last back to the wait that ended last,
+and so on (`zbpp.core.graph`):
 
     stage 0 | F0  F1  ..........  B0          path: 0F0 1F0 1B0 0B0
     stage 1 |     F0  B0  F1
@@ -296,7 +296,7 @@ def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, floa
     return float(period), float((late - state).max())
 
 
-# ---- What fixed the time.
+# ---- The critical path.
 
 Node = tuple[int, int]
 """A job: its stage, and its place in the order of the stage."""

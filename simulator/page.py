@@ -58,8 +58,8 @@ def write_page(
         above: elements above the timelines, such as tables (`Table.html`) and charts
             (`charts_html`).
         title: the heading.
-        subtitle: what was compared, such as sizes, costs, hardware and versions.
-        command: what repeats the page, to be copied from it.
+        subtitle: the comparison, such as sizes, costs, hardware and versions.
+        command: the command that repeats the page.
         time_unit: of all times.
 
     Raises:

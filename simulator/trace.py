@@ -96,7 +96,7 @@ _Place = tuple[int, Slot]
 
 
 def _messages(timeline: Timeline) -> Iterator[tuple[Value, _Place, _Place]]:
-    """The values that go from stage to stage: what writes them, and what reads them.
+    """The values that go from stage to stage: their writers and their readers.
 
     By the starts of the readers. A pass in parts reads with the first of them; what it
     writes is there after the last, which starts later than the others.

@@ -219,7 +219,7 @@ def prediction(
     Args:
         pipeline: after some steps.
         costs: in ms; None: those of the same steps.
-        n: last steps that count; what the script does between them is in their time.
+        n: last steps that count; their times include the script's work between them.
 
     Raises:
         RequestError: there was no step yet.

@@ -19,7 +19,7 @@ A `Watcher` plans again from measured times: after the first steps, and now and 
 A window is the last steps; the executors keep their times, so watching costs nothing
 but `zbpp.diagnostics.measured_costs` at its end, with messages and optimizer
 too. Rank 0 plans while the others wait, and the schedule travels as text. It has the
-same placement and split: the bits of a run stay what they were.
+same placement and split: the bits of a run do not change.
 """
 
 import logging
@@ -227,7 +227,7 @@ class Watcher:
     """Watches one pipeline; `after_step` is called by all its processes.
 
     Args:
-        watch: when, and what for.
+        watch: when to plan again, and the least gain.
         costs: of the present plan, with the memory that plans keep.
         measure: the costs of a pipeline's last steps, so many.
     """

@@ -15,5 +15,5 @@ splits layers. Five ideas make plans good:
    is already too long.
 
 The loops of 2 and 3 are in C (`compiled`). `limits` are those of sizes, of memory and
-of the effort. What a mode is, and how `auto` chooses, is in `zbpp.planning`.
+of the effort. `zbpp.planning` has the modes, and the choice of `auto`.
 """

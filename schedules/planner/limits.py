@@ -32,12 +32,12 @@ def micro_batch(costs: ChunkCosts) -> list[float]:
 
 
 def beyond(costs: ChunkCosts) -> list[float]:
-    """Return what each stage needs beyond M_B to run one micro-batch at a time."""
+    """Memory that each stage needs beyond M_B to run one micro-batch at a time."""
     return [_beyond(costs, chunks) for chunks in costs.placement.chunks_of]
 
 
 def _beyond(costs: ChunkCosts, chunks: Sequence[int]) -> float:
-    """The largest of what its passes need, less M_B; never below 0."""
+    """The largest memory that its passes need, less M_B; never below 0."""
     before = most = 0.0
     for c in chunks:
         after = before + costs.m_b[c]
@@ -68,7 +68,7 @@ def needs(costs: ChunkCosts, n_in_flight: float = 1.0) -> list[float]:
 def capped(
     costs: ChunkCosts, *, memory_cap: float = math.inf, default_limit: float = math.inf
 ) -> ChunkCosts:
-    """Lower the limits to what a mode promises, in M_B of each stage.
+    """Lower the limits to the promise of a mode, in M_B of each stage.
 
     The default limit counts where the costs have none.
     """
@@ -82,7 +82,7 @@ def capped(
 def check_limits(
     name: str, wanted: Sequence[float], costs: ChunkCosts, n_microbatches: int
 ) -> None:
-    """Refuse what needs more memory than there is.
+    """Refuse a request that needs more memory than the limits.
 
     Raises:
         LimitError: it names the stage that lacks most, and the smallest limit that

@@ -142,7 +142,7 @@ def test_jobs_that_wait_for_a_missing_job_are_refused(n_jobs):
     if n_jobs[0] or not n_jobs[1]:
         assert tuple(map(len, graph.run().slots())) == n_jobs
     else:
-        with pytest.raises(RequestError, match=r"1F0 never starts: what it waits"):
+        with pytest.raises(RequestError, match=r"1F0 never starts: its predecessor"):
             graph.run()
 
 

@@ -1,7 +1,7 @@
 """`zbpp bench`: modes of zbpp and schedules of torch on one model, timed by turns.
 
 request  the options, and the schedules that follow from them
-setting  what all contenders share: model, batch, optimizer
+setting  model, batch and optimizer of all contenders
 ours     a mode of zbpp, run by `zbpp.Pipeline`
 torchs   a schedule of torch.distributed.pipelining
 run      one process's share: the first step compared, then interleaved steps

@@ -1,4 +1,4 @@
-"""The options of `zbpp bench`, and what follows from them; loads no torch."""
+"""The options of `zbpp bench`, and their consequences; loads no torch."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -87,7 +87,7 @@ class BenchPlan:
 
 
 def planned(words: Sequence[str], options: BenchOptions) -> BenchPlan:
-    """Plan what can be planned before any process starts.
+    """Plan as much as possible before any process starts.
 
     Raises:
         RequestError: a contender cannot run; it is named.

@@ -104,7 +104,7 @@ def _run(options: BenchOptions, plan: BenchPlan) -> int:
 def difference(
     first: tuple[float, float], step: tuple[float, float], tolerance: float
 ) -> str:
-    """Text about what is wrong with a step's loss and gradient norm; empty: nothing.
+    """Text about a wrong loss or gradient norm of a step; empty: both are right.
 
     >>> difference((2.0, 1.0), (2.0, 1.001), 1e-5)
     'refused: gradient norm 1.001, not 1'

@@ -6,7 +6,7 @@
         step-00000020.1/              a later one of the same step, which replaces it
         .partial-step-00000030-3f.../ being written or removed, also by a dead process
 
-There is no file that names the latest one: it could be torn, or name what is gone.
+There is no file that names the latest one: it could be torn, or name a deleted one.
 """
 
 import os
@@ -103,7 +103,7 @@ def _number(path: Path) -> tuple[int, int] | None:
 
 
 def make_partial(folder: Path, step: int) -> Path:
-    """Make an empty folder to write a checkpoint into; clear what dead ones left."""
+    """Make an empty folder for a checkpoint; clear leftovers of killed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     _clear(folder)
     partial = folder / f"{_PARTIAL}step-{step:08}-{secrets.token_hex(4)}"

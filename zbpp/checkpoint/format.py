@@ -105,7 +105,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
 
 
 def damaged(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> list[str]:
-    """Describe each file of some ranks that is not what was written, and strays."""
+    """Describe each damaged file of some ranks, and stray files."""
     expected = {_SHARDS.format(i) for i, x in enumerate(manifest.files) if x}
     strays = {path.name for path in folder.glob("*.safetensors")} - expected
     problems = [f"{folder / name} is not in the manifest" for name in sorted(strays)]
@@ -163,7 +163,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
-    """Turn numbers, texts, tensors and containers of them into what `json` writes.
+    """Convert numbers, texts, tensors and containers of them to JSON values.
 
     ``put`` takes each tensor, with a name that begins with ``where``.
 
@@ -202,7 +202,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
-    """Turn what `encode` has made back; ``get`` gives the tensor of a name."""
+    """The inverse of `encode`; ``get`` returns the tensor of a name."""
     if isinstance(value, list):
         return [decode(item, get) for item in value]
     if not isinstance(value, dict):

@@ -217,7 +217,7 @@ class Loading:
 
 
 def compare(local: LocalModel, state: State, *, model_only: bool = False) -> Loading:
-    """Compare a state with what one process has; nothing is changed."""
+    """Compare a state with that of one process; nothing is changed."""
     loading = Loading()
     if not isinstance(state.get("model"), Mapping):
         loading.misfits.append(

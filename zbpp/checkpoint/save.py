@@ -179,7 +179,7 @@ class _Writer:
             wait_s = min(1.5 * wait_s, _LONGEST_WAIT_S)
 
     def _publish(self) -> None:
-        """Join the parts: tables of all stages, and what rank 0 alone has."""
+        """Join the parts: tables of all stages, and the rest, of rank 0."""
         paths = [self.partial / _PART.format(rank) for rank in range(self.n_ranks)]
         parts = [read_manifest(self.partial, path.name) for path in paths]
         merge_schedulers(part.values.get("schedulers", {}) for part in parts)

@@ -1,4 +1,4 @@
-"""The whole state of a run: what is saved, and how it is read, checked and loaded.
+"""The whole state of a run, and how it is saved, read, checked and loaded.
 
     {"step": 12, "model": {...}, "optimizer": {...}, "schedulers": {...},
      "residuals": {...}, "run": {"scaler": ..., ...}, "aliases": {...}, "extra": {...}}
@@ -168,7 +168,7 @@ def _share_out(residuals: Tensor, shard: Tensor, n: int) -> None:
 class Checkpoints:
     """Takes, loads and saves the state of the stages of this process.
 
-    `zbpp.Pipeline` explains the arguments of the methods, and what they raise.
+    `zbpp.Pipeline` explains the arguments and errors of the methods.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class Checkpoints:
         return state
 
     def _add_residuals(self, local: LocalModel, saved: State, loading: Loading) -> None:
-        """Load what replicas have not sent; other replicas get equal shares of it."""
+        """Load residuals; another number of replicas gets equal shares of their sum."""
         for p, here in self._stages.residuals():
             value, shard = saved.get(local.slot_of(p).saved_as), shard_of(here).numbers
             if value is None:

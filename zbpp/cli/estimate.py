@@ -56,7 +56,7 @@ class EstimateCommand(ModelSize, Replicas):
     microbatches: Microbatches
     """Micro-batches of a step."""
     memory_limit: Memory | None = None
-    """Of a device, such as 40GiB: what fits, and the largest micro-batch."""
+    """Of a device, such as 40GiB: name the modes and the micro-batch that fit."""
     microbatch_size: Count | None = None
     """Samples of a micro-batch; else as the batch has."""
     split: Numbers = ()
@@ -66,7 +66,7 @@ class EstimateCommand(ModelSize, Replicas):
     dtype: Dtype = "fp32"
     """16 bits are by autocast."""
     enable_optimizer_post_validation: bool | None = None
-    """Count what a rollback needs; left out: where B and W are apart."""
+    """Count the memory of a rollback; left out: for modes that split the backward."""
     device: str = "cpu"
     """Whose kernels are taken: cpu, or one that is here."""
     costs: Path | None = None

@@ -116,7 +116,7 @@ class ScheduleFlags(PlanFlags):
         return "none are given: F, B and W take 1, messages nothing"
 
     def timelines(self, schedule: Schedule, costs: Costs) -> list[Timeline]:
-        """Simulate what is to be drawn.
+        """Simulate the timeline of the picture.
 
         Several iterations come behind a barrier and post-validated, one below the
         other, unless the flag has chosen.

@@ -134,7 +134,7 @@ class Mesh:
 _HEADS = ["pp x dp x tp", "m", "chunks", "step", "for replicas", "bubble", "memory", ""]
 _CAPTION = (
     "pp: stages, dp: replicas, tp: devices that share a layer, m: micro-batches of a "
-    "replica\nstep: one among many; for replicas: what their collectives add\n"
+    "replica\nstep: one among many; for replicas: with their collectives\n"
     "memory: of a device"
 )
 

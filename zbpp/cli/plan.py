@@ -1,4 +1,4 @@
-"""``zbpp plan``: a schedule in a file, and in words what it will cost."""
+"""``zbpp plan``: a schedule in a file, and its figures in words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ class Plan(PlanFlags):
     """Also write the CSV that torch loads, and print torchtitan's flags for it."""
 
     def run(self, words: Sequence[str]) -> None:
-        """Plan, write, and print what it will cost."""
+        """Plan, write, and print the figures."""
         plan = self.plan(self.pipeline_schedule_mode)
         schedule = self.with_checks(plan.schedule)
         write_file(self.out, plan_text(replace(plan, schedule=schedule)))
@@ -74,7 +74,7 @@ def _idle(ideal: float, step: float) -> float:
 
 
 def _torchtitan_lines(schedule: Schedule, csv: Path) -> list[str]:
-    """Explain how torchtitan runs a CSV: its flags, then what they leave open.
+    """Explain how torchtitan runs a CSV: its flags, then the remaining choices.
 
     torchtitan takes the placement of the chunks from the schedule's name, and the
     number of micro-batches from the batch sizes; a CSV that disagrees hangs.

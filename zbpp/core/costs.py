@@ -96,7 +96,7 @@ class Table:
         peak_b: the same of B; None: m_w - m_b, if that is above 0.
         peak_w: the same of W; None: 0.
         peak_o: the same of an optimizer step, summed over the rows of a stage.
-        m_r: what F leaves of a row that is recomputed; None: it cannot be.
+        m_r: memory that F leaves of a recomputed row; None: no recompute.
         parts: what the passes compute and what they exchange between
             (`zbpp.core.parts`), the same for all, or a list of them; f, b and w
             are then their sums, and may be left out.

@@ -11,7 +11,7 @@ class LimitError(RequestError):
     """A memory limit is too low.
 
     Args:
-        reason: what needs more.
+        reason: the schedule or part that needs more.
         smallest: the limit for all stages that works.
     """
 

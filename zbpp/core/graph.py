@@ -261,7 +261,7 @@ class JobGraph:
         return self.rows[row][column]
 
     def waits(self, node: int) -> list[Wait]:
-        """List what a node waits for, the job before it on its lane first."""
+        """List the waits of a node, that for the job before it on its lane first."""
         if node >= self.first[-1]:
             is_sum = node == self.all_gradients
             return [Wait(x, "state") for x in (self.gradients if is_sum else ())]
@@ -349,8 +349,7 @@ class JobGraph:
                     raise mistake(
                         self.rows,
                         *self.place(node),
-                        f"{self.job(node)} never starts: what it waits for is in no "
-                        "row",
+                        f"{self.job(node)} never starts: its predecessor is in no row",
                     )
                 if source < self.verdict and ends[source] == inf:
                     awaited[node] = source

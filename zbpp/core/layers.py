@@ -129,7 +129,7 @@ class LayerCosts(Table, _Count):
         return self.parts[layer] if isinstance(self.parts, tuple) else self.parts
 
     def computing(self, kind: PassKind) -> tuple[float, ...]:
-        """Times for which the layers' F, B or W compute, without what they exchange."""
+        """Times for which the layers' F, B or W compute, without their exchanges."""
         if self.parts is None:
             (name,) = KINDS[kind].times
             return self.of(name)
@@ -226,7 +226,7 @@ class LayerCosts(Table, _Count):
     def whole_on(
         self, placement: Placement, chunks: Sequence[range]
     ) -> tuple[float, ...]:
-        """Memory that each stage needs for what replicas have whole for a while."""
+        """Memory that each stage needs for gathered parameters and gradients."""
         gradients, parameters = map(self.of, ("whole_gradients", "whole_parameters"))
         return tuple(
             max(sum(gradients[i] for i in chunks[chunk]) for chunk in on_stage)
@@ -261,7 +261,7 @@ class LayerCosts(Table, _Count):
         fields |= {"m_fixed": tuple(fixed), "peak_o": tuple(in_step)}
 
     def _chunk_parts(self, chunk: range, recompute: Collection[int]) -> Parts:
-        """The parts of a chunk's passes, each behind what it takes on top."""
+        """The parts of a chunk's passes, each after the overhead of the pass."""
 
         def of(kind: PassKind, layer: int) -> PartTimes:
             parts = self.parts_of(layer)

@@ -1,4 +1,4 @@
-"""Parts of passes: what computes, and what exchanges data between, in order.
+"""Parts of passes: computations, and exchanges of data between them, in order.
 
 A layer with experts sends its tokens to the experts' processes (dispatch) and back
 (combine). Its F, B and W, of attention a, experts e and exchanges d, c:

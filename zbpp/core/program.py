@@ -82,7 +82,7 @@ class Segment:
 
 
 Instruction = Job | Segment | Send | Receive | Reduce | AddTied
-"""A job, or what a program does between jobs: messages and sums."""
+"""A job, or a message or sum between jobs."""
 
 Program = tuple[Instruction, ...]
 """The instructions of one stage, in the order in which it runs them."""

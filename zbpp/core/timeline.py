@@ -1,4 +1,4 @@
-"""Jobs with start and end: what the simulator predicts and what real runs measure."""
+"""Jobs with start and end, of the simulator or of a real run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -44,8 +44,8 @@ class StageEstimate:
         messages: three of the largest that the stage sends or receives; on CPUs two,
             and all that a step sends.
         other: inputs and targets of all micro-batches, where the stage reads them, and
-            the most that is whole for a while of what replicas shard.
-        activations_peak: most of what F and B leave, and of what passes need inside.
+            the largest gathered part of sharded state.
+        activations_peak: largest memory that F and B leave and passes need inside.
         peak: most of all together at any time.
         host: in host memory, where the optimizer steps there; no part of the peak.
     """

@@ -87,7 +87,7 @@ def layer_memory(
 
     Args:
         model: as `zbpp.Pipeline` takes it.
-        batch: inputs and targets of one micro-batch, or what the model itself takes.
+        batch: inputs and targets of one micro-batch, or the batch of the model.
         loss_fn: the mean over a micro-batch; None: that of the model, or the last layer
             puts it out.
         optimizer: as `zbpp.Pipeline` takes it; None: there is none.
@@ -111,8 +111,8 @@ class _Layer(NamedTuple):
         left: by F until B, without its input and output.
         left_input: the part of the input that stays until B.
         left_output: the same of the output.
-        change_b: what B leaves, less what it frees.
-        peak_f, peak_b, peak_w: most inside a pass above what was there before.
+        change_b: memory that B leaves, less memory that it frees.
+        peak_f, peak_b, peak_w: most inside a pass above the memory before it.
         message: the output.
         for_good: what stays of the first F.
         gradients: of each parameter, in order.
@@ -200,7 +200,7 @@ class Layers:
         return bytes_of(dict.fromkeys(tensors), self.block)
 
     def buffers(self, layers: Sequence[int]) -> int:
-        """Bytes of buffers, and of what the first forward of a layer keeps."""
+        """Bytes of buffers, and of tensors that the first forward of a layer keeps."""
         buffers = [b for i in layers for b in self.fake.layers[i].buffers()]
         return self.bytes_of(buffers) + sum(self.rows[i].for_good for i in layers)
 
@@ -360,7 +360,7 @@ class Layers:
     def _run(
         self, i: int, layer: nn.Module, value: Tensors | None, tracker: Tracker
     ) -> tuple[_Layer, Tensors]:
-        """Run F, B and W of a layer; return what they take, and the output."""
+        """Run F, B and W of a layer; return their memory, and the output."""
         index, is_last, n = min(i, 1), i == len(self.fake.layers) - 1, _N_MICROBATCHES
         stage = Stage(
             [Chunk(index, 0, (layer,))],
@@ -399,7 +399,7 @@ class Layers:
         value: Tensors | None,
         tracker: Tracker,
     ) -> tuple[_Layer, Tensors]:
-        """Run F, B and W of a layer once; return what they take, and the output."""
+        """Run F, B and W of a layer once; return their memory, and the output."""
         base = tracker.restart()
         with tracker:
             x = value and copied(value)

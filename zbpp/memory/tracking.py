@@ -38,7 +38,7 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and count what it makes."""
+        """Run an operator, and count the memory of its results."""
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # its operators come here again
         if func is _ANSWER:
@@ -94,7 +94,7 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def bytes_of(tensors: Iterable[Tensor], block: int = 1) -> int:
-    """Bytes that tensors take; what shares memory counts once."""
+    """Bytes that tensors take; shared memory counts once."""
     storages = storages_of(tensors).values()
     return sum(_rounded(storage.nbytes(), block) for storage in storages)
 
@@ -117,4 +117,4 @@ def _grouped_mm(
 
 
 _SHAPES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
-"""Rules of operators whose rule for fake tensors refuses what the kernel takes."""
+"""Rules of operators whose rule for fake tensors is stricter than the kernel."""

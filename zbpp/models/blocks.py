@@ -44,7 +44,7 @@ def find_blocks(model: nn.Module, path: str | None) -> tuple[str, dict[str, nn.M
 
 
 def is_under(name: str, path: str) -> bool:
-    """True for the name of a module, or of what is in it."""
+    """True for the name of a module, or of anything inside it."""
     return name == path or name.startswith(f"{path}.")
 
 

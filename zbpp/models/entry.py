@@ -29,8 +29,8 @@ def layered_of(model: AnyModel) -> Layered:
     """Take a model as layers.
 
     Args:
-        model: an `nn.Sequential`, a list of layers, a model of transformers, or what
-            `cut` and `layers_from` return.
+        model: an `nn.Sequential`, a list of layers, a model of transformers, or the
+            result of `cut` or `layers_from`.
 
     Raises:
         RequestError: the model cannot be cut into layers.
@@ -142,9 +142,9 @@ def cut(
 ) -> Layered:
     """Cut a model into layers at its repeated blocks, for `zbpp.Pipeline`.
 
-    The first layer is what the model does before its first block, the last one what it
-    does after the last block. The blocks must run once each, in order. There are two
-    ways; the logger ``zbpp`` names the one that was chosen:
+    The first layer is the part of the model before its first block, the last layer the
+    part after the last block. The blocks must run once each, in order. There are two
+    ways; the logger ``zbpp`` names the chosen way:
 
     * A model of transformers whose forward takes ``inputs_embeds`` runs its
       forward, around other blocks. Batches may have any shapes.

@@ -89,7 +89,7 @@ def _count_labels(labels: Any) -> float:
 
 
 def _weigh_of(model: Any) -> Weigh | None:
-    """Count, from its labels, what a model takes the mean of its loss over.
+    """Return the function that counts the labels in the mean of a model's loss.
 
     A batch's loss is then that of the plain model on the whole batch, however its
     padding is spread over the micro-batches. None: samples.

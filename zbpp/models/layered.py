@@ -14,7 +14,7 @@ from zbpp.runtime.ties.plan import Tie, find_ties
 
 @dataclass(frozen=True)
 class Layered:
-    """Layers of a model in forward order; layer i takes what layer i - 1 puts out.
+    """Layers of a model in forward order; layer i reads the output of layer i - 1.
 
     Args:
         n_layers: their number.
@@ -52,7 +52,7 @@ def of_layers(
     build: Callable[[range], Sequence[nn.Module]] | None = None,
     functions: Mapping[str, Any] | None = None,
 ) -> Layered:
-    """Describe layers with what they share.
+    """Describe layers and their tied parameters.
 
     Args:
         layers: of a model; on meta, if they have no weights.

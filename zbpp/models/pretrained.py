@@ -86,7 +86,7 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what takes the place of the module."""
+        """Call the replacement of the module."""
         return self.__dict__["_call"](*args, **kwargs)
 
 
@@ -374,7 +374,7 @@ class _Cut:
         return name.removeprefix("skeleton.model.")
 
     def check(self) -> None:
-        """Run what is before and after the blocks on four tokens.
+        """Run the parts before and after the blocks on four tokens.
 
         Raises:
             RequestError: the forward does not run around other blocks.
@@ -409,7 +409,7 @@ class _Cut:
         """Return the hidden state and the arguments that the first block gets.
 
         Raises:
-            ValueError: a block does not take what the block before puts out.
+            ValueError: a block does not read the output of the block before.
         """
         calls: list[tuple[Tensor, Call]] = []
 

@@ -91,7 +91,7 @@ def _check_loss(loss_fn: Any) -> None:
 def weigh_of(
     loss_fn: LossFn, weigh: WeighName | Weigh | None, default: WeighName | Weigh
 ) -> WeighName | Weigh:
-    """Return what the loss of the batch is a mean over, or ``"sum"``."""
+    """Return the unit of the mean over the batch, or ``"sum"``."""
     if not is_sum(loss_fn):
         return weigh or default
     if weigh not in (None, "sum"):

@@ -81,9 +81,9 @@ class Pipeline:
     all stages live in this process. Losses, gradients and parameters are the same.
 
     Args:
-        model: an `nn.Sequential`, a list of layers, a model of transformers, or what
-            `zbpp.cut` or `zbpp.layers_from` returns. Layers that other processes train
-            lose their weights here: they would be stale after a step.
+        model: an `nn.Sequential`, a list of layers, a model of transformers, or the
+            result of `zbpp.cut` or `zbpp.layers_from`. Layers that other processes
+            train lose their weights here: they would be stale after a step.
         schedule: a mode such as ``"ZBH1"``, a schedule or plan file, a `Schedule`, or a
             `Plan`, which `zbpp.plan_model` makes.
         optimizer: called with each stage's parameters, also frozen ones, or with pairs
@@ -100,7 +100,7 @@ class Pipeline:
             replicas; None: each process is a stage.
         device: where the layers live; ``"cuda"``: this process's GPU; None: that, or
             the CPU where there is none.
-        numerics: what decides the bits.
+        numerics: options that decide the bits.
         step: when the optimizer steps.
         execution: how passes are executed and waited for.
 
@@ -300,7 +300,7 @@ class Pipeline:
             targets: as for `step`.
             n_calls: calls before the next `optim_step`, the same in each of them.
             loss_fn: of this call, in place of the pipeline's.
-            key: as for `step`; what differs, `optim_step` finds.
+            key: as for `step`; `optim_step` finds differences.
 
         Raises:
             RequestError: the batch does not fit, or has another size than that of the
@@ -386,7 +386,7 @@ class Pipeline:
             )
 
     def _refuse_between_parts(self) -> None:
-        """Refuse what would lose gradients that no step has used."""
+        """Refuse calls that would lose gradients before a step has used them."""
         if self._part is not None:
             raise RequestError(
                 "gradients of forward_backward() wait for optim_step(); call it first"

@@ -73,7 +73,7 @@ def plan_model(
         device: of this process, as for `zbpp.Pipeline`.
         optimizer: with ``example``, the optimizer of the later `zbpp.Pipeline`.
         loss_fn: the same of the loss.
-        numerics: the same of what decides the bits.
+        numerics: the same of `zbpp.Numerics`.
         step: the same of when the optimizer steps.
         execution: the same of how passes are executed.
 

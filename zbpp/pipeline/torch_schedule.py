@@ -133,7 +133,7 @@ def _inputs(
     arg_mbs: Sequence[Sequence[Any]] | None,
     kwarg_mbs: Sequence[Mapping[str, Any]] | None,
 ) -> Batch:
-    """Return what `Pipeline.step` takes for the arguments of a model.
+    """Return the inputs of `Pipeline.step` for the arguments of a model.
 
     Raises:
         RequestError: they are given in two ways.

@@ -1,4 +1,4 @@
-"""One question, one answer: what to run, for these times and this memory?
+"""From a request to a plan: the schedule to run for given times and memory.
 
 Read in this order:
 

@@ -75,7 +75,7 @@ class Plan:
         even_step: with costs of layers the step of even chunks by the same mode; None:
             they do not fit.
         rejected: by auto, in the order in which they were looked at.
-        line: by auto, what was chosen and why the others lost.
+        line: by auto, the choice and why the others lost.
     """
 
     schedule: Schedule
@@ -206,7 +206,7 @@ class _File:
 
 
 def check_fits(schedule: Schedule, costs: Costs) -> None:
-    """Refuse a schedule that exceeds the memory limit, or splits what cannot be."""
+    """Refuse a schedule over the memory limit, or one that splits an unsplittable B."""
     on_chunks = costs.on(schedule.placement)
     for stage, order in enumerate(schedule.orders):
         for job in () if on_chunks.splits[stage] else order:

@@ -105,7 +105,7 @@ class _Candidate:
 
 
 def _best_of(candidates: Iterable[_Candidate], *, trust: float = 0.0) -> Plan:
-    """Plan what can be the best; return the best plan, and why the others lost.
+    """Plan the candidates that may win; return the best, and why the others lost.
 
     Args:
         candidates: in the order in which they are planned; of equal plans the first
@@ -166,7 +166,7 @@ def _difference(best: Plan, lost: Plan) -> str:
 
 
 def _choice_text(plan: Plan) -> str:
-    """Describe in one line what auto has chosen, and why others lost."""
+    """Describe in one line the choice of auto, and why others lost."""
     split = plan.split or ()
     chosen = plan.mode
     if split:

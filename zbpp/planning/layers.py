@@ -228,7 +228,7 @@ class _Search:
     ) -> Trial | None:
         """Climb from each start, the best one first; None: none fits.
 
-        The split is free to change, and what is recomputed if that is automatic.
+        The split may change, and the recomputed layers if these are automatic.
         """
         tried = [self._quick(choice, budget) for choice in dict.fromkeys(starts)]
         trials = sorted(filter(None, tried), key=lambda trial: trial.plan.step)

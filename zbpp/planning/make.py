@@ -220,7 +220,7 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
 
 
 def _count_stages(n_stages: int | None, n_ranks: int) -> int | None:
-    """Number of stages: one a process, if there are several; else what is asked for."""
+    """Number of stages: that of the processes, if several; else that of the request."""
     if n_ranks == 1:
         return n_stages
     if n_stages not in (None, n_ranks):

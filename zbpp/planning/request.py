@@ -35,7 +35,7 @@ _CHOICES = {
         "auto, all or none, or give numbers, as 0,2,5",
     ),
 }
-"""Words for split and recompute, and what an error offers."""
+"""Words for split and recompute, and the suggestion of an error."""
 
 MemoryLimit = str | float | Sequence[float]
 """Of a stage: a number, a text such as ``"16GiB"``, or a list by stage."""

@@ -3,8 +3,8 @@
     means        means and quartiles of times
     steps        passes, gaps of the host and waits for messages in steps; their costs
     links        delay and bandwidth between neighbours, and the sum over the stages
-    alone        every layer as a separate chunk, on what it reads in a step
-    join         what the ranks have found: layers scaled to their chunks
+    alone        every layer as a separate chunk, on its inputs of a step
+    join         the measurements of all ranks: layers scaled to their chunks
     profile      the result: costs per layer, and a table
     prediction   the simulated step next to the measured one, at the end of a run
 

@@ -1,4 +1,4 @@
-"""Every layer of a stage as a separate chunk, on what it reads in a step.
+"""Every layer of a stage as a separate chunk, on its inputs of a step.
 
     chunk, in steps   F ........... B ........... W ...........
     layers, alone     F | F | F     B | B | B     W | W | W
@@ -84,7 +84,7 @@ class _Stopwatch:
         return result
 
     def forget(self) -> None:
-        """Count nothing of what has been timed so far: it was the warm-up."""
+        """Discard the times so far: they were the warm-up."""
         self._marks.clear()
 
     def mean(self, name: Hashable) -> float:
@@ -92,7 +92,7 @@ class _Stopwatch:
         return robust_mean([_ms(marks[0], marks[-1]) for marks in self._marks[name]])
 
     def parts(self, name: Hashable) -> list[float]:
-        """Mean times, in ms, of what a pass computes, communicates, computes, ...
+        """Mean times, in ms, of a pass's parts: computes, communicates, computes, ...
 
         One alone where it communicates nothing, or not equally often in all calls.
         """
@@ -229,5 +229,5 @@ def _time_chunk(
 
 
 def copied(tensors: Tensors) -> Tensors:
-    """Copy tensors: a layer may change in place what it reads."""
+    """Copy tensors: a layer may write to its inputs."""
     return mapped(tensors, lambda x: x.detach().clone().requires_grad_(x.requires_grad))

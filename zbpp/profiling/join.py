@@ -26,7 +26,7 @@ def join(
     split: Sequence[int],
     device: str,
 ) -> Profile:
-    """Make one profile of what all ranks have found.
+    """Make one profile of the measurements of all ranks.
 
     Args:
         times: of the steps.
@@ -136,7 +136,7 @@ def _parts(
 
 
 def _fitted(lengths: Sequence[float], time: float, loss: float = 0.0) -> PartTimes:
-    """Scale what computes so that a pass takes a time, with its loss taken off."""
+    """Scale computing parts so that a pass takes a time, without the loss."""
     fitted = list(lengths)
     if len(fitted) % 2:
         fitted[-1] = max(0.0, fitted[-1] - loss)

@@ -1,4 +1,4 @@
-"""The simulated step next to the measured one: what a plan promised, and what came."""
+"""The simulated step next to the measured step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def predict(
     costs_given: bool,
     side_by_side: bool,
 ) -> Prediction:
-    """Simulate a schedule, and put next to it what its last steps have taken.
+    """Simulate a schedule, and compare it with its last steps.
 
     Args:
         schedule: of the steps.

@@ -75,7 +75,7 @@ class Chunk:
         return f"chunk {self.index} (layers {layers[0]} to {layers[-1]}) puts out"
 
     def call(self, index: int) -> Callable[[object], object]:
-        """Return what runs a layer's forward."""
+        """Return the function that runs a layer's forward."""
         return self.calls.get(index, self.layers[index - self.first])
 
     def run(

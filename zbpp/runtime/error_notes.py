@@ -29,12 +29,12 @@ def note_layer(error: Exception, name: str, value: object) -> None:
     is_tuple = isinstance(value, tuple) and len(value) > 1
     if is_tuple and isinstance(error, TypeError) and "positional arg" in str(error):
         error.add_note(
-            "what a layer puts out arrives at the next one as one argument, a tuple "
+            "a layer passes its output to the next layer as one argument, a tuple "
             "too: let the layer take one argument, and unpack it there"
         )
     if isinstance(error, RuntimeError) and "leaf Variable" in str(error):
         error.add_note(
-            "the first layer of a chunk may write in place to what it is called with "
+            "the first layer of a chunk may write in place to its inputs "
             "only if it did in the chunk's first forward: let it write to x.clone()"
         )
 

@@ -43,7 +43,7 @@ class MicroBatches:
         first: micro-batches of the step's earlier calls.
         is_part: the step has several calls; such a call leaves no times.
         training: backwards follow the forwards.
-        keeps_outputs: keep what the last chunk puts out, before the loss.
+        keeps_outputs: keep the output of the last chunk, before the loss.
         loss_fn: of this call; None: the usual one.
         n_inputs: samples of the inputs, where they were cut.
         n_targets: samples of the targets, where they were cut.
@@ -171,7 +171,7 @@ WEIGHS: dict[str, Weigh] = {
 
 
 def find_weigh(weigh: WeighName | Weigh) -> Weigh:
-    """Return what weighs a micro-batch, by its name."""
+    """Return the function that weighs a micro-batch, by its name."""
     if callable(weigh):
         return weigh
     if weigh not in WEIGHS:

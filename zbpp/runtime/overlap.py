@@ -222,7 +222,7 @@ def marked(now: Callable[[], T], *, is_forward: bool) -> Iterator[list[T]]:
 def overlap_point(
     communicate: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Call a function that communicates; what a plan pairs with it runs meanwhile.
+    """Call a function that communicates; other planned jobs run meanwhile.
 
     A mixture of experts has two such calls in a layer, dispatch and combine:
 
@@ -243,7 +243,7 @@ def overlap_point(
         kwargs: its keyword arguments.
 
     Returns:
-        What the function returns.
+        The result of the function.
     """
     if torch.compiler.is_compiling():
         return communicate(*args, **kwargs)

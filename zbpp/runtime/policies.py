@@ -35,7 +35,7 @@ class Numerics:
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
             does; then all modes agree to the last bit. False adds those of plain
             matrices within their products: a few per cent faster, with less memory.
-        weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
+        weigh: the loss of the batch is a mean over these: ``"samples"``; ``"tokens"``,
             the targets (or ``targets["labels"]``) that are not -100; or a function
             that counts the targets of a micro-batch. ``"sum"``: ``loss_fn`` is a sum
             over its micro-batch, and the loss of the batch is the sum of all, over
@@ -175,7 +175,7 @@ class StepPolicy:
         if not (scale is None or is_number(scale) or isinstance(scale, LossScaler)):
             raise RequestError(
                 f"loss_scale is {a_kind(scale)}; give a number or a "
-                "zbpp.runtime.LossScaler, which does what torch.amp.GradScaler does"
+                "zbpp.runtime.LossScaler, which works as torch.amp.GradScaler does"
             )
 
 
@@ -187,7 +187,7 @@ class Execution:
         compile: compile each layer by itself, ``"blocks"``; see docs/how_to/compile.md.
         overlap: passes stop where layers call `zbpp.overlap_point`, and other planned
             jobs compute meanwhile; False: passes run one after the other.
-        watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
+        watch: when to plan again from measured times, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps, and every 50 steps. None: where
             ``"auto"`` has chosen the plan.
         timeout_s: how long a stage waits for another before it gives up; longer than
@@ -223,14 +223,14 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """A mesh, and what its replicas shard.
+    """A mesh, and the options of its replicas.
 
     Args:
         mesh: of stages, data, context, expert and tensor parallelism; see `zbpp.mesh`.
             Each replica is given its share of the batch. Layers may be wrapped by
             `fully_shard` or `replicate`; those that are not are replicated, or wrapped
             by ``shard``.
-        shard: what replicas shard: ``"optimizer"`` state, ``"gradients"`` too,
+        shard: state that replicas shard: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each has all.
         alternating_buffers: for ``shard="parameters"``; see
             docs/reference/data_parallel.md.

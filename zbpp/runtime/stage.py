@@ -307,7 +307,7 @@ class Stage:
         return partial(self.random.seed_layer, self.batch.step, number)
 
     def _finish(self, chunk: int, microbatch: int, value: object) -> Tensors:
-        """Return what a chunk puts out: a value as it travels, or the loss."""
+        """Return the output of a chunk: a value as it travels, or the loss."""
         if chunk == self._last and self.batch.targets is not None:
             if self.outputs is not None:
                 detached = map_tensors(value, lambda y: handed_over(y).detach())
@@ -316,7 +316,7 @@ class Stage:
         return ready(as_tensors(value, self.chunks[chunk].puts_out))
 
     def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:
-        """Refuse a loss from which no gradient leads back to what learns."""
+        """Refuse a loss that depends on no trainable parameter."""
         if self.batch.targets is None:
             return
         learning = chain(inputs, self.chunks[chunk].leaves_once())

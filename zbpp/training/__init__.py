@@ -1,4 +1,4 @@
-"""A small language model trained by a pipeline: what `zbpp train` runs.
+"""A small language model trained by a pipeline, for `zbpp train`.
 
 options      flags that commands share; loads no torch
 user_model   ``--model module:function``, in all commands

@@ -38,7 +38,7 @@ def _list(hint: Any, tokens: Sequence[Token]) -> Any:
 
 
 def check_output(_: Any, path: Path | None) -> None:
-    """Refuse what could not be written in the end."""
+    """Refuse paths that could not be written in the end."""
     if path is None:
         return
     if path.is_dir():

@@ -46,7 +46,7 @@ _LOG = logging.getLogger("zbpp")
 
 
 def check(options: TrainOptions) -> None:
-    """Find before any process is started what would stop a training."""
+    """Find errors that would stop a training before any process is started."""
     _check_model(options.model)
     asked_device(options.device)
     load_corpus(options.data, seq=options.seq)

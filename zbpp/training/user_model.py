@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _WANTED = (
     "it must be a function that returns (model, batch) or (model, batch, loss_fn): an "
     "nn.Sequential, a list of layers, (builder, n_layers), a model of transformers or "
-    "what zbpp.cut returns, and one micro-batch as (inputs, targets) or as a dict"
+    "the result of zbpp.cut, and one micro-batch as (inputs, targets) or as a dict"
 )
 
 
@@ -149,7 +149,7 @@ def _of_layers(
 
 
 def call_builder(name: str) -> Any:
-    """Return what ``module:function`` returns."""
+    """Return the result of ``module:function``."""
     sys.path.insert(0, "")  # as python -m does
     try:
         build = pkgutil.resolve_name(name)

@@ -77,7 +77,7 @@ Site = tuple[Any, Product, Sequence[Edge]]
 
 
 class Plan(NamedTuple):
-    """The work of B, and what it leaves for W."""
+    """The work of B, and the work that it leaves for W."""
 
     sites: Sequence[Site]
     """In the order in which autograd runs them."""

@@ -53,7 +53,7 @@ _TOGETHER_BYTES = 4 * 2**20
 caches, but more gradients need more memory."""
 
 
-# ---- What B leaves for W.
+# ---- The work that B leaves for W.
 
 
 class Progress(Protocol):
@@ -524,7 +524,7 @@ def split_forward(
         **kwargs: its arguments with names; their tensors come after the others.
 
     Returns:
-        The graph; its ``outputs`` are what the function returned, in the same
+        The graph; its ``outputs`` are those of the function, in the same
         containers.
 
     Raises:

@@ -74,7 +74,7 @@ class Spec(NamedTuple):
 
 
 def _refuse_others(value: Value, tensor: Tensor) -> None:
-    """Refuse what has its numbers elsewhere, as a DTensor or a sparse tensor does."""
+    """Refuse tensors whose numbers are elsewhere, as those of a DTensor."""
     if inner_tensors(tensor) is not None:
         raise ShapeError(
             f"{value}: a {type(tensor).__name__} cannot be sent between stages; return "
@@ -105,7 +105,7 @@ class Shapes:
         return forgets, [numbers.setdefault(Spec.of(x), len(numbers)) for x in inputs]
 
     def take(self, forgets: bool, kinds: Sequence[int]) -> None:
-        """Take what `number` has returned, on whatever stage."""
+        """Take the result of `number` of any stage."""
         self._kinds = kinds
         if forgets:
             self._specs.clear()

@@ -1,4 +1,4 @@
-"""The stages of this process: what they do together, from the first step to the end.
+"""The stages of this process, from the first step to the end.
 
 A failed step ends the pipeline: its state may be between two steps, so it is refused.
 """
@@ -72,7 +72,7 @@ class LocalStages:
 
     @property
     def parameter_of(self) -> dict[Tensor, Tensor]:
-        """Parameters of layers by what is stepped on the host in their place."""
+        """Parameters of layers by their masters on the host."""
         hosts = [x.optimizer.host for x in self.executors.values()]
         return {master: p for x in hosts for master, p in x.parameter_of.items()}
 
@@ -82,7 +82,7 @@ class LocalStages:
             yield from executor.stage.numbered()
 
     def residuals(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters, and what their replicas have not sent of gradients (`TopK`)."""
+        """Parameters, and the residuals of their gradients (`TopK`)."""
         for executor in self.executors.values():
             if executor.collectives.top_k is not None:
                 yield from executor.collectives.top_k.residuals().items()

@@ -4,5 +4,5 @@ decision          judges a step by sums over all stages
 stage_optimizer   the transaction: states of a step, and the transitions between them
 optimizers        the optimizers of a stage, as if they were one (`make` builds them)
 rollback          a step of one optimizer that can be undone
-step_state        what follows for the next steps: speculation, loss scale, skips
+step_state        state between steps: speculation, loss scale, skips
 """

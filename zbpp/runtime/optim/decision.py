@@ -22,7 +22,7 @@ from zbpp.runtime.microbatches import mean_by_weight
 
 @dataclass(frozen=True)
 class Decision:
-    """The fate of a step; ``factor`` is what its gradients are multiplied by."""
+    """The decision on a step; its gradients are multiplied by ``factor``."""
 
     factor: float
     skipped: bool

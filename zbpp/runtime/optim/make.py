@@ -24,7 +24,7 @@ _LINE = "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot make the optimizers of stages.
+    """Refuse values that cannot make the optimizers of stages.
 
     An optimizer that is made already is refused: stages need several, and learning-rate
     schedulers of the one would change none of them.
@@ -49,7 +49,7 @@ def check_optimizer(optimizer: Any) -> None:
 def made_optimizers(
     make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]
 ) -> list[torch.optim.Optimizer]:
-    """Call the function with one stage's parameters, and check what it returns."""
+    """Call the function with one stage's parameters, and check its result."""
     made = _call(make, named)
     optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:

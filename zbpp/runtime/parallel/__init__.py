@@ -3,8 +3,8 @@
 mesh       the mesh, and this process's place on it        read this first
 sums       the collectives of a stage: unshard, reshard, reduce, wait
 reductions the sums of flat gradients
-bind       what of a stage is wrapped, and which collectives it needs
-broadcast  what all processes of a stage begin with
+bind       the wrapped parameters of a stage, and their collectives
+broadcast  equal parameters on all processes of a stage at the start
 wrap       wrap layers as ``--shard`` asks
 buffers    alternating buffers
 pieces     all-gathers in pieces

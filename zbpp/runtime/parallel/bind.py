@@ -1,4 +1,4 @@
-"""Find what of a stage is sharded or replicated, and what runs its collectives."""
+"""Find the sharded and replicated parameters of a stage, and their collectives."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -130,7 +130,7 @@ def _widen(units: Sequence[Unit]) -> None:
 
 
 def _check_managed(index: int, layer: nn.Module, place: Place) -> None:
-    """Check that what wraps a layer sums gradients over all that must be."""
+    """Check that the wrapper of a layer sums gradients over all necessary processes."""
     for module in units_in(layer):
         for p, mesh in managed(module):
             ranks = set(mesh.mesh.flatten().tolist())

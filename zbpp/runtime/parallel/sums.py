@@ -1,7 +1,7 @@
 """The collectives of one stage, chunk by chunk, at the times of its order.
 
     UNSHARD      gather parameters that `fully_shard` keeps in parts
-    RESHARD      drop what was gathered: W needs no parameters
+    RESHARD      free gathered parameters: W needs none
     REDUCE_GRAD  start to sum gradients over the replicas; the last W of a chunk, or
                  every W, has done so for each layer that it was done with
     REDUCE_WAIT  wait for the sums
@@ -131,7 +131,7 @@ class ChunkCollectives(Progress):
             unit.gather()
 
     def reshard(self) -> None:
-        """Drop what was gathered."""
+        """Free the gathered parameters."""
         for unit in self.gathered:
             unit.drop()
 

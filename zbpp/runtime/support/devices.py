@@ -1,4 +1,4 @@
-"""The one place that tells which devices run ahead of the host, and what is there.
+"""The available devices, and whether they run ahead of the host.
 
     host    a b c ...            issues kernels and continues
     device    a   b   c ...      computes them behind it, in streams that events order

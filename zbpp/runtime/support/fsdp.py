@@ -121,7 +121,7 @@ class Unit:
         self.module.unshard(async_op=True)
 
     def drop(self) -> None:
-        """Drop what was gathered, also if it is under way."""
+        """Free the gathered parameters, also during a gather."""
         for group in self._groups:
             if group._all_gather_result is not None:
                 group.wait_for_unshard()
