@@ -1,7 +1,7 @@
 """Time a schedule, measure it, draw it; matplotlib is loaded only to draw.
 
 engine          from orders and costs to a timeline, of one iteration or of several;
-                the time of a step among many, and of one that is rolled back;
+                the time of a step among many, and of a step that is rolled back;
                 jobs and waits as a graph of networkx, and the chain that fixed the time
 metrics         figures of a timeline: spans, bubble rate, memory
 boxes           a timeline as a list of boxes: what all of these draw:

@@ -212,7 +212,7 @@ def drawings_of(
     timelines: Timeline | Sequence[Timeline],
     costs: Costs | Sequence[Costs | None] | None = None,
 ) -> list[Drawing]:
-    """Drawings of one or more timelines, whose costs are the same or one each."""
+    """Drawings of timelines with the same costs, or with different costs each."""
     several = [timelines] if isinstance(timelines, Timeline) else timelines
     of_each = [costs] * len(several) if isinstance(costs, Costs | None) else costs
     return [Drawing(*both) for both in zip(several, of_each, strict=True)]

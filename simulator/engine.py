@@ -250,7 +250,7 @@ class _Iterations:
             seen = [moved - moved.min()]
         raise RequestError(
             f"no period is found within {_LEAPS * _PATIENCE} iterations, so there is "
-            "no time of a step among many; round the costs, or leave the tiniest ones "
+            "no time of a step among many; round the costs, or leave the smallest "
             "out"
         )
 

@@ -124,7 +124,7 @@ def measured_costs(
     Args:
         pipeline: after some steps.
         n: steps that count; 10 or fewer are kept.
-        joint: where B and W run as one pass, let B stand for both.
+        joint: where B and W run as one pass, B has the time of both.
 
     Raises:
         RequestError: the schedule has passes that run B and W together.

@@ -37,7 +37,7 @@ def post_validated(schedule: Schedule) -> Schedule:
     """Give every stage a V in its warm-up and an O at its end.
 
     Args:
-        schedule: any; one that has a V is returned as it is.
+        schedule: any; a schedule with V's is returned unchanged.
 
     Raises:
         ScheduleError: a schedule with a V on some stages only is not valid.

@@ -94,7 +94,7 @@ def _dual_phases(stage: int, n_stages: int, n_microbatches: int) -> Phases:
     """The phases of a stage, for 2p micro-batches or more."""
     f, b, bw = [(kind, stage) for kind in (F, B, BW)]
     f_up, b_up, bw_up = [(kind, 2 * n_stages - 1 - stage) for kind in (F, B, BW)]
-    w = (W, None)  # the one that waits longest
+    w = (W, None)  # the W that waits longest
     below = n_stages - 1 - stage  # stages from the next one to the turn of the V
     # warm-up: fill the way down, then the way up, until the loss comes back
     yield 2 * below, [f]

@@ -9,7 +9,7 @@ splits layers. Five ideas make plans good:
    gives a good plan in one run. Different requests need different settings of its
    rules, some thirty in all, or hand-made orders (`list_scheduler`, `seeds`).
 3. Only a change on the critical path can shorten a plan: moves of single passes there,
-   every one that is not worse taken (`critical_path`).
+   every result that is not worse taken (`critical_path`).
 4. Where no such move helps, moves that are worse for a while do (`travel`).
 5. A search stops at a lower bound (`zbpp.core.bounds`), and gives up a run whose span
    is already too long.

@@ -12,7 +12,7 @@ there and the same two at their next 1, 3, 7 or all later meetings. Every result
 valid and not worse is taken: steps that change nothing lead to those that do (Balas and
 Vazacopoulos, Management Science 44, 1998, for the job shop).
 
-`improve_top_k`  the best plan is not always the one that can be made best: the moves of
+`improve_top_k`  the best plan is not always the best after moves: the moves of
                  the best three are worth more than all on one
 `travel`         moves that may be worse for a while, alternately with other draws
 `search_on`      the same until the time ends

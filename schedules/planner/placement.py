@@ -27,7 +27,7 @@ F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stag
     0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 0B1 3W2 0B2 0W1 0W2
     1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 1B1 2B2 1B2 2W1 1W1 2W2 1W2
 
-Many plans are made and the one with the smallest largest span of a stage is kept:
+Many plans are made, and the plan whose longest span of a stage is smallest is kept:
 
 1. `seeds`: list schedules by a few rules, and known orders.
 2. `critical_path` moves single passes of the best plan.
@@ -49,7 +49,7 @@ While a pass occupies the network, others of its stage compute (`list_scheduler`
 2. One to three settings are changed at a time; what is not worse is kept. So the best
    few, for a while, then the best two of them.
 3. Orders of whole passes, laid out: the plan for passes in one piece, DualPipeV and
-   combined 1F1B where they fit. No plan is longer than one of these.
+   combined 1F1B where they fit. No plan is longer than any of these.
 
 Effort is counted in parts placed; ``best:SECONDS`` continues for a time.
 """

@@ -59,7 +59,7 @@ Rows = Mapping[str, Planned | str]
 
 
 def planned_rows(modes: Iterable[str], plan: Callable[[str], Plan]) -> Rows:
-    """Plan modes; the first line of an error is the reason of one that has no plan."""
+    """Plan modes; a mode without a plan has the first line of its error as reason."""
     rows: dict[str, Planned | str] = {}
     for mode in modes:
         try:

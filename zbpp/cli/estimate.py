@@ -68,7 +68,7 @@ class EstimateCommand(ModelSize, Replicas):
     enable_optimizer_post_validation: bool | None = None
     """Count the memory of a rollback; left out: for modes that split the backward."""
     device: str = "cpu"
-    """Whose kernels are taken: cpu, or one that is here."""
+    """Device whose kernels are assumed: cpu, or an available accelerator."""
     costs: Path | None = None
     """Costs file with the times to plan for."""
     costs_out: Output | None = None

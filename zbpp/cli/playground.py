@@ -27,7 +27,7 @@ class Playground:
     """Serve a page to this machine alone: sliders, modes compared live, timelines."""
 
     port: int = 0
-    """Of the page; 0: one that is free."""
+    """Of the page; 0: any free port."""
     open: Switch = False
     """Open the page in the default browser."""
 

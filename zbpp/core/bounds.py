@@ -196,7 +196,7 @@ def count(room: float, amount: float) -> float:
 # ---- Passes in one piece: by work and waits, and by memory.
 
 
-_MOST_COUNTED = 64  # above this number of chunks in memory, parts of one are no matter
+_MOST_COUNTED = 64  # above this number of chunks in memory, fractions do not matter
 
 
 def ramp(stage: Stage) -> float:

@@ -1,4 +1,4 @@
-"""The one table that plans are made for: times and memories, a row for each chunk.
+"""The table of costs that plans are made for: times and memories of each chunk.
 
     row      f    b    w    m_b  m_w  peak_f ..      of layers: `LayerCosts`
     0        1.0  1.1  0.8  1.0  0.4  1.2            of chunks: `Costs`
@@ -318,8 +318,8 @@ class ChunkCosts:
     def source_of(self, part: Part) -> int:
         """The part of B that a part of its W needs.
 
-        Where W has as many parts as B has that compute, the one at its place among
-        those; else the last one.
+        Where W has as many parts as B has computing parts, the computing part with the
+        same number; else the last part.
         """
         parts = self.parts[part.chunk]
         b, w = parts.of(PassKind.B), parts.of(PassKind.W)

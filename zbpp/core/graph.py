@@ -15,7 +15,7 @@ occupies the network alone overlaps with the next jobs. Of a pass in parts, the 
 part waits for all that the pass reads, and begins no earlier than the first one of the
 pass before it; the others wait for the part before them. What the pass writes is there
 when the last has ended. But where W has a part for each part of B that computes, it
-waits for that one alone (`ChunkCosts.source_of`).
+waits only for that part of B (`ChunkCosts.source_of`).
 """
 
 from array import array

@@ -69,7 +69,7 @@ class Parts:
         return Parts(f, b, w)
 
     def divided(self, n: int) -> "Parts":
-        """The parts of one of n chunks that share the layers."""
+        """The parts of each of n chunks that share the layers."""
         if self.layers % n:
             raise RequestError(
                 f"parts: the {self.layers} layers of a stage do not divide evenly "

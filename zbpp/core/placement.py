@@ -74,7 +74,7 @@ class Placement:
 
 
 def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
-    """Divide layers evenly among chunks; the outer chunks get the extra ones.
+    """Divide layers evenly among chunks; the outer chunks get the extra layers.
 
     The first and last layers often are an embedding and a head: then each chunk has as
     many blocks, here 2.

@@ -40,7 +40,7 @@ import numpy as np
 from zbpp.core.errors import RequestError
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
-"""State that is divided among replicas; each word includes the ones before."""
+"""State that is divided among replicas; each word includes the words before."""
 
 SHARDS: tuple[Shard, ...] = get_args(Shard)
 

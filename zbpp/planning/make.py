@@ -178,7 +178,7 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
             schedule has, or one a process. Without a split it is that of the schedule;
             if it has none, balanced with costs of layers, and even without.
         n_layers: layers of the model.
-        n_ranks: processes of the pipeline; a single one may run any number of stages.
+        n_ranks: processes of the pipeline; a single process may run all stages.
     """
     split, costs = request.split, request.costs
     n_stages = _count_stages(request.n_stages, n_ranks)

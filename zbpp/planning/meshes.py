@@ -1,4 +1,4 @@
-"""Devices as a mesh of stages, replicas and shares: which one has the shortest step?
+"""Devices as a mesh of stages, replicas and shares: find that with the shortest step.
 
     64 devices    pp 1 x dp 64, pp 2 x dp 32, ... pp 64 x dp 1
                   and with layers shared by two: pp 1 x dp 32 x tp 2, ...
@@ -7,7 +7,7 @@
 Few stages idle less, many replicas exchange more, and every stage must fit its layers.
 Each mesh is planned with its best split of the layers; then the collectives of its
 replicas are added and steps are simulated until they repeat. Devices that share layers
-are neighbours, then come the replicas of a stage: they share a node where one has room.
+are neighbours, then come the replicas of a stage: they share a node if they fit there.
 """
 
 import math
@@ -107,7 +107,7 @@ def plan_meshes(
         n_microbatches: of a step, over all replicas.
         network: among devices that share layers, and among replicas.
         mode: as in `zbpp.plan`.
-        shard: state that replicas shard; a single one has all.
+        shard: state that replicas shard; a single replica has all.
         effort: of the plans.
         tensor_parallel: numbers of devices to share each layer.
 

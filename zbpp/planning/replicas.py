@@ -94,7 +94,7 @@ class Network:
     Args:
         link: between two devices.
         node: devices that share a faster link.
-        node_link: that one; None: all links are alike.
+        node_link: the link inside a node; None: all links are equal.
     """
 
     link: Link

@@ -19,7 +19,7 @@ class Prediction:
 
     Args:
         step_predicted: of a step among many, optimizer included.
-        step_measured: median of the last ones, from start to start.
+        step_measured: median of the last steps, from start to start.
         bubble_predicted: of the simulated step.
         bubble_measured: median of the last steps.
         has_given_costs: costs of the caller; else those of the same steps.

@@ -40,7 +40,7 @@ class Loss:
         self.begin(MicroBatches(1))
 
     def begin(self, batch: MicroBatches) -> None:
-        """Start a step, or the next part of one, which keeps the losses before it."""
+        """Start a step, or its next part, which keeps the losses before it."""
         self._used_fn = batch.loss_fn or self._loss_fn
         self.draws_nothing = draws_nothing(self._used_fn)
         self._batch = batch

@@ -29,7 +29,7 @@ class Numerics:
     Args:
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
         seed: of the random numbers that layers draw, by step, layer and micro-batch,
-            alike in all modes; None: one that depends on torch's generator (of rank 0)
+            alike in all modes; None: it depends on torch's generator (of rank 0)
             when the pipeline is built. Steps leave the generators as they were.
         first_step: number of the first step, for dropout; `Pipeline.load` sets it too.
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``

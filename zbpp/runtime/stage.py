@@ -143,7 +143,7 @@ class Stage:
         }
 
     def begin(self, batch: MicroBatches) -> None:
-        """Start a step, or the next part of one, which adds to the gradients so far."""
+        """Start a step, or its next part, which adds to the gradients so far."""
         torch.clear_autocast_cache()  # weights may have changed since they were cast
         self.ties.refresh()
         self.batch = batch

@@ -178,7 +178,7 @@ def handed_over(y: Tensor) -> Tensor:
 
 
 def leaves(tensors: Tensors) -> Tensors:
-    """Cut tensors off their graph, unless there is one that has none.
+    """Cut tensors off their graph, unless one of them has no graph.
 
     What a chunk puts out is cut off already, and has no other reader.
     """

@@ -503,7 +503,7 @@ class _Alias(torch.autograd.Function):
 def alias_of(leaf: Tensor) -> Tensor:
     """Return a leaf's data as a tensor that may be changed in place.
 
-    One that needs no gradient may be changed itself.
+    A leaf that needs no gradient may itself be changed.
     """
     if not leaf.requires_grad:
         return leaf

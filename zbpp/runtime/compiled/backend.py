@@ -236,7 +236,7 @@ def defer_piece(
 
 
 def is_worth_it(layer: nn.Module) -> bool:
-    """True for layers of several modules: a single one has nothing to fuse."""
+    """True for layers of several modules: a single module has nothing to fuse."""
     return any(True for _ in layer.children())
 
 

@@ -16,7 +16,7 @@ from zbpp.runtime.optim.rollback import parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = Callable[[list[Any]], Optimizers]
-"""Called with one stage's parameters, also frozen ones; gives one optimizer or more."""
+"""Called with a stage's parameters, also frozen ones; returns optimizers."""
 
 NAMED = "named_parameters"
 
@@ -27,7 +27,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Refuse values that cannot make the optimizers of stages.
 
     An optimizer that is made already is refused: stages need several, and learning-rate
-    schedulers of the one would change none of them.
+    schedulers of this optimizer would change none of them.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(

@@ -229,7 +229,7 @@ def _rollback(optimizer: torch.optim.Optimizer, last: Rollback | None) -> Rollba
 
 
 def _learnable(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that may have gradients, each once; frozen ones may thaw."""
+    """The parameters that may have gradients, each once, also if frozen now."""
     seen: set[Tensor] = set(stage.ties.aliases)
     for _, name, p in stage.named_stepped():
         if p not in seen and (p.is_floating_point() or p.is_complex()):
@@ -238,7 +238,7 @@ def _learnable(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _named(stage: Stage, own_name: OwnName) -> Iterator[tuple[str, nn.Parameter]]:
-    """Learnable parameters by the model's names; a tied one has its first name."""
+    """Trainable parameters by the model's names; tied ones have their first name."""
     ties = stage.ties.plan.ties
     first = {own_name(*place): own_name(*tie[0]) for tie in ties for place in tie}
     for name, p in _learnable(stage):

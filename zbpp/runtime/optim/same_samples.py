@@ -51,7 +51,7 @@ class SameSamples:
         self._numbers = torch.zeros(4, dtype=torch.int64, device=device)
 
     def note(self, inputs: Any, targets: Any, key: Any, *, is_first: bool) -> None:
-        """Note the batch of a step, or of a part of one."""
+        """Record the batch of a step, or of part of a step."""
         if not any(self._ends):
             return
         rank = torch.tensor(dist.get_rank() + 1)

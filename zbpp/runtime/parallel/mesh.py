@@ -130,7 +130,7 @@ def shard_mesh(mesh: DeviceMesh, without: Collection[str] = ()) -> DeviceMesh | 
     """The part of a mesh that parameters are sharded over; None: there is none.
 
     All processes of the mesh must call. With ``dp_replicate`` it has two dimensions,
-    the second one that of the shards; several dimensions of shards become one.
+    the second that of the shards; several dimensions of shards are flattened.
     Dimensions in ``without`` are left out.
     """
     names = mesh.mesh_dim_names or ()

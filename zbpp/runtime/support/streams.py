@@ -73,7 +73,7 @@ class NetworkStream:
         network            | F0's all-to-all |
 
     Args:
-        device: one that runs ahead of the host.
+        device: it must run ahead of the host.
     """
 
     def __init__(self, device: torch.device) -> None:

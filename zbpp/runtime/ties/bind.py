@@ -5,7 +5,7 @@
 
 All layers of a process share the memory, whatever its stages: only the stage of the
 first layer steps it, when the passes of all others are over. When the pipeline ends,
-`StageTies.end` gives the layers the one parameter again.
+`StageTies.end` ties the layers to one parameter again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -38,7 +38,7 @@ class TiedParameter:
 
     @property
     def aliases(self) -> list[nn.Parameter]:
-        """The leaves that share the memory of the one that is stepped."""
+        """The leaves that share the memory of the stepped parameter."""
         return [leaf for leaf in self.leaves.values() if leaf is not self.parameter]
 
     @property
@@ -84,7 +84,7 @@ class StageTies:
                 alias.requires_grad_(tied.parameter.requires_grad)
 
     def end(self) -> None:
-        """Give the layers the one parameter again."""
+        """Tie the layers to one parameter again."""
         for tied in self.parameters.values():
             for module, key, leaf in tied.places:
                 if module._parameters.get(key) is leaf:
