@@ -82,15 +82,15 @@ def _rounded(n_bytes: int, block: int) -> int:
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """The storages behind dense tensors, by number; of a sharded one, those here."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         inner = inner_tensors(tensor)
         if inner is not None:
-            found |= storages_of(inner)
+            storages |= storages_of(inner)
         elif tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage
-    return found
+            storages[storage._cdata] = storage
+    return storages
 
 
 def bytes_of(tensors: Iterable[Tensor], block: int = 1) -> int:

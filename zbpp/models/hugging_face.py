@@ -59,8 +59,8 @@ def _model_loss(outputs: Any, targets: Any) -> Tensor:
         raise RequestError(
             "the model's loss needs labels in the batch; give them, or a loss_fn"
         )
-    found: Tensor = loss
-    return found
+    value: Tensor = loss
+    return value
 
 
 def cut_batch(batch: Any) -> tuple[Any, Any]:

@@ -67,18 +67,18 @@ class Weights:
         module = self._model.get_submodule(name)
         tensors = (*module.parameters(), *module.buffers())
         unset = {id(t): _unset(t) for t in tensors if t.is_meta}
-        made = copy.deepcopy(module, {**groups_kept(module), **unset})
+        clone = copy.deepcopy(module, {**groups_kept(module), **unset})
         if any(map(is_fake, unset.values())):
-            return made  # an estimate of memory asks for sizes alone
-        for within, part in reversed([*made.named_modules(prefix=name)]):
+            return clone  # an estimate of memory asks for sizes alone
+        for within, part in reversed([*clone.named_modules(prefix=name)]):
             with _drawing(f"{self._seed} {within}"):
                 self._init(within, part)
         if self._read is not None:
-            for within, tensor in made.state_dict().items():
+            for within, tensor in clone.state_dict().items():
                 self._load(f"{name}.{within}", tensor, self._read)
-        for within, part in made.named_modules(prefix=name):
+        for within, part in clone.named_modules(prefix=name):
             _check(within, part)
-        return made
+        return clone
 
     def _load(
         self, name: str, tensor: Tensor, read: Callable[[str], Tensor | None]
@@ -125,10 +125,10 @@ def _check(name: str, part: nn.Module) -> None:
 def _unset(tensor: Tensor) -> Tensor:
     """Memory for a tensor, of values that are no numbers."""
     fill = float("nan") if tensor.is_floating_point() else 0
-    made = torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu")
+    values = torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+    return values
 
 
 def _reader(

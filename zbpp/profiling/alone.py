@@ -211,9 +211,9 @@ def _time_chunk(
     """Time F of each layer, B from the last one on, then W."""
     value, gradients = inputs, {}
     for index in chunk.indices:
-        given = copied(value) if index else None  # layer 0 reads the batch
+        layer_inputs = copied(value) if index else None  # layer 0 reads the batch
         value = watch.time_pass(
-            ("F", index), single.forward, index, 0, given, is_forward=True
+            ("F", index), single.forward, index, 0, layer_inputs, is_forward=True
         )
         messages[index] = sum(y.nbytes for y in value)
         gradients[index] = tuple(

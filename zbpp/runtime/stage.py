@@ -263,9 +263,9 @@ class Stage:
             if chunk == self._last:
                 refuse_foreign(report, {p for *_, p in self.named_leaves()})
             self.where[chunk] = report
-        found = run(microbatch, saved.graph, gradients)
+        leaf_gradients = run(microbatch, saved.graph, gradients)
         self.defers = self.defers or saved.graph.defers
-        input_gradients = gradients_of(saved.inputs, found)
+        input_gradients = gradients_of(saved.inputs, leaf_gradients)
         saved.inputs, saved.ends = (), ()
         return input_gradients
 

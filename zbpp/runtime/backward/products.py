@@ -93,8 +93,8 @@ def _convolution(
     if w.untyped_storage().nbytes() == 0:  # only its shape is read: it may be freed
         w = torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device)
     mask = [False, True, bias_sizes is not None]
-    found = torch.ops.aten.convolution_backward(dy, x, w, bias_sizes, *window, mask)
-    return tuple(found[1:])
+    gradients = torch.ops.aten.convolution_backward(dy, x, w, bias_sizes, *window, mask)
+    return tuple(gradients[1:])
 
 
 def _saved(*names: str) -> tuple[str, ...]:

@@ -50,8 +50,10 @@ def made_optimizers(
     make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]
 ) -> list[torch.optim.Optimizer]:
     """Call the function with one stage's parameters, and check its result."""
-    made = _call(make, named)
-    optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
+    result = _call(make, named)
+    optimizers: list[Any] = (
+        list(result) if isinstance(result, list | tuple) else [result]
+    )
     for optimizer in optimizers:
         if not hasattr(optimizer, "param_groups"):
             raise RequestError(

@@ -95,7 +95,7 @@ def run_backward(
     accumulates, it adds to ``.grad`` and returns nothing.
     """
     if _run_engine is not None and all([dy is not None for dy in gradients]):
-        found: tuple[Tensor | None, ...] = _run_engine(
+        result: tuple[Tensor | None, ...] = _run_engine(
             tuple(ends),
             tuple(gradients),
             False,
@@ -104,7 +104,7 @@ def run_backward(
             allow_unreachable=True,
             accumulate_grad=accumulates,
         )
-        return found
+        return result
     if accumulates:
         torch.autograd.backward(ends, gradients, inputs=wanted or None)
         return ()
