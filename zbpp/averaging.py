@@ -1,4 +1,4 @@
-"""Pipelines that step by themselves, and whose parameters are averaged now and then.
+"""Pipelines that step independently, and whose parameters are averaged periodically.
 
     replica 0   step 1 .. step k | average | step k+1 .. step 2k | average | ..
     replica 1   step 1 .. step k |         | step k+1 .. step 2k |         | ..

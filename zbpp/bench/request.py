@@ -44,19 +44,19 @@ class BenchOptions(ModelOptions):
     out: Annotated[Directory, Parameter(alias="-o")]
     """Folder for results.json, index.html and trace.json."""
     peers: Annotated[Names, Parameter(metavar="torch|torch:NAME,..|none")] = ("none",)
-    """Torch's usual schedules, or those named."""
+    """Schedules of torch: the usual ones, or by name."""
     stages: Stages | None = None
-    """Pipeline stages, else 2."""
+    """Pipeline stages; default: 2."""
     microbatches: Microbatches = 32
     """Micro-batches of a step."""
     warmup: Count = 5
-    """Steps of each turn that do not count."""
+    """Steps before each round, which do not count."""
     steps: Count = 20
-    """Steps of each contender that do."""
+    """Steps of each contender that count."""
     emulate: Path | None = None
-    """Costs file in ms: layers that sleep instead."""
+    """Costs file in ms: layers sleep instead of computing."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """16 bits are by autocast."""
+    """Precision; 16-bit types use autocast."""
 
     @property
     def rounds(self) -> int:

@@ -50,23 +50,23 @@ class EstimateCommand(ModelSize, Replicas):
 
     modes: Annotated[Names, MODES] = field(default=USUAL_MODES, kw_only=False)
     model: ModelName | None = None
-    """Returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train."""
+    """A function that returns (model, batch[, loss_fn]), or hf:PATH."""
     stages: Stages
     """Pipeline stages."""
     microbatches: Microbatches
     """Micro-batches of a step."""
     memory_limit: Memory | None = None
-    """Of a device, such as 40GiB: name the modes and the micro-batch that fit."""
+    """Memory of a device, such as 40GiB: name the modes and micro-batch that fit."""
     microbatch_size: Count | None = None
-    """Samples of a micro-batch; else as the batch has."""
+    """Samples of a micro-batch; default: those of the batch."""
     split: Numbers = ()
-    """Layers of each chunk; left out: evenly."""
+    """Layers of each chunk; default: even."""
     optimizer: str = "adamw"
-    """Of torch.optim, or none."""
+    """Optimizer of torch.optim, or none."""
     dtype: Dtype = "fp32"
-    """16 bits are by autocast."""
+    """Precision; 16-bit types use autocast."""
     enable_optimizer_post_validation: bool | None = None
-    """Count the memory of a rollback; left out: for modes that split the backward."""
+    """Count the memory of a rollback; default: for modes that split the backward."""
     device: str = "cpu"
     """Device whose kernels are assumed: cpu, or an available accelerator."""
     costs: Path | None = None

@@ -21,8 +21,8 @@ from zbpp.training.options import LIST, Count, Names, Planning
 
 Numbers = Annotated[tuple[int, ...], LIST]
 
-EFFORT = Parameter(help="Of the search: fast, default, best or best:SECONDS.")
-_CHUNKS = f"Of {one_of(CHUNKED_MODES, 'and')}; else 2."
+EFFORT = Parameter(help="Effort of the search: fast, default, best or best:SECONDS.")
+_CHUNKS = f"Chunks of a stage, for {one_of(CHUNKED_MODES, 'and')}; default: 2."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class PlanFlags(Replicas, Planning):
     """Flags of a plan."""
 
     split: Names = ()
-    """Of the layers: balanced, even, or those of each chunk: 3,4."""
+    """Layers of each chunk: balanced, even, or numbers: 3,4."""
     recompute: Names = ()
-    """B computes again: auto, all, none, or layers by number (else chunks): 0,3."""
+    """Layers (else chunks) that B computes again: auto, all, none, or numbers: 0,3."""
     effort: Annotated[str, EFFORT] = "default"
     chunks_per_stage: Annotated[Count | None, Parameter(help=_CHUNKS)] = None
 
@@ -94,7 +94,7 @@ class ScheduleFlags(PlanFlags):
         Names, Parameter(alias="--mode", metavar="MODE", help=MODE_WORDS)
     ] = field(default=(), kw_only=False)
     iterations: Count = 1
-    """To draw; of several, behind a barrier and without."""
+    """Iterations to draw; several are drawn with a barrier and post-validated."""
 
     def load(self) -> list[Plan]:
         """Plan or read the schedules, with V's and collectives by the flags."""

@@ -27,34 +27,34 @@ from zbpp.training.user_model import load_model
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Compare meshes of stages, replicas and shares of layers on so many devices.
+    """Compare meshes of stages, replicas and tensor parallelism on so many devices.
 
-    The layers are those of --layers, or a --model's.
+    The layers are those of --layers, or of --model.
     """
 
     devices: Count
-    """In all."""
+    """Number of devices."""
     microbatches: Microbatches
     """Micro-batches of a step, over all replicas."""
     pipeline_schedule_mode: Mode = field(default="auto", kw_only=False)
     layers: Path | None = None
     """Layers file."""
     model: ModelName | None = None
-    """Returns (model, batch[, loss_fn]); or hf:PATH: estimated, in s and bytes."""
+    """A function that returns (model, batch[, loss_fn]), or hf:PATH; estimated."""
     device_flops: float = 2e14
-    """Of a --model: operations of a device in a second."""
+    """With --model: operations of a device per second."""
     memory_limit: Memory | None = None
-    """Of a device: 40GiB, or in the unit of the costs."""
+    """Memory of a device: 40GiB, or in the unit of the costs."""
     shard: Shard = "none"
     """State that replicas shard; each word includes those before."""
     tensor_parallel: Numbers = (1,)
-    """Devices that share layers; several are compared."""
+    """Sizes of tensor parallelism; several are compared."""
     replica_bandwidth: float | None = None
-    """Bytes between two devices in a unit of time; else as the layers file has."""
+    """Bytes per unit of time between devices; default: that of the layers file."""
     node: Count = 1
-    """Devices that share faster links."""
+    """Devices of a node, which have faster links."""
     node_bandwidth: float | None = None
-    """Bytes between two of these in a unit of time."""
+    """Bytes per unit of time between devices of a node."""
     effort: Annotated[str, EFFORT] = "fast"
     json: Switch = False
     """Print one JSON object instead of a table."""

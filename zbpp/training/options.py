@@ -63,7 +63,9 @@ Names = Annotated[tuple[str, ...], LIST]
 Output = Annotated[Path, Parameter(validator=check_output)]
 """A file to write."""
 Mode = Annotated[str, Parameter(alias="--mode", metavar="MODE", help=MODE_WORDS)]
-MODES = Parameter(metavar="MODE,..", help="Modes or schedule files; else the usual.")
+MODES = Parameter(
+    metavar="MODE,..", help="Modes or schedule files; default: the usual."
+)
 ModelName = Annotated[str, Parameter(metavar="MODULE:FUNCTION")]
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -75,15 +77,15 @@ class Planning:
     stages: Stages | None = None
     """Pipeline stages; a file has its number."""
     microbatches: Microbatches | None = None
-    """Of a step; a file has its number."""
+    """Micro-batches of a step; a file has its number."""
     costs: Path | None = None
-    """Costs file; else F, B and W take 1."""
+    """Costs file; default: F, B and W take 1."""
     layers: Path | None = None
-    """Layers file, in place of --costs."""
+    """Layers file, instead of --costs."""
     memory_limit: Memory | None = None
-    """Of a stage: 40GiB, or in the unit of the costs."""
+    """Memory of a stage: 40GiB, or in the unit of the costs."""
     enable_optimizer_post_validation: bool | None = None
-    """Step before the norm is known; else where B and W are apart."""
+    """Step before the norm is known; default: with a split backward."""
 
     def read_costs(self) -> Costs | LayerCosts | None:
         """Read the file of costs, of chunks or of layers, if there is one."""
@@ -102,7 +104,7 @@ class ModelSize:
     """Sizes of the model of `zbpp train`."""
 
     seq: Count = 128
-    """Tokens of a sample, also of hf:PATH."""
+    """Tokens of a sample, also for hf:PATH."""
     size: Literal["tiny", "small", "medium"] = "small"
     """Blocks x width: 4 x 32, 8 x 96, 8 x 512."""
 
@@ -112,13 +114,13 @@ class ModelOptions(ModelSize):
     """A model, and how it computes."""
 
     model: ModelName | None = None
-    """Returns (model, batch[, loss_fn]); or hf:PATH; else a small Llama."""
+    """A function that returns (model, batch[, loss_fn]), or hf:PATH."""
     microbatch_size: Count = 2
     """Samples of a micro-batch."""
     seed: Annotated[int, Parameter(validator=Number(gte=0))] = 0
-    """Of the weights and of the choice of text."""
+    """Seed of the weights and of the choice of text."""
     dtype: Dtype = "fp32"
-    """16 bits are by autocast."""
+    """Precision; 16-bit types use autocast."""
     device: str = "auto"
     """auto (an accelerator, else the CPU), cpu, cuda, xpu .."""
 
@@ -129,7 +131,7 @@ class RunOptions(ModelOptions, Planning):
 
     pipeline_schedule_mode: Mode = field(default="ZBH1", kw_only=False)
     offload_optimizer: Switch = False
-    """Keep the optimizer's state in host memory, and step there."""
+    """Keep the optimizer's state in host memory, and run the optimizer there."""
 
     @property
     def measures_first(self) -> bool:
@@ -143,7 +145,7 @@ class TrainOptions(RunOptions):
     """Options of `zbpp train`."""
 
     model: Annotated[str | None, Parameter(metavar="hf:PATH")] = None
-    """Configuration or folder of transformers; else a small Llama."""
+    """Configuration or folder of transformers; default: a small Llama."""
     steps: Count = 200
     """Optimizer steps."""
     lr: Annotated[float, Parameter(validator=Number(gte=0))] = 3e-3
@@ -151,10 +153,10 @@ class TrainOptions(RunOptions):
     clip_grad_norm: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
     """Largest norm of the model's gradient."""
     data: Path | None = None
-    """Text file or folder; else Python's source."""
+    """Text file or folder; default: Python's library."""
     metrics: Output | None = None
-    """JSON line a step, and one with the results."""
+    """File of JSON lines: each step, then the results."""
     save_dir: Directory | None = None
-    """Checkpoints; a run resumes from the newest."""
+    """Folder of checkpoints; a run resumes from the newest."""
     trace: Output | None = None
     """Timeline of the last step, for Perfetto."""
