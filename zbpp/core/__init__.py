@@ -1,6 +1,5 @@
 """Values that every layer shares: numpy at most, and networkx to name a deadlock."""
 
-from zbpp.core.amounts import format_bytes, format_memory
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
 from zbpp.core.columns import parse_memory
 from zbpp.core.costs import ChunkCosts, Costs
@@ -10,6 +9,8 @@ from zbpp.core.errors import (
     ScheduleError,
     WorkerError,
     a_kind,
+    format_bytes,
+    format_memory,
 )
 from zbpp.core.files import (
     parse_schedule,

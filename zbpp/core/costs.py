@@ -42,7 +42,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from zbpp.core.amounts import format_bytes
 from zbpp.core.columns import (
     Per,
     PerRow,
@@ -51,7 +50,7 @@ from zbpp.core.columns import (
     columns_of,
     spread,
 )
-from zbpp.core.errors import RequestError
+from zbpp.core.errors import RequestError, format_bytes
 from zbpp.core.jobs import (
     KINDS,
     Job,
