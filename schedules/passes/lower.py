@@ -137,10 +137,11 @@ def lower(
     Raises:
         ScheduleError: before its V a stage reads what another one computes after its V.
     """
-    columns = None
+    columns, placement = None, schedule.placement
+    times = (costs or Costs()).on(placement)
     orders: Sequence[list[Job | Segment]]
     if overlaps and schedule.parts is not None:
-        orders, columns = in_segments(schedule, costs, adds_up=adds_up)
+        orders, columns = in_segments(schedule, times, adds_up=adds_up)
     else:
         orders = [
             [x for job in order for x in ((job,) if overlaps else members_of(job))]
@@ -148,9 +149,7 @@ def lower(
         ]
     for stage, order in enumerate(orders):
         order += [] if Step(stage) in order else [Step(stage)]
-    placement = schedule.placement
     _check_validation(placement, orders)
-    times = (costs or Costs()).on(placement)
     posting = (
         when_sent(orders, times, columns)
         if on_device

@@ -42,7 +42,6 @@ from zbpp.core import (
     ChunkCosts,
     Collective,
     CollectiveKind,
-    Costs,
     Job,
     JobGraph,
     Lane,
@@ -64,7 +63,7 @@ from zbpp.core.graph import unit_times
 F, B, W, BW = PassKind
 
 
-def lay_out(schedule: Schedule, costs: Costs) -> Schedule:
+def lay_out(schedule: Schedule, times: ChunkCosts) -> Schedule:
     """Give a schedule rows of parts: the same passes in the same order.
 
     On stages that cannot split the backward it comes in one piece, where B was. There
@@ -73,12 +72,8 @@ def lay_out(schedule: Schedule, costs: Costs) -> Schedule:
 
     Args:
         schedule: any, without UNSHARDs and the like.
-        costs: with parts.
-
-    Raises:
-        RequestError: the costs do not fit, or the limit is exceeded.
+        times: with parts.
     """
-    times = costs.on(schedule.placement)
     pairs = zip(schedule.orders, times.splits, strict=True)
     orders = tuple(tuple(_joined(order, splits=splits)) for order, splits in pairs)
     rows = [
@@ -152,23 +147,22 @@ class _Stretch:
 
 
 def in_segments(
-    schedule: Schedule, costs: Costs | None, *, adds_up: bool = False
+    schedule: Schedule, times: ChunkCosts, *, adds_up: bool = False
 ) -> tuple[list[list[Job | Segment]], Columns]:
     """Cut the passes of a schedule with parts, and time the columns of its orders.
 
-    The W of a BW is a part of it. Without costs of parts all take equally long.
+    The W of a BW is a part of it. Without times of parts all take equally long.
     Replicas that add up the gradients of a chunk do so behind its last W.
 
     Raises:
-        RequestError: the costs have other parts than the schedule.
+        RequestError: the times have other parts than the schedule.
     """
     rows = schedule.parts
     assert rows is not None, "a schedule without parts has no segments"
-    if costs is None or costs.parts is None:
-        times = unit_times(schedule.placement, rows)
-    else:
-        times = costs.on(schedule.placement)
+    if times.parts:
         rows = schedule.rows_for(times)
+    else:
+        times = unit_times(schedule.placement, rows)
     cut: list[list[_Stretch | Job]] = []
     for stage, (order, row) in enumerate(zip(schedule.orders, rows, strict=True)):
         joint = {x for job in order for x in passes_in(job) if x.kind is BW}

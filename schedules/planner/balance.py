@@ -31,7 +31,7 @@ from zbpp.core import (
     even_split,
 )
 from zbpp.core.columns import spread
-from zbpp.schedules.planner.limits import ROUNDING
+from zbpp.schedules.planner.problem import ROUNDING
 
 _WIDER = 1.25  # the next load that is tried, if no split has a lower one
 _CHUNK_SHARE = 1e-6  # of the squares of chunks: they decide between equal stages

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from itertools import accumulate, count
 
 from zbpp.schedules.planner.compiled import check, loops, pointer, whole
-from zbpp.schedules.planner.limits import Budget
 from zbpp.schedules.planner.problem import (
+    Budget,
     PlacementProblem,
     Plan,
     Rows,
@@ -43,7 +43,7 @@ def timed(problem: PlacementProblem, rows: Rows) -> Plan:
 
     Rows whose stages wait for one another have an infinite span.
     """
-    plan = _run(problem, rows, Budget(0), 0, 0.0)
+    plan = _run(problem, rows, Budget(0))
     return Plan(math.inf, rows) if plan is None else plan
 
 
@@ -65,13 +65,18 @@ def improve(
     """
     if plan.span <= problem.target or not budget.is_left:
         return plan
-    better = _run(problem, plan.rows, budget, seed, threshold)
+    better = _run(problem, plan.rows, budget, seed, threshold, problem.target)
     assert better is not None, "rows of a plan cannot deadlock"
     return better if better.span < plan.span else plan
 
 
 def _run(
-    problem: PlacementProblem, rows: Rows, budget: Budget, seed: int, threshold: float
+    problem: PlacementProblem,
+    rows: Rows,
+    budget: Budget,
+    seed: int = 0,
+    threshold: float = 0.0,
+    target: float = 0.0,
 ) -> Plan | None:
     """Time rows, and improve them; None: their stages wait for one another."""
     passes, lengths = joined(rows), whole(map(len, rows))
@@ -84,6 +89,7 @@ def _run(
             ctypes.c_double(_COST),
             ctypes.c_double(budget.passes),
             ctypes.c_double(threshold),
+            ctypes.c_double(target),
             ctypes.c_uint64(seed),
             ctypes.byref(spent),
             ctypes.byref(span),

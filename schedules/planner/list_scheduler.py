@@ -59,8 +59,9 @@ from zbpp.schedules.planner.compiled import (
     pointer,
     whole,
 )
-from zbpp.schedules.planner.limits import ROUNDING, Budget
 from zbpp.schedules.planner.problem import (
+    ROUNDING,
+    Budget,
     PlacementProblem,
     Plan,
     Rows,

@@ -61,14 +61,13 @@ from dataclasses import replace
 from random import Random
 
 from zbpp.core import (
-    Costs,
+    ChunkCosts,
     Job,
     JobGraph,
     Order,
     Part,
     Pass,
     PassKind,
-    Placement,
     Schedule,
     Step,
     peaks,
@@ -82,68 +81,53 @@ from zbpp.schedules.planner.critical_path import (
     timed,
     travel,
 )
-from zbpp.schedules.planner.limits import (
+from zbpp.schedules.planner.list_scheduler import climb
+from zbpp.schedules.planner.problem import (
     Budget,
-    capped,
+    PlacementProblem,
+    Plan,
+    Row,
+    Rows,
     check_limits,
-    check_sizes,
     needs,
     parse_effort,
 )
-from zbpp.schedules.planner.list_scheduler import climb
-from zbpp.schedules.planner.problem import PlacementProblem, Plan, Row, Rows
 from zbpp.schedules.planner.seeds import Seed, laid_out, seeds
 
-_UNIT = Costs()
 _MARGIN = 0.01
 
 
 def plan_placement(
-    *,
-    placement: Placement,
+    costs: ChunkCosts,
     n_microbatches: int,
-    costs: Costs = _UNIT,
+    *,
     effort: str = "default",
     name: str = "planned",
-    memory_cap: float = math.inf,
-    default_limit: float = math.inf,
 ) -> Schedule:
-    """Plan any placement under the memory limit; without one, memory is no constraint.
+    """Plan any placement within its memory limits; infinite ones are no constraint.
 
     Passes are planned in one piece, and then their parts, where the costs tell them.
 
     Args:
-        placement: chunk to stage: a wave, interleaved, or any other.
+        costs: on a placement: a wave, interleaved, or any other; every limit must fit
+            one micro-batch.
         n_microbatches: micro-batches in a step, at least 1.
-        costs: times and memories of chunks; every limit must fit one micro-batch.
         effort: ``fast``, ``default``, ``best`` or ``best:SECONDS``.
         name: the mode, for people.
-        memory_cap: a further limit on every stage, in M_B of that stage.
-        default_limit: the same, only where ``costs`` have no limit.
 
     Raises:
         LimitError: no micro-batch fits a limit; it names the smallest that works.
-        RequestError: a number is invalid.
+        RequestError: the effort is none of these.
     """
-    most_chunks = max(map(len, placement.chunks_of))
-    check_sizes(placement.n_stages, n_microbatches, most_chunks)
-
-    def problem_of(costs: Costs) -> PlacementProblem:
-        on_chunks = costs.on(placement)
-        check_limits(name, needs(on_chunks), on_chunks, n_microbatches)
-        limited = capped(on_chunks, memory_cap=memory_cap, default_limit=default_limit)
-        return PlacementProblem(limited.above_fixed(), n_microbatches)
-
-    has_parts = costs.parts is not None
-    whole = costs
-    if has_parts:  # W's without parts are not split
-        whole = replace(costs, parts=None, splits=costs.on(placement).splits)
-    problem = problem_of(whole)
-    plan = _search(problem, "fast" if has_parts else effort)
-    schedule = Schedule(name, placement, n_microbatches, problem.orders(plan.rows))
-    if not has_parts:
+    check_limits(name, needs(costs), costs, n_microbatches)
+    costs = costs.above_fixed()
+    problem = PlacementProblem(replace(costs, parts=()), n_microbatches)
+    plan = _search(problem, "fast" if costs.parts else effort)
+    orders = problem.orders(plan.rows)
+    schedule = Schedule(name, costs.placement, n_microbatches, orders)
+    if not costs.parts:
         return schedule
-    return plan_in_parts(schedule, costs, problem_of(costs), effort=effort)
+    return plan_in_parts(schedule, PlacementProblem(costs, n_microbatches), effort)
 
 
 def hill_climb(problem: PlacementProblem, ranked_seeds: Sequence[Seed]) -> list[Plan]:
@@ -197,12 +181,10 @@ _KINDS = (
 )
 
 
-def plan_in_parts(
-    whole: Schedule, costs: Costs, problem: PlacementProblem, *, effort: str
-) -> Schedule:
+def plan_in_parts(whole: Schedule, problem: PlacementProblem, effort: str) -> Schedule:
     """Plan the parts of passes, given a plan of the passes in one piece."""
     kind, seconds = parse_effort(effort)
-    plans = [*laid_out(problem, costs, whole)]
+    plans = [*laid_out(problem, whole)]
     n_parts = _PARTS.get(kind, _PARTS["default"])
     rows = _search_parts(problem, n_parts, seconds if kind == "best" else 0.0)
     if rows is not None:
@@ -215,7 +197,7 @@ def plan_in_parts(
             return math.inf
         if schedule.parts is None:
             return JobGraph(rows, problem.costs).run().span
-        starts, ends, _ = in_segments(schedule, costs)[1]
+        starts, ends, _ = in_segments(schedule, problem.costs)[1]
         return max(end[-1] - start[0] for start, end in zip(starts, ends, strict=True))
 
     return min(plans, key=span)

@@ -39,16 +39,21 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, starmap
 from typing import NamedTuple, TypeAlias
 
-from zbpp.core import Costs, Placement, Schedule
+from zbpp.core import Placement, Schedule
 from zbpp.schedules.passes.parts import lay_out
 from zbpp.schedules.patterns import Phases
 from zbpp.schedules.patterns.interleaved import plan_combined_1f1b, vpp_phases
 from zbpp.schedules.patterns.one_chunk import one_f_one_b_phases, zb_h_phases
 from zbpp.schedules.patterns.waves import plan_dual_pipe_v, zb_v_phases
 from zbpp.schedules.planner.critical_path import timed
-from zbpp.schedules.planner.limits import Budget, micro_batch
 from zbpp.schedules.planner.list_scheduler import Settings, list_schedule
-from zbpp.schedules.planner.problem import PlacementProblem, Plan, Rows
+from zbpp.schedules.planner.problem import (
+    Budget,
+    PlacementProblem,
+    Plan,
+    Rows,
+    micro_batch,
+)
 
 Attempt: TypeAlias = "Settings | Rows"
 """Settings for the list scheduler, or rows of all passes that are only timed."""
@@ -334,12 +339,10 @@ def hand_made_rows(problem: PlacementProblem) -> Iterator[Rows]:
         yield _rows(problem, lambda s: vpp_phases(s, placement, m))
 
 
-def laid_out(
-    problem: PlacementProblem, costs: Costs, whole: Schedule
-) -> Iterator[Schedule]:
+def laid_out(problem: PlacementProblem, whole: Schedule) -> Iterator[Schedule]:
     """Orders of whole passes on lanes; the first is the plan without overlap."""
-    placement, m = problem.placement, problem.n_microbatches
-    p = placement.n_stages
+    costs, placement = problem.costs, problem.placement
+    p, m = problem.n_stages, problem.n_microbatches
     yield whole
     yield lay_out(whole, costs)
     sizes = {"n_stages": p, "n_microbatches": m}

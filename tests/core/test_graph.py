@@ -66,7 +66,7 @@ def passes_in_parts(draw):
         costs = moe_costs(draw(st.sampled_from([0.2, 0.5])), comm=0.1)
         return planned(mode, p, m, costs), costs
     schedule = pattern(n_stages=p, n_microbatches=m)
-    return lay_out(schedule, costs), costs
+    return lay_out(schedule, costs.on(schedule.placement)), costs
 
 
 def spans(schedule, costs):

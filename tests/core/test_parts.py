@@ -77,7 +77,8 @@ def test_parts_one_after_another_take_the_sum_of_their_times(mode):
     assert (sums.f, sums.b, sums.w) == (costs.f, costs.b, costs.w)
     assert simulate(schedule, costs) == simulate(schedule, sums)
     if schedule.n_stages < schedule.placement.n_chunks:  # the control
-        overlapped = simulate(lay_out(schedule, costs), costs)
+        laid = lay_out(schedule, costs.on(schedule.placement))
+        overlapped = simulate(laid, costs)
         assert span(overlapped) < span(simulate(schedule, sums))
 
 
@@ -139,7 +140,7 @@ def test_a_recomputed_forward_is_one_part_of_b():
     on_chunks = recomputed(costs, order).on(placement)
     assert on_chunks.b == pytest.approx([b + 5 / 6 for b in costs.on(placement).b])
     assert [parts.b[0] for parts in on_chunks.parts] == [(C, pytest.approx(5 / 6))] * 4
-    again, once = (lay_out(order, c) for c in (recomputed(costs, order), costs))
+    again, once = (lay_out(order, x) for x in (on_chunks, costs.on(placement)))
     longer = span(simulate(again, recomputed(costs, again)))
     assert longer > span(simulate(once, costs))
 
@@ -199,7 +200,8 @@ def test_options_that_parts_exclude_are_refused():
     vpp = plan_vpp(n_stages=2, n_microbatches=4, chunks_per_stage=3)
     with pytest.raises(RequestError, match="4 layers of a stage do not divide"):
         moe_costs(0.4).on(vpp.placement)
-    laid = lay_out(plan_dual_pipe_v(n_stages=2, n_microbatches=4), moe_costs(0.4))
+    schedule = plan_dual_pipe_v(n_stages=2, n_microbatches=4)
+    laid = lay_out(schedule, moe_costs(0.4).on(schedule.placement))
     with pytest.raises(RequestError, match="no place on the network"):
         add_collectives(laid, shards=True)
     with pytest.raises(
@@ -214,7 +216,8 @@ def test_options_that_parts_exclude_are_refused():
 
 
 def test_validations_are_placed_among_parts_and_removed_again():
-    schedule = lay_out(plan_combined_1f1b(n_stages=2, n_microbatches=4), moe_costs(0.4))
+    schedule = plan_combined_1f1b(n_stages=2, n_microbatches=4)
+    schedule = lay_out(schedule, moe_costs(0.4).on(schedule.placement))
     checked = post_validated(schedule)
     assert all(sum(str(job) == "V" for job in row) == 1 for row in checked.parts)
     assert checked.without(Check) == schedule

@@ -29,7 +29,8 @@ def test_the_judge_imports_nothing_of_zbpp():
 
 def test_judge_refuses_broken_parts(tmp_path):
     costs = moe_costs(0.4)
-    schedule = lay_out(plan_dual_pipe_v(n_stages=2, n_microbatches=4), costs)
+    schedule = plan_dual_pipe_v(n_stages=2, n_microbatches=4)
+    schedule = lay_out(schedule, costs.on(schedule.placement))
     write_costs(costs, tmp_path / "costs.json")
     data = json.loads((tmp_path / "costs.json").read_text())
     text = json.loads(schedule_text(schedule))

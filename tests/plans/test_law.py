@@ -188,8 +188,8 @@ def plan_on_any_placement(rng: random.Random, effort: str = "fast") -> Plan:
         memory_limit=[x * rng.choice((1.0, 1.3, 2.0, p / 2 + 1, p)) for x in least],
     )
     m = rng.randint(1, 40 if n == p else 12)
-    asked = {"placement": placement, "n_microbatches": m, "costs": costs}
-    return Plan(plan_placement(**asked, effort=effort), costs, "any")
+    schedule = plan_placement(costs.on(placement), m, effort=effort)
+    return Plan(schedule, costs, "any")
 
 
 def plan_limited(request: PlanRequest, rng: random.Random) -> Plan:

@@ -36,12 +36,11 @@ def test_one_micro_batch_needs_the_largest_memory_of_its_passes():
         (Placement.wave(1), {}, 10 + 0.5 + 0.5 + 2),
         (Placement.single(1), {"peak_o": 9.0}, 10 + 9),
     ):
-        asked = {"placement": placement, "n_microbatches": 2}
         costs_of = replace(costs, **more, memory_limit=need * 0.999)
         with pytest.raises(LimitError) as error:
-            plan_placement(**asked, costs=costs_of)
+            plan_placement(costs_of.on(placement), 2)
         assert error.value.smallest == pytest.approx(need)
-        plan_placement(**asked, costs=replace(costs_of, memory_limit=need))
+        plan_placement(replace(costs_of, memory_limit=need).on(placement), 2)
 
 
 def test_a_promise_in_m_b_is_one_of_micro_batches_in_flight():

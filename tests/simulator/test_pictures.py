@@ -58,7 +58,9 @@ TIMELINES = {
         "ZBV", GATHERS, change=lambda x: add_collectives(x, shards=True)
     ),
     "pairs": timeline_of("DualPipeV", Costs(2, 2, 2, comm=0.25, optimizer=1, fb=4.5)),
-    "parts": timeline_of("DualPipeV", PARTS, change=lambda x: lay_out(x, PARTS)),
+    "parts": timeline_of(
+        "DualPipeV", PARTS, change=lambda x: lay_out(x, PARTS.on(x.placement))
+    ),
     "iterations": validated(3, Costs(3, 2, 1, 0.5, 2, validation=1)),
 }
 

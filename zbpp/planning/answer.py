@@ -13,6 +13,7 @@ schedule file has it. Wherever a schedule file is read, a plan file is too.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,7 @@ from zbpp.core import (
 from zbpp.core.files import costs_data, decode, fail, schedule_of, table_of
 from zbpp.planning.modes import JOINT_WORDS
 from zbpp.schedules.planner.balance import is_below
-from zbpp.schedules.planner.limits import check_limits
+from zbpp.schedules.planner.problem import check_limits
 
 FORMAT = "zbpp-plan"
 _COMPARED = ("time", "barrier_step", "peak")
@@ -205,11 +206,10 @@ class _File:
     schedule: dict[str, Any]
 
 
-def check_fits(schedule: Schedule, costs: Costs) -> None:
+def check_fits(schedule: Schedule, costs: ChunkCosts) -> None:
     """Refuse a schedule over the memory limit, or one that splits an unsplittable B."""
-    on_chunks = costs.on(schedule.placement)
     for stage, order in enumerate(schedule.orders):
-        for job in () if on_chunks.splits[stage] else order:
+        for job in () if costs.splits[stage] else order:
             kinds = {part.kind for part in passes_in(job)}
             if not kinds.isdisjoint((PassKind.B, PassKind.W)):
                 raise RequestError(
@@ -217,9 +217,9 @@ def check_fits(schedule: Schedule, costs: Costs) -> None:
                     f"backward (splits[{stage}] of the costs is false, or w has no "
                     f"parts); plan again with these costs, or choose {JOINT_WORDS}"
                 )
-    if costs.memory_limit is not None:
-        needs = peaks(schedule.rows_for(on_chunks), on_chunks)
-        check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)
+    if min(costs.limit) < math.inf:
+        needs = peaks(schedule.rows_for(costs), costs)
+        check_limits(schedule.name, needs, costs, schedule.n_microbatches)
 
 
 def plan_text(plan: Plan) -> str:
@@ -250,7 +250,7 @@ def plan_of(data: Mapping[str, Any], *, source: str) -> Plan:
         for key in ("ideal_step", "even_step")
     )
     try:
-        check_fits(schedule, costs)
+        check_fits(schedule, costs.on(schedule.placement))
         return Plan(
             schedule,
             costs,

@@ -21,12 +21,13 @@ come first. On the split that wins, every mode is then planned.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise, product
+from typing import NoReturn
 
 from zbpp.core import (
+    ChunkCosts,
     Costs,
     LayerCosts,
     LimitError,
@@ -52,12 +53,7 @@ from zbpp.planning.request import (
     split_on,
 )
 from zbpp.schedules import lay_out, plan_placement
-from zbpp.schedules.planner.limits import (
-    ROUNDING,
-    capped,
-    check_sizes,
-    shares,
-)
+from zbpp.schedules.planner.problem import ROUNDING, capped, shares
 
 _IN_TURN = sorted(
     (mode for mode in MODES.values() if mode.place is not None),
@@ -67,6 +63,8 @@ _IN_TURN = sorted(
 
 _TRUST = 0.01  # of a step: how far predictions are trusted
 _LITTLE = 0.02  # of a step: less than this is no help
+_MOST_JOBS = 2**24  # with effort fast, minutes and some GB of memory
+_MOST_CHUNKS = 2**13  # the time of lower bounds grows with their square
 
 
 def best_plan(mode: Mode, request: PlanRequest) -> Plan:
@@ -85,13 +83,11 @@ def best_plan(mode: Mode, request: PlanRequest) -> Plan:
         return _recomputed(mode, request)
     orders, costs = _orders(request), request.chunk_costs
     costs = costs if orders is None else recomputed(costs, orders)
-    _, n_microbatches = request.sizes(mode.name)
     options = placements(mode, request)
-    problem = _Problem(n_microbatches, costs, request.effort)
     if mode.place is None:
-        plan = problem.auto(options)
+        plan = _auto(costs, options, request)
         return replace(plan, line=_choice_text(plan))
-    schedule = problem.plan(mode, options[0])
+    schedule = _schedule(mode, costs, options[0], request)
     return Plan(schedule, costs, mode.name)
 
 
@@ -183,83 +179,84 @@ def _choice_text(plan: Plan) -> str:
 # ---- Costs of chunks.
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """The parts of a request that all its plans share.
+def _schedule(
+    mode: Mode, costs: Costs, placement: Placement, request: PlanRequest
+) -> Schedule:
+    """Plan a mode for costs of chunks on one of its placements."""
+    return _planned(mode, _limited(mode, costs.on(placement)), request)
 
-    Args:
-        n_microbatches: in a step.
-        costs: of the chunks.
-        effort: of each search.
+
+def _planned(mode: Mode, costs: ChunkCosts, request: PlanRequest) -> Schedule:
+    """Search for an order, or make that of the mode, within the limits of the costs."""
+    _, m = request.sizes(mode.name)
+    if mode.order is None:
+        return plan_placement(costs, m, effort=request.effort, name=mode.name)
+    schedule = mode.order_on(costs.placement, m)
+    if mode.pairs and costs.parts:
+        schedule = lay_out(schedule, costs)
+    check_fits(schedule, costs)
+    return schedule
+
+
+def _limited(mode: Mode, costs: ChunkCosts, *, is_rival: bool = False) -> ChunkCosts:
+    """Lower the limits to the memory that a mode promises, or may have without one.
+
+    As a rival of others that `auto` plans, every mode keeps to its memory.
     """
+    if mode.order is not None and not is_rival:
+        return costs
+    placement = costs.placement
+    rule = mode.promise or (mode.default if is_rival else None)
+    return capped(
+        costs,
+        memory_cap=rule(placement.n_stages) if rule else math.inf,
+        default_limit=_allowance(placement),
+    )
 
-    n_microbatches: int
-    costs: Costs
-    effort: str
 
-    def plan(self, mode: Mode | None, placement: Placement) -> Schedule:
-        """Plan a mode on one of its placements; None: any under all its memory."""
-        if mode is not None and mode.order is not None:
-            schedule = mode.order_on(placement, self.n_microbatches)
-            if mode.pairs and self.costs.parts is not None:
-                schedule = lay_out(schedule, self.costs)
-            check_fits(schedule, self.costs)
-            return schedule
-        most = mode.memory(placement.n_stages) if mode else _allowance(placement)
-        assert most is not None, mode
-        return plan_placement(
-            placement=placement,
-            n_microbatches=self.n_microbatches,
-            costs=self.costs,
-            effort=self.effort,
-            name=mode.name if mode else AUTO,
-            memory_cap=most if mode and mode.promise else math.inf,
-            default_limit=most,
-        )
+def _auto(costs: Costs, placements: Sequence[Placement], request: PlanRequest) -> Plan:
+    """The best of all modes on these placements."""
+    best = _best_of(_rivals(costs, placements, request))
+    name = f"{AUTO}: {best.mode}"
+    return replace(best, schedule=replace(best.schedule, name=name))
 
-    def auto(self, placements: Sequence[Placement]) -> Plan:
-        """The best of all modes on these placements."""
-        best = _best_of(self._candidates(placements))
-        name = f"{AUTO}: {best.mode}"
-        return replace(best, schedule=replace(best.schedule, name=name))
 
-    def _candidates(self, placements: Sequence[Placement]) -> Iterator[_Candidate]:
-        """Every placement under all its memory, then every mode under its limit.
+def _rivals(
+    costs: Costs, placements: Sequence[Placement], request: PlanRequest
+) -> Iterator[_Candidate]:
+    """Every placement under all its memory, then every mode under its limit.
 
-        A search that has been planned for another name is left out.
-        """
-        costs = self.costs
-        searched: set[object] = set()
-        for mode, placement in product((None, *_IN_TURN), placements):
-            if mode is None:
-                name, most = _searched_name(placement), math.inf
-            else:
-                name = mode.name
-                most = mode.memory(placement.n_stages) or math.inf
-                in_vain = mode.pairs and costs.fb is None and costs.parts is None
-                if in_vain or not _has(mode, placement):
-                    continue
-            limited, bound = self, partial(float, 0)
-            with suppress(RequestError):  # the plan raises it again
-                allowance = _allowance(placement)
-                times = capped(
-                    costs.on(placement), memory_cap=most, default_limit=allowance
-                )
-                if mode is None or mode.order is None:
-                    if (placement, times.limit) in searched:
-                        continue
-                    searched.add((placement, times.limit))
-                if mode is not None:
-                    limit = times.limit
-                    limited = replace(self, costs=replace(costs, memory_limit=limit))
-                m = self.n_microbatches
-                bound = partial(lower_bound_on, times, m)
-            plan = partial(limited._as_plan, mode, placement, costs)
-            yield _Candidate(name, plan, bound)
+    A search that has been planned for another name is left out.
+    """
+    _, m = request.sizes(AUTO)
+    searched: set[object] = set()
+    for mode, placement in product((MODES[AUTO], *_IN_TURN), placements):
+        in_vain = mode.pairs and costs.fb is None and costs.parts is None
+        if mode.place is not None and (in_vain or not _has(mode, placement)):
+            continue
+        name = mode.name if mode.place else _searched_name(placement)
+        try:
+            limited = _limited(mode, costs.on(placement), is_rival=True)
+        except RequestError as error:
+            yield _Candidate(name, partial(_refuse, error))
+            continue
+        if mode.order is None:
+            if (placement, limited.limit) in searched:
+                continue
+            searched.add((placement, limited.limit))
+        plan = partial(_as_plan, mode, limited, request, costs)
+        yield _Candidate(name, plan, partial(lower_bound_on, limited, m))
 
-    def _as_plan(self, mode: Mode | None, placement: Placement, costs: Costs) -> Plan:
-        """Plan under these limits, for other costs."""
-        return Plan(self.plan(mode, placement), costs, AUTO)
+
+def _as_plan(
+    mode: Mode, limited: ChunkCosts, request: PlanRequest, costs: Costs
+) -> Plan:
+    """Plan within these limits, for costs with others."""
+    return Plan(_planned(mode, limited, request), costs, AUTO)
+
+
+def _refuse(error: RequestError) -> NoReturn:
+    raise error
 
 
 def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
@@ -275,9 +272,9 @@ def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
         at_least_one(mode.name, "chunks_per_stage", chunks)
     if mode.place is not None:
         chunks = mode.chunks or chunks or 2
-        check_sizes(n_stages, n_microbatches, chunks)
+        _check_sizes(n_stages, n_microbatches, chunks)
         return [mode.place(n_stages, chunks)]
-    check_sizes(n_stages, n_microbatches, chunks or 1)
+    _check_sizes(n_stages, n_microbatches, chunks or 1)
     if request.placement is not None:
         return [request.placement]
     options = [Placement.single(n_stages)] if chunks in (None, 1) else []
@@ -286,6 +283,24 @@ def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
             options.append(Placement.wave(n_stages, n))
             options.append(Placement.interleaved(n_stages, n))
     return options
+
+
+def _check_sizes(n_stages: int, n_microbatches: int, chunks_per_stage: int) -> None:
+    """Refuse sizes that would be planned for hours."""
+    n_chunks = n_stages * chunks_per_stage
+    n_jobs = 3 * n_chunks * n_microbatches
+    if n_jobs > _MOST_JOBS:
+        raise RequestError(
+            f"{n_stages} stages with {chunks_per_stage} chunks each and "
+            f"{n_microbatches} micro-batches are {n_jobs:,} jobs (F, B and W of each "
+            f"chunk and micro-batch); at most {_MOST_JOBS:,} are planned: take fewer "
+            "stages or micro-batches"
+        )
+    if n_chunks > _MOST_CHUNKS:
+        raise RequestError(
+            f"{n_stages} stages with {chunks_per_stage} chunks each are {n_chunks:,} "
+            f"chunks; at most {_MOST_CHUNKS:,} are planned: take fewer stages or chunks"
+        )
 
 
 def _more_chunks(request: PlanRequest) -> list[int]:
@@ -329,7 +344,7 @@ def _has(mode: Mode, placement: Placement) -> bool:
 
 def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
     """Plan every placement of a mode with its best split; keep the best."""
-    n_stages, m = request.sizes(mode.name)
+    n_stages, _ = request.sizes(mode.name)
     is_auto = mode.place is None
     candidates = [(mode, placement) for placement in placements(mode, request)]
     if is_auto and request.chunks_per_stage in (None, 1):
@@ -338,7 +353,8 @@ def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
     plans: dict[str, Plan] = {}
 
     def plan(name: str, mode: Mode, placement: Placement) -> Plan:
-        plans[name] = _split(mode, placement, request, next(efforts))
+        limited = replace(request, effort=next(efforts))
+        plans[name] = _split(mode, placement, limited)
         return plans[name]
 
     def candidate(mode: Mode, placement: Placement) -> _Candidate:
@@ -350,7 +366,8 @@ def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
     if not is_auto:
         return best
     if request.effort != "fast":
-        contest = _Problem(m, best.costs, "default").auto([best.schedule.placement])
+        quick = replace(request, effort="default")
+        contest = _auto(best.costs, [best.schedule.placement], quick)
         orders = contest.schedule
         rival = replace(
             best,
@@ -365,13 +382,13 @@ def _of_layers(mode: Mode, request: PlanRequest) -> Plan:
     return replace(best, line=line)
 
 
-def _split(mode: Mode, placement: Placement, request: PlanRequest, effort: str) -> Plan:
+def _split(mode: Mode, placement: Placement, request: PlanRequest) -> Plan:
     """Plan a mode on a placement with its best split and recompute."""
     _, m = request.sizes(mode.name)
     layers, split, recompute = _asked(placement, request)
     return plan_split(
-        lambda costs, effort: _Problem(m, costs, effort).plan(
-            mode if mode.place else None, placement
+        lambda costs, effort: _schedule(
+            mode, costs, placement, replace(request, effort=effort)
         ),
         layers,
         placement,
@@ -379,7 +396,7 @@ def _split(mode: Mode, placement: Placement, request: PlanRequest, effort: str) 
         mode=mode.name,
         split=split,
         recompute=recompute,
-        effort=effort,
+        effort=request.effort,
     )
 
 
@@ -416,15 +433,14 @@ def _recomputed(mode: Mode, request: PlanRequest) -> Plan:
             "give a mode, or plan a file with zbpp plan --recompute auto"
         )
     plans = (
-        _Candidate(mode.name, partial(_split, mode, option, request, request.effort))
+        _Candidate(mode.name, partial(_split, mode, option, request))
         for option in placements(mode, request)
     )
     schedule = _best_of(plans).schedule
     if not schedule.recomputing and request.chunk_costs.parts is not None:
         # layers join parts, and without recompute the costs are those of the chunks
-        _, m = request.sizes(mode.name)
-        problem = _Problem(m, request.chunk_costs, request.effort)
-        again = problem.plan(mode if mode.place else None, schedule.placement)
+        costs, placement = request.chunk_costs, schedule.placement
+        again = _schedule(mode, costs, placement, request)
         schedule = replace(again, split=schedule.split, recompute=None)
     if request.n_layers is None:
         schedule = replace(schedule, split=None if orders is None else orders.split)

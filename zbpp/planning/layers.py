@@ -39,7 +39,7 @@ from zbpp.core import (
 from zbpp.planning.answer import Plan
 from zbpp.planning.request import Recomputing, Split
 from zbpp.schedules.planner.balance import Loads, balance, moved
-from zbpp.schedules.planner.limits import (
+from zbpp.schedules.planner.problem import (
     ROUNDING,
     Budget,
     check_limits,

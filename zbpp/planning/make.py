@@ -34,7 +34,7 @@ from zbpp.planning.request import (
     split_of,
 )
 from zbpp.schedules import post_validated
-from zbpp.schedules.planner.limits import parse_effort
+from zbpp.schedules.planner.problem import parse_effort
 
 _log = logging.getLogger("zbpp")
 
@@ -163,7 +163,7 @@ def _under_limit(plan: Plan, limit: PerRow | None) -> Plan:
     if limit is None:
         return plan
     costs = plan.costs.with_limit(limit)
-    check_fits(plan.schedule, costs)
+    check_fits(plan.schedule, costs.on(plan.schedule.placement))
     return replace(plan, costs=costs)
 
 

@@ -35,7 +35,8 @@ class Mode:
         aliases: other names.
         chunks: chunks of a stage; None: any number.
         promise: M_B that a search never exceeds, of n_stages.
-        default: M_B that a search may use where no memory limit is given.
+        default: M_B that a search may use where no memory limit is given, and that
+            `auto` gives it.
         order: makes the orders, from n_stages, n_microbatches and, where any number is
             allowed, chunks_per_stage; None: they are searched for the costs.
         splits: the backward is split into B and W.
@@ -55,11 +56,6 @@ class Mode:
     splits: bool = True
     pairs: bool = False
     is_usual: bool = True
-
-    def memory(self, n_stages: int) -> int | None:
-        """M_B that a search uses without a limit; None: the order decides."""
-        rule = self.promise or self.default
-        return None if rule is None else rule(n_stages)
 
     def order_on(self, placement: Placement, n_microbatches: int) -> Schedule:
         """Make the hand-made order on one of the mode's placements."""

@@ -91,11 +91,12 @@ class PlanRequest:
                 f"schedule is {self.schedule!r:.60}; give a mode such as 'ZBH1', the "
                 "path of a schedule or plan file, a Schedule, or a Plan"
             )
-        limit = Costs(memory_limit=self.memory_limit).memory_limit
         costs = costs_like(self.costs)
-        if costs is not None:
-            costs, limit = costs.with_limit(limit), None
-        values: dict[str, Any] = {"costs": costs, "memory_limit": limit}
+        limited = (costs or Costs()).with_limit(self.memory_limit)
+        values: dict[str, Any] = {
+            "costs": limited if costs else None,
+            "memory_limit": None if costs else limited.memory_limit,
+        }
         for name in ("n_stages", "n_microbatches", "chunks_per_stage"):
             if (size := getattr(self, name)) is not None:
                 values[name] = whole_number(name, size)

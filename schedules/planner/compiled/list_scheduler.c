@@ -41,7 +41,7 @@ typedef struct {
 } Known;
 
 typedef struct {
-    double memory, start, end, idle, free, network, wake; /* when it decides next */
+    double memory, start, end, idle, free, network;
     int32_t *row;
     int64_t n_row, n_f, n_b, n_w, n_flights, n_early, n_ordered, n_backward;
     Flight *flights; /* at most one of a number */
@@ -50,6 +50,7 @@ typedef struct {
 typedef struct {
     const Problem *of;
     const Settings *settings;
+    double *next;    /* arrival of the next F or B of a number; INFINITY: not known */
     double *ends;    /* of F's and B's, by number and micro-batch; INFINITY: not known */
     double *sources; /* ends of parts of B's, by part and micro-batch */
     double *w_ready; /* by number: when the next part of its W may start */
@@ -58,12 +59,20 @@ typedef struct {
     Stage *stages;
     Known *known;
     double most_idle;
-    Heap heap;
+    double *wakes; /* when each stage decides next */
+    int64_t n_leaves, *winners;
 } Draft;
 
-static double arrival_of(const Draft *draft, int64_t q, int64_t i) {
-    if (!q) return 0.0;
-    return draft->ends[(q - 1) * draft->of->n_microbatches + i] + draft->of->delay[q - 1];
+/* Let a stage decide at a time. The tree has the stage that is next in winners[1], and
+   of those at one time the first: a node k has the sooner of nodes 2k and 2k + 1. */
+static void set_wake(Draft *draft, int64_t s, double time) {
+    int64_t *winners = draft->winners;
+    double *wakes = draft->wakes;
+    wakes[s] = time;
+    for (int64_t k = (draft->n_leaves + s) / 2; k; k /= 2) {
+        int64_t left = winners[2 * k], right = winners[2 * k + 1];
+        winners[k] = wakes[right] < wakes[left] ? right : left;
+    }
 }
 
 /* Memory that the first micro-batch with no B yet needs for its other F's, less what
@@ -212,8 +221,7 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
         int64_t q = settings->order
             ? settings->order[settings->order_from[s] + stage->n_ordered] : mine[k];
         int64_t i = started[q];
-        if (i == of->n_microbatches) continue;
-        double arrival = arrival_of(draft, q, i);
+        double arrival = draft->next[q];
         if (arrival == INFINITY || is_delayed(draft, s, q)) continue;
         if (!has_room(draft, s, q)) {
             is_starved |= arrival <= soon;
@@ -274,15 +282,8 @@ static void run_weight(Draft *draft, int64_t s, int64_t w, double now) {
     draft->w_part[w] = part + 1 == of->part_from[w + 1] ? -1 : draft->w_part[w] + 1;
 }
 
-/* Let a stage decide at a time, if it does not before. */
-static int wake(Draft *draft, int64_t s, double time) {
-    if (time >= draft->stages[s].wake) return 1;
-    draft->stages[s].wake = time;
-    return heap_push(&draft->heap, time, s);
-}
-
-/* Let a stage that can run nothing decide when anything is there. */
-static int sleep_until_next(Draft *draft, int64_t s, double now) {
+/* When a stage that can run nothing decides again: something is there. */
+static double wakes_at(const Draft *draft, int64_t s, double now) {
     const Problem *of = draft->of;
     const Stage *stage = &draft->stages[s];
     double next = INFINITY;
@@ -293,30 +294,29 @@ static int sleep_until_next(Draft *draft, int64_t s, double now) {
         if (at > now && at < next) next = at;
     }
     for (int64_t k = 0; k < n; k++) {
-        int64_t i = draft->started[mine[k]];
-        if (i == of->n_microbatches) continue;
-        double at = arrival_of(draft, mine[k], i);
+        double at = draft->next[mine[k]];
         if (at > now + of->tiny && at < next) next = at;
     }
-    return wake(draft, s, next);
+    return next;
 }
 
-/* Let a pass end: its message leaves. */
-static int finish(Draft *draft, Flight *flight, double now) {
+/* Let a pass end: its message leaves, and wakes a stage that is not busy. */
+static void finish(Draft *draft, Flight *flight, double now) {
     const Problem *of = draft->of;
     int64_t q = flight->q;
     flight->is_over = 1;
     draft->ends[q * of->n_microbatches + flight->i] = now;
-    if (q + 1 == 2 * of->n_chunks) return 1;
+    if (q + 1 == 2 * of->n_chunks) return;
     int64_t reader = of->stage[q + 1];
-    const Stage *stage = &draft->stages[reader];
-    return stage->free >= stage->wake /* it is busy */
-        || wake(draft, reader, now + of->delay[q]);
+    double arrival = now + of->delay[q], wake = draft->wakes[reader];
+    if (draft->started[q + 1] == flight->i) draft->next[q + 1] = arrival;
+    if (draft->stages[reader].free < wake && arrival < wake)
+        set_wake(draft, reader, arrival);
 }
 
 /* Run the next stretch of a pass: what computes, and one part on the network. A pass
    that ends there ends for good when its stage turns to it again. */
-static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
+static void run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
     const Problem *of = draft->of;
     const int64_t m = of->n_microbatches, stop = of->part_from[flight->q + 1];
     Stage *stage = &draft->stages[s];
@@ -335,20 +335,25 @@ static int run_stretch(Draft *draft, int64_t s, Flight *flight, double now) {
         stage->row[stage->n_row++] = (int32_t)part;
     }
     flight->ready = end;
-    return is_network || finish(draft, flight, end);
+    if (!is_network) finish(draft, flight, end);
 }
 
-static int run(Draft *draft, int64_t s, int64_t chosen, double now) {
+static void run(Draft *draft, int64_t s, int64_t chosen, double now) {
     const Problem *of = draft->of;
     const int64_t C = of->n_chunks, m = of->n_microbatches, q = chosen - 3 * C;
     Stage *stage = &draft->stages[s];
-    if (q < 0) return run_stretch(draft, s, &stage->flights[chosen], now);
+    if (q < 0) {
+        run_stretch(draft, s, &stage->flights[chosen], now);
+        return;
+    }
     if (q >= 2 * C) {
         run_weight(draft, s, q, now);
-        return 1;
+        return;
     }
     int64_t i = draft->started[q]++;
-    double arrival = arrival_of(draft, q, i);
+    double arrival = draft->next[q], next = INFINITY;
+    if (i + 1 < m) next = q ? draft->ends[(q - 1) * m + i + 1] + of->delay[q - 1] : 0.0;
+    draft->next[q] = next;
     stage->n_ordered++;
     if (q < C) {
         stage->n_f++;
@@ -359,7 +364,7 @@ static int run(Draft *draft, int64_t s, int64_t chosen, double now) {
     }
     Flight *flight = &stage->flights[stage->n_flights++];
     *flight = (Flight){.q = q, .i = i, .part = of->part_from[q]};
-    return run_stretch(draft, s, flight, arrival > now ? arrival : now);
+    run_stretch(draft, s, flight, arrival > now ? arrival : now);
 }
 
 /* Free the memory of parts that have ended by now. */
@@ -392,21 +397,22 @@ static void drop_ended(Draft *draft, int64_t s, double now) {
 
 static int64_t grow(Draft *draft, double below) {
     const Problem *of = draft->of;
-    if (!wake(draft, of->stage[0], 0.0)) return NO_MEMORY;
-    while (draft->heap.n) {
-        Event event = heap_pop(&draft->heap);
-        int64_t s = event.stage;
+    set_wake(draft, of->stage[0], 0.0);
+    for (;;) {
+        int64_t s = draft->winners[1];
+        double now = draft->wakes[s];
         Stage *stage = &draft->stages[s];
-        if (stage->wake != event.time) continue; /* it was woken earlier */
-        drop_ended(draft, s, event.time);
-        int64_t chosen = choose(draft, s, event.time);
-        stage->wake = INFINITY;
+        if (now == INFINITY) break;
+        drop_ended(draft, s, now);
+        int64_t chosen = choose(draft, s, now);
+        draft->wakes[s] = INFINITY;
         if (chosen < 0) {
-            if (!sleep_until_next(draft, s, event.time)) return NO_MEMORY;
+            set_wake(draft, s, wakes_at(draft, s, now));
             continue;
         }
-        if (!run(draft, s, chosen, event.time)
-            || !wake(draft, s, stage->free)) return NO_MEMORY;
+        run(draft, s, chosen, now);
+        double wake = draft->wakes[s]; /* what it ran may wake it before it is free */
+        set_wake(draft, s, stage->free < wake ? stage->free : wake);
         if (stage->idle + of->work[s] + of->tiny > below) return GIVEN_UP;
     }
     for (int64_t q = 0; q < 3 * of->n_chunks; q++)
@@ -423,25 +429,34 @@ ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Settings *settings,
                                     int64_t *lengths, double *span) {
     const int64_t C = of->n_chunks, m = of->n_microbatches, p = of->n_stages;
     const int64_t n_parts = of->part_from[2 * C], n_times = (2 * C + n_parts) * m;
-    int64_t result = NO_MEMORY;
+    int64_t result = NO_MEMORY, n_leaves = 1;
+    while (n_leaves < p) n_leaves *= 2;
     Draft draft = {.of = of, .settings = settings, .most_idle = -INFINITY};
-    double *times = calloc((size_t)(n_times + 3 * C), sizeof(double));
-    int64_t *counts = calloc((size_t)(6 * C + 3 * C * m), sizeof(int64_t));
+    draft.n_leaves = n_leaves;
+    const int64_t n_never = n_times + 2 * C + n_leaves;
+    double *times = calloc((size_t)(n_never + 3 * C), sizeof(double));
+    int64_t *counts = calloc((size_t)(6 * C + 3 * C * m + 2 * n_leaves), sizeof(int64_t));
     Flight *flights = calloc((size_t)(2 * C), sizeof(Flight));
     draft.stages = calloc((size_t)p, sizeof(Stage));
     draft.known = calloc((size_t)(2 * C), sizeof(Known));
     if (!times || !counts || !flights || !draft.stages || !draft.known) goto end;
-    for (int64_t k = 0; k < n_times; k++) times[k] = INFINITY;
+    for (int64_t k = 0; k < n_never; k++) times[k] = INFINITY;
     draft.ends = times;
     draft.sources = times + 2 * C * m;
-    draft.w_ready = times + n_times;
+    draft.next = times + n_times;
+    draft.next[0] = 0.0;
+    draft.wakes = draft.next + 2 * C;
+    draft.w_ready = draft.wakes + n_leaves;
     draft.started = counts;
     draft.w_part = counts + 3 * C;
-    draft.w_turn = counts + 6 * C;
+    draft.winners = counts + 6 * C;
+    draft.w_turn = draft.winners + 2 * n_leaves;
+    for (int64_t k = 2 * n_leaves - 1; k; k--)
+        draft.winners[k] = k < n_leaves ? draft.winners[2 * k] : k - n_leaves;
     for (int64_t s = 0; s < p; s++) {
         Stage *stage = &draft.stages[s];
         stage->row = rows + rows_from[s];
-        stage->start = stage->wake = INFINITY;
+        stage->start = INFINITY;
         stage->n_early = settings->early[s];
         stage->flights = flights + of->first[s];
     }
@@ -453,7 +468,6 @@ ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Settings *settings,
         lengths[s] = draft.stages[s].n_row;
     }
 end:
-    free(draft.heap.events);
     free(times);
     free(counts);
     free(flights);
