@@ -293,6 +293,8 @@ class JobGraph:
         ends = starts + array("d", [inf, verdict, inf])
         least = [0.0] * len(self.rows) if free is None else free
         at, stops = first[:-1], first[1:]
+        awaited = [_NOTHING] * len(at)
+        """The node without an end that each row waits for."""
         to_try = list(range(len(at)))[::-1]
         while to_try:
             row = to_try.pop()
@@ -313,17 +315,19 @@ class JobGraph:
                     for before, _, delay, from_start in self._waits[node]:
                         arrival = (starts if from_start else ends)[before] + delay
                         if arrival > now:
-                            now = arrival
+                            now, source = arrival, before
                     if now == inf:
                         break
                 starts[node] = now
                 now += time
                 ends[node] = now
             else:
-                node = stops[row]
+                node, source = stops[row], _NOTHING
+            awaited[row] = source
             if node > begin:
                 at[row] = node
-                to_try += self._readers[row]
+                readers = self._readers[row]
+                to_try += [x for x in readers if begin <= awaited[x] < node]
             if not to_try and ends[self.all_gradients] == inf:
                 last = max((ends[node] for node in self.gradients), default=0.0)
                 if last < inf:
