@@ -75,10 +75,9 @@ from zbpp.core.replicas import (
     collective_time,
     fit_link,
 )
-from zbpp.core.schedule import Order, Schedule, recomputed
+from zbpp.core.schedule import Order, Recompute, Schedule, recomputed
 from zbpp.core.text import draw, grid, parse_job
 from zbpp.core.timeline import Slot, Timeline
-from zbpp.core.validation import Recompute
 
 __all__ = [
     "KINDS",

@@ -26,9 +26,8 @@ from zbpp.core.jobs import Job
 from zbpp.core.layers import LayerCosts
 from zbpp.core.parts import Parts
 from zbpp.core.placement import Placement
-from zbpp.core.schedule import Schedule
+from zbpp.core.schedule import Recompute, Schedule
 from zbpp.core.text import mistake, parse_job
-from zbpp.core.validation import Recompute
 
 _C = TypeVar("_C", Costs, LayerCosts)
 Source = str | Path | Mapping[str, Any]

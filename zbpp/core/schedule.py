@@ -1,37 +1,57 @@
 """The order of jobs on every stage; an invalid one cannot exist.
 
+Each rule is one linear scan; the first breach is reported. Where passes have parts,
+each stage has its order of passes, and a row of their parts:
+
+    order    0F0 0F1 0B0                       passes, in the order of their starts
+    row      0F0.0 0F0.1~ 0F1.0 0F0.2 ..       their parts, in the order of starts
+    compute  0F0.0        0F1.0 0F0.2          what a lane runs, one after the other
+    network        0F0.1~
+
 Recompute makes B longer, and changes the memory that passes keep. Costs per chunk that
 users give, measure or estimate are those without recompute; only `recomputed` computes
 the others from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from zbpp.core.costs import ChunkCosts, Costs
-from zbpp.core.errors import RequestError
-from zbpp.core.graph import LanesOfParts, lanes_of_parts
+from zbpp.core.errors import RequestError, ScheduleError
+from zbpp.core.graph import JobGraph, LanesOfParts, lanes_of_parts, unit_times
 from zbpp.core.jobs import (
     KINDS,
     Check,
     Collective,
+    CollectiveKind,
     Job,
+    Lane,
+    Part,
+    Pass,
     PassKind,
+    StageKind,
+    State,
+    Step,
+    kind_of,
+    members_of,
     passes_in,
+    place_of,
 )
 from zbpp.core.layers import chunk_layers
 from zbpp.core.placement import Placement, ranges_of
+from zbpp.core.text import mistake
 from zbpp.core.timeline import Slot, Timeline
-from zbpp.core.validation import (
-    Recompute,
-    check_layers,
-    check_parts,
-    validate,
-)
 
 Order = tuple[Job, ...]
 """The jobs of one stage, in the order in which it runs them."""
+
+Orders = Sequence[Sequence[Job]]
+Recompute = bool | tuple[int, ...]
+"""All layers of a chunk, none, or these, counted from 0 in the chunk."""
+F, B, W, BW = PassKind
+UNSHARD, _, REDUCE_GRAD, REDUCE_WAIT = CollectiveKind
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,7 @@ class Schedule:
         if self.parts is None or not times.parts:
             return self.orders
         for chunk, parts in enumerate(times.parts):
-            for kind in (PassKind.F, PassKind.B, PassKind.W):
+            for kind in (F, B, W):
                 has = list(self._lanes.get((kind, chunk), {}).values())
                 wanted = [lane for lane, _ in parts.of(kind)]
                 if has != wanted:
@@ -188,3 +208,272 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
     again = schedule.recomputed_layers(split)
     m = schedule.n_microbatches
     return layers.on(schedule.placement, split, n_microbatches=m, recompute=again)
+
+
+# ---- Rules.
+
+
+def validate(placement: Placement, n_microbatches: int, orders: Orders) -> None:
+    """Check all rules but that of the memory."""
+    if n_microbatches < 1:
+        raise RequestError(f"n_microbatches is {n_microbatches}; it must be at least 1")
+    if len(orders) != placement.n_stages:
+        raise ScheduleError(
+            f"{len(orders)} rows of jobs for {placement.n_stages} stages; "
+            "there must be one row a stage"
+        )
+    others: set[Job] = set()
+    for stage in range(placement.n_stages):
+        others |= _check_order(orders, stage, placement, n_microbatches)
+    _check_all_have(orders, placement, others)
+    JobGraph(orders, Costs().on(placement)).run()  # no stages wait for one another
+
+
+_WORK = (F, B, W)  # in the order in which it is done for each micro-batch
+_BIT = {kind: 1 << place for place, kind in enumerate(_WORK)}
+
+
+def _before_and_after(kind: PassKind) -> tuple[int, int]:
+    """The work done for a micro-batch around a pass: one bit each of F, B and W."""
+    bits = [_BIT[work] for work in KINDS[kind].work]
+    return bits[0] - 1, bits[0] - 1 + sum(bits)
+
+
+_DONE = {kind: _before_and_after(kind) for kind in PassKind}
+_ALL_DONE = sum(_BIT.values())
+
+
+def _check_order(
+    orders: Orders, stage: int, placement: Placement, n_microbatches: int
+) -> set[Job]:
+    """Check that a stage does each pass once, F before B before W; V first, O last.
+
+    Return its jobs that are no passes.
+    """
+    order = orders[stage]
+    # A byte for each micro-batch, as a plan has millions of jobs; some of more than
+    # there are jobs is missing anyway.
+    size = min(n_microbatches, len(order) + 1)
+    done = {chunk: bytearray(size) for chunk in placement.chunks_of[stage]}
+    others: set[Job] = set()
+    for column, job in enumerate(order):
+        for member in (job,) if job.__class__ is Pass else members_of(job):
+            reason = None
+            if member.__class__ is Pass:
+                work, i = done.get(member.chunk), member.microbatch
+                before, after = _DONE[member.kind]
+                if work is None or not 0 <= i < size:
+                    reason = _misplaced(member, placement, n_microbatches, stage)
+                elif work[i] != before:
+                    reason = _out_of_turn(member, work[i], order[:column])
+                else:
+                    work[i] = after
+            else:
+                reason = _misplaced(member, placement, n_microbatches, stage)
+                reason = reason or _untimely(member, order, others, done)
+            if others and not reason and Step(stage) in others:
+                reason = (
+                    f"{member} comes after O; the optimizer step must be the last job"
+                )
+            if reason:
+                raise mistake(orders, stage, column, reason)
+        if job.__class__ is not Pass:
+            others.add(job)
+    for chunk, work in done.items():
+        if work.count(_ALL_DONE) < n_microbatches:
+            i = next(i for i, done_of_it in enumerate(work) if done_of_it < _ALL_DONE)
+            reason = f"{_first_to_do(chunk, i, work[i])} is missing"
+            raise mistake(orders, stage, len(order), reason)
+    if any(isinstance(job, Collective) for job in others):
+        for column, reason in _state_breaches(order):
+            raise mistake(orders, stage, column, reason)
+    return others
+
+
+def _misplaced(
+    job: Job, placement: Placement, n_microbatches: int, stage: int
+) -> str | None:
+    """Explain why a job is none of this stage's; None if it is."""
+    place = place_of(job)
+    if isinstance(job.kind, StageKind):
+        if place != stage:
+            return f"{job} of stage {place} is on stage {stage}"
+        return None
+    if not 0 <= place < placement.n_chunks:
+        return f"{job}: the chunks are 0 to {placement.n_chunks - 1}"
+    if isinstance(job, Pass) and not 0 <= job.microbatch < n_microbatches:
+        return f"{job}: the micro-batches are 0 to {n_microbatches - 1}"
+    home = placement.stage_of[place]
+    if home != stage:
+        return (
+            f"{job} is on stage {stage}, but chunk {place} is on stage {home}; "
+            "move it there"
+        )
+    return None
+
+
+def _out_of_turn(job: Pass, done: int, earlier: Sequence[Job]) -> str:
+    """Explain why a pass cannot follow the work that is done for its micro-batch."""
+    chunk, i, work = job.chunk, job.microbatch, set(kind_of(job).work)
+    for column, other in enumerate(earlier):
+        for member in passes_in(other):
+            is_same = (member.chunk, member.microbatch) == (chunk, i)
+            if is_same and not work.isdisjoint(kind_of(member).work):
+                return f"{job} repeats {member} of column {column}; remove one"
+    return f"{job} comes before {_first_to_do(chunk, i, done)}; swap them"
+
+
+def _first_to_do(chunk: int, i: int, done: int) -> Pass:
+    return Pass(next(kind for kind in _WORK if not done & _BIT[kind]), chunk, i)
+
+
+def _untimely(
+    job: Job, order: Sequence[Job], others: set[Job], done: Mapping[int, bytearray]
+) -> str | None:
+    """Explain why a job that is no pass cannot come now; None if it can."""
+    if isinstance(job.kind, StageKind) and job in others:
+        return f"{job} repeats {job} of column {order.index(job)}; remove one"
+    if isinstance(job, Check) and max(map(max, done.values())) > _BIT[F]:
+        return "V must come before the first backward pass of its stage"
+    return None
+
+
+def _check_all_have(orders: Orders, placement: Placement, others: set[Job]) -> None:
+    """All stages step, or none does (then the caller steps); V's, UNSHARDs alike."""
+    for kind in (UNSHARD, REDUCE_GRAD, StageKind.STEP, StageKind.CHECK):
+        is_stage = isinstance(kind, StageKind)
+        places = range(placement.n_stages if is_stage else placement.n_chunks)
+        have = {place_of(job) for job in others if job.kind is kind}
+        lack = next((place for place in places if place not in have), None)
+        if have and lack is not None:
+            stage = lack if is_stage else placement.stage_of[lack]
+            name = f"{'' if is_stage else lack}{kind}"
+            place = f"{'stage' if is_stage else 'chunk'} {min(have)}"
+            reason = f"{name} is missing, though {place} has one"
+            raise mistake(orders, stage, len(orders[stage]), reason)
+
+
+def _state_breaches(order: Sequence[Job]) -> Iterator[tuple[int, str]]:
+    """Find breaches of the rules of collectives: the column, and the reason.
+
+        0UNSHARD 0F0 0B0 0RESHARD 0W0 0REDUCE_GRAD .. 0REDUCE_WAIT O
+        |<-- F, B and BW in here -->|     after W |<--- before O --->|
+
+    A job needs the states that it awaits or ends (`KINDS`), and one that a collective
+    sets must have ended before. Parameters that no UNSHARD gathers are always there.
+
+    All replicas of a stage run the same order, so they start their collectives in the
+    same order too: whatever a replica waits for, the others have started, or will.
+    """
+    jobs = [job for job in order if isinstance(job, Collective)]
+    adds_up = any(job.kind in (REDUCE_GRAD, REDUCE_WAIT) for job in jobs)
+    at_end = (State.GRADIENTS, State.SUM) if adds_up else ()
+    gathered = {job.chunk for job in jobs if job.kind is UNSHARD}
+    there: dict[tuple[State, int], Job] = {}
+    for column, job in enumerate(order):
+        for member in members_of(job):
+            if not isinstance(member, Pass | Collective):
+                continue
+            kind, chunk = kind_of(member), member.chunk
+            for state in dict.fromkeys((*kind.awaits, kind.ends)):
+                is_whole = state is State.PARAMETERS and chunk not in gathered
+                if state and not is_whole and (state, chunk) not in there:
+                    setters = " or ".join(f"{chunk}{x}" for x in _SETTERS[state])
+                    yield (
+                        column,
+                        f"{member} needs the {state} of chunk {chunk}; put {setters} "
+                        "before it",
+                    )
+            if kind.ends:
+                there.pop((kind.ends, chunk), None)
+            if kind.sets:
+                before = there.get((kind.sets, chunk))
+                if isinstance(member, Collective) and before:
+                    end = f"{chunk}{_ENDERS[kind.sets]}"
+                    yield column, f"{member} comes after {before} without {end} between"
+                there[kind.sets, chunk] = member
+    for (state, chunk), job in sorted(there.items()):
+        if state in at_end:
+            last = len(order) - isinstance(order[-1], Step)
+            yield last, f"{chunk}{_ENDERS[state]} is missing after {job}"
+
+
+_SETTERS = {state: [x for x in KINDS if KINDS[x].sets is state] for state in State}
+_ENDERS = {row.ends: kind for kind, row in KINDS.items() if row.ends}
+
+
+def check_parts(placement: Placement, orders: Orders, rows: Orders) -> None:
+    """Check that rows lay out the passes of valid orders, and can be run."""
+    if len(rows) != len(orders):
+        raise ScheduleError(f"parts has {len(rows)} rows for {len(orders)} stages")
+    lanes = lanes_of_parts(rows)
+    try:
+        for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
+            for column, reason in _part_breaches(order, row, lanes):
+                raise mistake(rows, stage, column, reason)
+        JobGraph(rows, unit_times(placement, rows)).run()
+    except ScheduleError as error:
+        raise ScheduleError(f"parts, {error}") from None
+
+
+_WHOLE = {0: Lane.COMPUTE}
+
+
+def _part_breaches(
+    order: Sequence[Job], row: Sequence[Job], lanes: LanesOfParts
+) -> Iterator[tuple[int, str]]:
+    """A row has all parts of the order's passes in turn, and its other jobs.
+
+    The B of a BW begins where the order has that, its W at any time.
+    """
+    jobs: list[Job] = []
+    at_any_time: set[Job] = set()
+    for member in chain.from_iterable(map(members_of, order)):
+        if isinstance(member, Pass) and member.kind is BW:
+            b, w = (Pass(kind, member.chunk, member.microbatch) for kind in (B, W))
+            jobs.append(b)
+            at_any_time |= {w} if (W, w.chunk) in lanes else set()
+        else:
+            jobs.append(member)
+    starts = iter(jobs)
+    to_come: dict[Job, list[Job]] = {}  # parts of the passes that have begun
+    for column, job in enumerate(row):
+        of: Job = job.of if isinstance(job, Part) else job
+        if of not in to_come:
+            to_come[of] = [of]
+            if isinstance(of, Pass):
+                of_kind = sorted(lanes.get((of.kind, of.chunk), _WHOLE).items())
+                to_come[of] = [Part(of, index, lane) for index, lane in of_kind]
+            if of not in at_any_time and (due := next(starts, None)) != of:
+                what = due or "nothing more"
+                yield column, f"{job} starts where the order has {what}"
+        if not to_come[of]:
+            yield column, f"{job} comes once more"
+        elif (due := to_come[of].pop(0)) != job:
+            yield column, f"{job} comes where {due} must; reorder them"
+    missing = [*chain.from_iterable(to_come.values()), *(at_any_time - set(to_come))]
+    for job in (*missing, *starts):
+        yield len(row), f"{job} is missing"
+
+
+def check_layers(
+    placement: Placement,
+    split: Sequence[int] | None,
+    recompute: Sequence[Recompute] | None,
+) -> None:
+    """Check that split and recompute have one entry a chunk that can be one."""
+    n = placement.n_chunks
+    for name, entries in (("split", split), ("recompute", recompute)):
+        if entries is not None and len(entries) != n:
+            raise RequestError(f"{name} has {len(entries)} entries for {n} chunks")
+    for chunk, layers in enumerate(split or ()):
+        if layers < 1:
+            raise RequestError(f"split[{chunk}] is {layers}; a chunk has 1 or more")
+    for chunk, which in enumerate(recompute or ()):
+        most = None if split is None else split[chunk]
+        for layer in () if isinstance(which, bool) else which:
+            if layer < 0 or (most is not None and layer >= most):
+                raise RequestError(
+                    f"recompute[{chunk}] names layer {layer} of a chunk of "
+                    f"{'some' if most is None else most} layers, counted from 0"
+                )
