@@ -14,6 +14,6 @@ splits layers. Five ideas make plans good:
 5. A search stops at a lower bound (`zbpp.core.bounds`), and gives up a run whose span
    is already too long.
 
-The loops of 2 and 3 are in C (`compiled`). `zbpp.planning` has the modes, and the choice
-of `auto`.
+The loops of 2 and 3 are in C (`compiled`). `zbpp.planning` has the modes, and the
+choice of `auto`.
 """
