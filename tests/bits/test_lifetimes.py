@@ -46,8 +46,10 @@ class Layer(nn.Module):
         self.saved: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
         self.outputs: list[weakref.ref[Tensor]] = []
+        self.inputs: list[weakref.ref[torch.UntypedStorage]] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(weakref.ref(x.untyped_storage()))
         result: Tensor = _Saves.apply(self.linear(x), self)
         self.outputs.append(weakref.ref(result))
         return result
@@ -56,14 +58,20 @@ class Layer(nn.Module):
         return sum(ref() is not None for ref in self.saved)
 
 
-def layers_of(mode: str, recompute: Any = None, **more: Any) -> list[Layer]:
+def trained(layers: list[Layer], mode: str, recompute: Any = None) -> zbpp.Pipeline:
+    """A pipeline of two stages after two steps."""
+    settings: dict[str, Any] = {"n_stages": 2, "n_microbatches": M, "loss_fn": mse_loss}
+    plan = zbpp.plan_model(layers, mode, recompute=recompute, **settings)
+    pipeline = zbpp.Pipeline(layers, plan, optimizer=None, **settings)
+    for step in range(2):
+        pipeline.step(*VECTORS.batch(step))
+    return pipeline
+
+
+def layers_of(mode: str, recompute: Any = None) -> list[Layer]:
     """Layers after two steps of two stages."""
     layers = [Layer() for _ in range(4)]
-    settings = {"n_stages": 2, "n_microbatches": M, "loss_fn": mse_loss}
-    plan = zbpp.plan_model(layers, mode, recompute=recompute, **settings)
-    with zbpp.Pipeline(layers, plan, optimizer=None, **(settings | more)) as pipeline:
-        for step in range(2):
-            pipeline.step(*VECTORS.batch(step))
+    trained(layers, mode, recompute).close()
     return layers
 
 
@@ -89,6 +97,17 @@ def test_outputs_are_freed_once_they_are_sent() -> None:
         for layer in layers_of(mode):
             assert len(layer.outputs) == 2 * M
             assert not any(ref() is not None for ref in layer.outputs)
+
+
+@pytest.mark.parametrize("recompute", [None, "all"])
+def test_inputs_are_let_go_with_their_step(recompute: Any) -> None:
+    """While the pipeline lives; the batch is the caller's."""
+    layers = [Layer() for _ in range(4)]
+    pipeline = trained(layers, "1F1B", recompute)
+    for layer in layers[1:]:
+        assert len(layer.inputs) == 2 * M * (1 if recompute is None else 2)
+        assert not any(ref() is not None for ref in layer.inputs)
+    pipeline.close()
 
 
 # ---- Times of jobs.

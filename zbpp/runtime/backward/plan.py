@@ -240,10 +240,11 @@ class PlanCache:
             is_simple = all(map(is_built_in, nodes)) and all(
                 map(_is_small, plan.leaves)
             )
-            plan = plan._replace(may_capture=is_simple)
             if len(self._plans) == _MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = [(numbers[x[0]], x[1]) for x in plan.sites], plan
+            found = [(numbers[x[0]], x[1]) for x in plan.sites]
+            # without its nodes, which lead to the chunk's input
+            self._plans[key] = found, plan._replace(sites=[], may_capture=is_simple)
         products, plan = self._plans[key]
         sites: list[Site] = []
         is_packed = False
