@@ -116,6 +116,10 @@ SETTINGS = [
     ({"first_step": -1}, "first_step is -1; give the number"),
     ({"device": "gpu"}, "device is 'gpu'; give one that"),
     ({"compile": "all"}, "must be"),
+    (
+        {"partition_activations": True},
+        "partition_activations is on.*give a mesh whose dimension 'tp' is 2 or more",
+    ),
     ({"weigh": "words"}, "weigh is 'words'; choose one of"),
 ]
 MODELS = [

@@ -69,7 +69,10 @@ class Scenario(Case):
         return Scenario(mode="FThenB", n_stages=1, post_validation=None, **numbers)
 
     def place(self) -> dict[str, Any]:
-        """The mesh of replicas, if there are any."""
+        """The mesh of replicas or of neighbours along ``tp``, if there are any."""
+        if self.partition_activations:
+            n_stages = self.n_processes // 2
+            return {"mesh": zbpp.mesh(stages=n_stages, tensor_parallel=2)}
         if self.shard is None:
             return super().place()
         mesh = zbpp.mesh(stages=self.n_processes // 2, data_parallel=2)
@@ -219,6 +222,9 @@ PROCESSES = {
             "VPP, 4 processes": Scenario(mode="VPP"),
             "1F1B, snapshots": Scenario(mode="1F1B", snapshots=True),
             "ZBV, recompute, 4 processes": Scenario(mode="ZBV", recompute="all"),
+            "ZBV, recompute, slices": Scenario(
+                mode="ZBV", recompute="all", partition_activations=True
+            ),
             "replicas of stages": Scenario(mode="ZBH2", shard="none"),
             "replicas of stages, tied": Scenario(
                 mode="VPP", model="lm tied", shard="none"

@@ -71,6 +71,7 @@ class Case:
         split: layers of each chunk.
         parts: plan with costs of layers that communicate, so that passes have parts.
         overlap: stop at overlap points.
+        partition_activations: as in `zbpp.Execution`.
         post_validation: as in `zbpp.StepPolicy`.
         snapshots: the optimizer's class is one that zbpp does not know.
         offload_optimizer: as in `zbpp.StepPolicy`.
@@ -101,6 +102,7 @@ class Case:
     split: tuple[int, ...] | None = None
     parts: bool = False
     overlap: bool = True
+    partition_activations: bool = False
     post_validation: bool | None = None
     snapshots: bool = False
     offload_optimizer: bool = False
@@ -281,6 +283,7 @@ def _settings(case: Case) -> dict[str, Any]:
         optimizer = unknown(optimizer)
     same = ("n_microbatches", "device", "seed", "exact_sums", "weigh", "loss_scale")
     same += ("offload_optimizer", "post_validation", "compile", "overlap", "timeout_s")
+    same += ("partition_activations",)
     return {name: getattr(case, name) for name in same} | {
         "loss_fn": case.of.loss_fn,
         "optimizer": optimizer,

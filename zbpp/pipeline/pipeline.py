@@ -49,6 +49,7 @@ from zbpp.pipeline.arguments import (
 from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.make import choose_validation, plan_pipeline
 from zbpp.runtime.backward.self_check import check_split
+from zbpp.runtime.comm.place import TENSOR_DIM
 from zbpp.runtime.driver.agreement import agreement
 from zbpp.runtime.driver.batches import Batches, StepPart, parts_of_step
 from zbpp.runtime.driver.build import Settings, build
@@ -144,6 +145,12 @@ class Pipeline:
                 execution=execution,
             )
             check_replicas(replicas, self.place, loss_scale=step.loss_scale)
+            if execution.partition_activations and TENSOR_DIM not in self.place.dims:
+                raise RequestError(
+                    "partition_activations is on, and no other process has the same "
+                    "activations; give a mesh whose dimension 'tp' is 2 or more, or "
+                    "leave it out"
+                )
             self.layered = layered_of(model)
             self.n_layers = self.layered.n_layers
             loss_fn = loss_of(self.layered, loss_fn)
@@ -197,8 +204,12 @@ class Pipeline:
             ties = self.settings.ties
             programs = lower(self.schedule, ties=ties.chunks)
             text = schedule_text(self.schedule)
-            # overlap decides the order of the messages
-            passes = execution.compile, execution.overlap
+            # the last two decide the order of messages and collectives
+            passes = (
+                execution.compile,
+                execution.overlap,
+                execution.partition_activations,
+            )
             facts["schedules, splits or settings"] = text, self.settings, passes
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
         self.stages = build(

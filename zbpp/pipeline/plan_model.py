@@ -23,6 +23,7 @@ from zbpp.planning.request import (
     Split,
     costs_like,
 )
+from zbpp.runtime.comm.place import TENSOR_DIM
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.policies import Execution, Numerics, StepPolicy
@@ -136,5 +137,8 @@ def plan_model(
             device=device, estimate=estimate,
             overlaps=execution.overlap and not reduces_every(replicas.shard),
         )  # fmt: skip
+        if execution.partition_activations:
+            n = place.sizes[TENSOR_DIM]
+            costs = replace(costs, m_r=tuple(x / n for x in costs.of("m_r")))
     request = replace(request, costs=costs_like(costs))
     return plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)

@@ -187,6 +187,9 @@ class Execution:
         compile: compile each layer by itself, ``"blocks"``; see docs/how_to/compile.md.
         overlap: passes stop where layers call `zbpp.overlap_point`, and other planned
             jobs compute meanwhile; False: passes run one after the other.
+        partition_activations: of the input of a recomputed layer each process along
+            ``tp`` keeps a slice; see
+            docs/reference/data_parallel.md#activations-along-tp.
         watch: when to plan again from measured times, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps, and every 50 steps. None: where
             ``"auto"`` has chosen the plan.
@@ -200,6 +203,7 @@ class Execution:
 
     compile: "Compiling" = False
     overlap: bool = True
+    partition_activations: bool = False
     watch: Any = None
     timeout_s: float = 600.0
     first_timeout_s: float | None = None

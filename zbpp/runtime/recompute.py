@@ -8,18 +8,28 @@ random generators and the buffers (as of a BatchNorm) are what they were in F; a
 it they are what they were in B. Hooks that a layer registers on its input again are not
 called. A layer that writes to its input is refused; writes through ``buffer.data`` and
 other state of a layer, as a counter in Python, change twice.
+
+Processes along ``tp`` have the same inputs, so each may keep a slice of them:
+
+    F   x, on both of two processes    keep x[: n / 2] | x[n / 2 :]
+    B   all-gather x, run the forward again
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.core import RequestError
 from zbpp.runtime.layer_random import LayerRandom
+from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.support.pytree import flatten_tree, map_tensors, unflatten_tree
 
 
@@ -52,8 +62,68 @@ class Buffers:
             module._buffers.update(table)
 
 
+class Slices:
+    """Keeps slices of tensors that all processes of a group have alike.
+
+    Tensors without a gradient stay whole: the batch has them, or other layers do.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, overlap: Overlap) -> None:
+        self._group, self._overlap = group, overlap
+        self._checked: set[str] = set()
+
+    def hooks(self, inputs: Iterable[object], title: str) -> saved_tensors_hooks:
+        """Return hooks that keep inputs of a layer; the first ones are compared.
+
+        Raises:
+            RequestError: they differ between processes.
+        """
+        for x in inputs if title not in self._checked else ():
+            if is_sliced(x):
+                whole = self._gather(self._slice(x))
+                if not torch.equal(_bytes_of(whole), _bytes_of(x)):
+                    raise RequestError(
+                        f"{title} reads other numbers on each process along 'tp', as "
+                        "under sequence parallelism, so none can keep a slice for the "
+                        "others; leave partition_activations out"
+                    )
+        self._checked.add(title)
+        return saved_tensors_hooks(self._slice, self._gather)
+
+    def _slice(self, x: Tensor) -> Any:
+        if not is_sliced(x):
+            return x
+        flat, rank = _bytes_of(x), self._group.rank()
+        size = -(-len(flat) // self._group.size())
+        part = flat[rank * size : (rank + 1) * size]
+        return pad(part, (0, size - len(part))), x.shape, x.dtype  # always a copy
+
+    def _gather(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        part, shape, dtype = packed
+        self._overlap.network_is_free.wait()  # all processes begin them in one order
+        whole: Tensor = part.new_empty(self._group.size() * len(part))
+        dist.all_gather_single(whole, part, group=self._group)
+        return whole[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def is_sliced(x: object) -> TypeGuard[Tensor]:
+    """True for tensors of which `Slices` keep slices."""
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return False
+    return x.requires_grad and x.is_contiguous() and x.numel() > 0
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.detach().view(-1).view(torch.uint8)
+
+
 class Recomputed:
-    """Runs a layer, by ``call``, so that B computes it again."""
+    """Runs a layer, by ``call``, so that B computes it again.
+
+    With ``slices`` its inputs are kept by them.
+    """
 
     def __init__(
         self,
@@ -61,9 +131,11 @@ class Recomputed:
         title: str,
         random: LayerRandom,
         call: Callable[[object], object],
+        slices: Slices | None = None,
     ) -> None:
         self._layer, self._title = layer, title
         self._random, self._call = random, call
+        self._slices = slices
 
     def __call__(self, value: object) -> object:
         """Run the forward; as it is where no gradients are asked for.
@@ -74,6 +146,9 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self._call(value)
         items, containers = flatten_tree(value)
+        # for the arguments alone: a checkpoint has other hooks for the rest
+        slices = self._slices
+        hooks = nullcontext() if slices is None else slices.hooks(items, self._title)
         before = [(x, x._version) for x in items if isinstance(x, Tensor)]
         buffers, is_second = Buffers([self._layer]), False
 
@@ -96,13 +171,14 @@ class Recomputed:
             finally:
                 now.restore()
 
-        output: object = checkpoint(
-            forward,
-            *items,
-            use_reentrant=False,
-            preserve_rng_state=False,  # `again` seeds all generators
-            context_fn=lambda: (nullcontext(), as_in_f(self._random.latest)),
-        )
+        with hooks:
+            output: object = checkpoint(
+                forward,
+                *items,
+                use_reentrant=False,
+                preserve_rng_state=False,  # `again` seeds all generators
+                context_fn=lambda: (nullcontext(), as_in_f(self._random.latest)),
+            )
         buffers.drop_constants()
         if any(x._version != version for x, version in before):
             raise RequestError(

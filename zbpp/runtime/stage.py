@@ -31,7 +31,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.layer_random import LayerRandom, draws_nothing, has_hooks
 from zbpp.runtime.loss import Loss, LossFn, refuse_foreign
 from zbpp.runtime.microbatches import MicroBatches
-from zbpp.runtime.recompute import Recomputed
+from zbpp.runtime.recompute import Recomputed, Slices, is_sliced
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 from zbpp.runtime.ties.stage import StageTies
@@ -62,8 +62,9 @@ class Stage:
     """Forward, B and W of this stage's chunks on single micro-batches.
 
     The last of ``n_chunks`` ends with the loss. Inputs and targets are moved to the
-    device. ``recompute`` has the indices of the layers whose graph B computes again.
-    Without ``exact_sums`` W adds within the kernels of its products.
+    device. ``recompute`` has the indices of the layers whose graph B computes again;
+    ``slices`` keep their inputs. Without ``exact_sums`` W adds within the kernels of
+    its products.
 
     Raises:
         RequestError: a layer is wrapped by DistributedDataParallel.
@@ -79,6 +80,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         exact_sums: bool = True,
         recompute: Collection[int] = (),
+        slices: Slices | None = None,
         ties: StageTies | None = None,
         random: LayerRandom | None = None,
     ) -> None:
@@ -104,6 +106,7 @@ class Stage:
         self._exact_sums = exact_sums
         self._only_reads: set[int] = set()
         """Chunks whose first forward has not written to its inputs."""
+        self._slices = slices
         self.recompute(recompute)
         self.where: dict[int, dict[Tensor, str]] = {}
         """Of each chunk that has run B: `SplitGraph.report` of its first one."""
@@ -136,7 +139,13 @@ class Stage:
     def recompute(self, layers: Collection[int]) -> None:
         """Choose the layers whose graph B computes again, from the next step on."""
         self._recomputed = {
-            index: Recomputed(layer, chunk.title(index), self.random, chunk.call(index))
+            index: Recomputed(
+                layer,
+                chunk.title(index),
+                self.random,
+                chunk.call(index),
+                self._slices,
+            )
             for chunk in self.chunks.values()
             for index, layer in chunk.numbered()
             if index in layers
@@ -210,9 +219,10 @@ class Stage:
         # before the layers run: one may add what needs a gradient to another input
         asked = [x for x in taken if x.requires_grad] if chunk else []
         read, versions = taken, None
-        if self._autocasts or chunk not in self._only_reads:
-            # No layer may write in place to a leaf. And autocast casts a leaf once for
-            # all its uses, whose gradients would then be added in 16 bits.
+        if self._autocasts or self._slices or chunk not in self._only_reads:
+            # No layer may write in place to a leaf, nor save one whose memory is freed
+            # below. And autocast casts a leaf once for all its uses, whose gradients
+            # would then be added in 16 bits.
             read, versions = mapped(taken, alias_of), [x._version for x in asked]
         queue = WeightQueue(self._lent.get(chunk, ()))
         with self._computes:
@@ -222,6 +232,9 @@ class Stage:
             outputs = self._finish(chunk, microbatch, value)
         if versions is not None and versions == [x._version for x in asked]:
             self._only_reads.add(chunk)
+        if self._slices is not None:
+            for x in filter(is_sliced, asked):  # the graph keeps them, for B
+                x.data = x.new_empty(()).expand_as(x)
         if chunk == self._last and not outputs[0].requires_grad:
             self._refuse_without_graph(chunk, read)
         plans, exact = self._orders[chunk].plans, self._exact_sums

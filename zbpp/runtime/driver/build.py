@@ -21,7 +21,7 @@ from zbpp.core import (
 )
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.mailbox import Mailbox
-from zbpp.runtime.comm.place import Place
+from zbpp.runtime.comm.place import TENSOR_DIM, Place
 from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.compiled.backend import Call, Compiling, compiled, is_worth_it
 from zbpp.runtime.driver.agreement import agreement, check_chosen
@@ -37,6 +37,7 @@ from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
+from zbpp.runtime.recompute import Slices
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import layout_of, own_shard
 from zbpp.runtime.ties.bind import bind_ties
@@ -216,6 +217,9 @@ def _build_executors(
     for stage, transport in transports.items():
         stage_chunks, tied = layers[stage]
         times = JobTimes(device)
+        overlap, slices = Overlap(device, stops=execution.overlap), None
+        if execution.partition_activations:
+            slices = Slices(place.group(TENSOR_DIM), overlap)
         stage_chunks, collectives = bind_parallel(
             stage_chunks,
             place,
@@ -235,6 +239,7 @@ def _build_executors(
             autocast=numerics.autocast,
             exact_sums=numerics.exact_sums,
             recompute=settings.recompute,
+            slices=slices,
             ties=tied,
             random=random,
         )
@@ -254,7 +259,7 @@ def _build_executors(
             stage_of=ties.placement.stage_of,
             collectives=collectives,
             times=times,
-            overlap=Overlap(device, stops=execution.overlap),
+            overlap=overlap,
         )
     return executors
 
