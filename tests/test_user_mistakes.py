@@ -114,7 +114,7 @@ SETTINGS = [
     ({"loss_scale": -1}, "choose a positive scale"),
     ({"seed": "0"}, "seed is '0'; give a whole number"),
     ({"first_step": -1}, "first_step is -1; give the number"),
-    ({"device": "gpu"}, "device is 'gpu'; give one that"),
+    ({"device": "gpu"}, "device is 'gpu'; give a device that"),
     ({"compile": "all"}, "must be"),
     (
         {"partition_activations": True},
