@@ -219,7 +219,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
         while len(names(tmp_path)) > 1:  # what it has written is removed
             time.sleep(0.01)
     pipeline.save(tmp_path, wait=True)
-    assert "File too large" in caplog.text and "the run goes on" in caplog.text
+    assert "File too large" in caplog.text and "the run continues" in caplog.text
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
     pipeline.close()
 
