@@ -125,10 +125,9 @@ ZBH2, 2 iterations, post-validated:
         "pp 1 x dp 8: no split of 8 layers",
     ],
     "mesh --devices 4 -m 4 --layers mesh.json --memory_limit 200GiB "
-    "--replica_bandwidth 1e15": [
-        re.compile(
-            r"reduction=\.\.\.\): Reduction [\d.]+, TwoLevel [\d.]+, TopK\(0.01\) "
-        ),
+    "--replica_bandwidth 1e15 --host_bandwidth 1e15": [
+        re.compile(r"auto.*\n.*Reduction .*\n.*TwoLevel .*\n.*TopK\(0.01\) "),
+        re.compile(r"Periodic\(every=100\) .*\n.*DiLoCo.*\n.*offload_optimizer "),
     ],
     # others
     "--version": [f"zbpp {version('zbpp')}\n"],

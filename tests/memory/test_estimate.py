@@ -335,3 +335,17 @@ def test_an_offloaded_optimizer_needs_no_memory_of_the_device(
         assert on_device.peak - on_host.peak >= saved >= 3 * dtype.itemsize * n
         # masters, gradients, two moments and the copy for a rollback
         assert on_host.host >= 5 * 4 * n
+
+
+def test_residuals_need_the_memory_of_two_more_gradients() -> None:
+    x = torch.randn(4, 32)
+    how = {"n_stages": 2, "n_microbatches": 4, "modes": ["ZBH1"], "data_parallel": 2}
+    layers = [nn.Linear(32, 32) for _ in range(4)]
+    without, found = (
+        estimate(layers, (x, x), mse_loss, residuals=residuals, **how).modes["ZBH1"]
+        for residuals in (False, True)
+    )
+    for before, after in zip(without, found, strict=True):
+        assert before.gradients == 2 * 4 * (32 * 32 + 32)
+        assert after.gradients == 3 * before.gradients
+        assert after.peak - before.peak == 2 * before.gradients

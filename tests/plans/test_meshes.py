@@ -52,22 +52,60 @@ def test_exchanges_of_replicas_count_in_the_step() -> None:
 
 
 def test_step_times_of_each_reduction() -> None:
-    """One stage of 8 layers on two nodes of 2: nothing runs beside its only sum."""
+    """One stage of 8 layers on two nodes of 2: nothing runs during its only sum."""
     slow, fast = Link(0.0, 2.0), Link(0.0, 40.0)
     (one, *_, alone) = meshes(network=Network(slow, node=2, node_link=fast)).values()
-    at_one_level = 8 * 2 * 3 * 4.0 / 4 / 2.0
+    added = {name: found.exposed for name, found in one.variants.items()}
     at_two = 8 * 2 * (4.0 / 2 / 40.0 + 2.0 / 2 / 2.0)
-    assert one.steps["Reduction"] - 56 == pytest.approx(at_one_level)
-    assert one.steps["TwoLevel"] - 56 == pytest.approx(at_two)
-    assert one.steps["TwoLevel"] == one.step  # that knows the nodes, as NCCL does
+    assert added["Reduction"] == pytest.approx(8 * 2 * 3 * 4.0 / 4 / 2.0)
+    assert added["TwoLevel"] == pytest.approx(at_two)
+    assert one.variants["TwoLevel"].step == one.step  # knows the nodes, as NCCL does
     places_too = 4 * 0.01 * 4.0 * 2
     at_top = 8 * (places_too / 2 / 40.0 + places_too / 2 / 2 / 2.0)
-    assert one.steps["TopK(0.01)"] - 56 == pytest.approx(at_top)
-    assert not alone.steps
-    (one, *_) = meshes(network=Network(slow)).values()
-    assert one.steps["Reduction"] == one.steps["TwoLevel"]  # there are no nodes
+    assert added["TopK(0.01)"] == pytest.approx(at_top)
+    assert not alone.variants
+    (one, *_) = meshes(network=Network(slow)).values()  # there are no nodes
+    assert one.variants["Reduction"].step == one.variants["TwoLevel"].step
     (one, *_) = meshes(network=Network(slow), shard="optimizer").values()
-    assert not one.steps
+    assert not one.variants
+
+
+def test_averages_send_a_hundredth_of_the_sums() -> None:
+    """The residuals of `TopK`, and DiLoCo's average and momentum, take memory."""
+    (one, *_) = meshes(network=Network(Link(0.0, 2.0))).values()
+    added = {name: found.exposed for name, found in one.variants.items()}
+    for name in ("Periodic(every=100)", "DiLoCo(every=100)"):
+        assert added[name] == pytest.approx(added["Reduction"] / 100)
+    memory = {name: found.peak - one.peak for name, found in one.variants.items()}
+    two = ("TopK(0.01)", "DiLoCo(every=100)")
+    assert memory == {name: 8 * 2 * 4 * (name in two) for name in memory}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_optimizer_on_the_host_saves_memory_for_copies(n: int) -> None:
+    """One chunk a stage: gradients leave after its last W, and come before its first F.
+
+    Of 16 bytes of a layer 8 are parameters and gradients, and stay.
+    """
+    slow = Network(Link(0.0, 2.0))
+    given = {"network": slow, "n_devices": n, "n_microbatches": 2 * n}
+    assert not any(
+        "offload_optimizer" in one.variants for one in meshes(**given).values()
+    )
+    (one, *_) = meshes(**given, host_bandwidth=5.0).values()
+    found = one.variants["offload_optimizer"]
+    assert found.step - one.step == pytest.approx(2 * 8 * 4.0 / 5.0)
+    assert one.peak - found.peak == 8 * (16 - 8)
+    (one, *_) = meshes(**given, host_bandwidth=1e12).values()
+    assert one.variants["offload_optimizer"].step == pytest.approx(one.step)
+
+
+def test_copies_to_the_host_overlap_the_passes_of_other_chunks() -> None:
+    """Of two chunks, one is copied while the other computes."""
+    given = {"n_devices": 1, "n_microbatches": 4, "mode": "ZBV"}
+    (one,) = meshes(**given, host_bandwidth=16.0).values()
+    found = one.variants["offload_optimizer"]
+    assert 0 < found.exposed < 2 * 8 * 4.0 / 16.0 * 0.75
 
 
 def test_slow_links_favour_stages_and_fast_ones_replicas() -> None:

@@ -12,7 +12,6 @@ are on the meta device until they are read straight to where they belong.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -157,12 +156,6 @@ def _copy_tensors(pairs: Pairs) -> None:
         else:
             shard = shard_of(target)
             shard.numbers.copy_(shard.of(whole(value)))
-
-
-@torch.no_grad()
-def _share_out(residuals: Tensor, shard: Tensor, n: int) -> None:
-    """Give each of n replicas an equal share of the residuals of all."""
-    shard.copy_(whole(residuals).sum(0, keepdim=True) / n)
 
 
 class Checkpoints:
@@ -344,16 +337,13 @@ class Checkpoints:
         return state
 
     def _add_residuals(self, local: LocalModel, saved: State, loading: Loading) -> None:
-        """Load residuals; another number of replicas gets equal shares of their sum."""
+        """Load residuals; those of another number of replicas begin with 0."""
         for p, here in self._stages.residuals():
-            value, shard = saved.get(local.slot_of(p).saved_as), shard_of(here).numbers
-            if value is None:
-                loading.before.append(shard.zero_)
-            elif value.shape == here.shape:
+            value = saved.get(local.slot_of(p).saved_as)
+            if value is not None and value.shape == here.shape:
                 loading.pairs.append((value, here))
             else:
-                every = allocate(value, loading.pairs)
-                loading.after.append(partial(_share_out, every, shard, len(here)))
+                loading.before.append(shard_of(here).numbers.zero_)
 
     def _local_model(self) -> LocalModel:
         optimizers = self._stages.optimizers_by_stage

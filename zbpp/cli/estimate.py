@@ -63,6 +63,10 @@ class EstimateCommand(ModelSize, Replicas):
     """Layers of each chunk; default: even."""
     optimizer: str = "adamw"
     """Optimizer of torch.optim, or none."""
+    offload_optimizer: Switch = False
+    """Run the optimizer in host memory, and print how much it needs."""
+    residuals: Switch = False
+    """Count the residuals of replicas with zbpp.TopK."""
     dtype: Dtype = "fp32"
     """Precision; 16-bit types use autocast."""
     enable_optimizer_post_validation: bool | None = None
@@ -97,6 +101,7 @@ class EstimateCommand(ModelSize, Replicas):
             microbatch_size=self.microbatch_size,
             device=self.device,
             autocast=AUTOCAST[self.dtype],
+            offload_optimizer=self.offload_optimizer,
         )
         costs = Costs() if self.costs is None else read_costs(self.costs)
         request = Request(
@@ -107,6 +112,7 @@ class EstimateCommand(ModelSize, Replicas):
             costs=costs,
             data_parallel=self.data_parallel,
             shard=self.shard,
+            residuals=self.residuals,
         )
         modes = [name if is_file(name) else canonical(name) for name in self.modes]
         estimate = estimate_modes(layers, request, modes)
@@ -191,6 +197,9 @@ def _print(estimate: "Estimate", limit: float | None, largest: dict[str, int]) -
         "without a compiler. The parts have their peaks at different times: their sum "
         "may be more."
     )
+    host = max(stage.host for stages in estimate.modes.values() for stage in stages)
+    if host:
+        print(f"host memory of a stage: up to {format_bytes(host)}")
     if limit is not None:
         _print_fits(estimate, limit, largest)
 

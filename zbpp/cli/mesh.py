@@ -55,6 +55,8 @@ class Mesh:
     """Devices of a node, which have faster links."""
     node_bandwidth: float | None = None
     """Bytes per unit of time between devices of a node."""
+    host_bandwidth: float | None = None
+    """Bytes per unit of time between a device and its host: adds offload_optimizer."""
     effort: Annotated[str, EFFORT] = "fast"
     json: Switch = False
     """Print one JSON object instead of a table."""
@@ -71,6 +73,7 @@ class Mesh:
             shard=self.shard,
             effort=self.effort,
             tensor_parallel=self.tensor_parallel,
+            host_bandwidth=self.host_bandwidth,
         )
         best = best_mesh(meshes)
         if self.json:
@@ -83,9 +86,6 @@ class Mesh:
             if mesh.plan is None:
                 print(f"{mesh.name}: {mesh.reason}")
         print(f"auto: {best.name}")
-        if best.steps:
-            steps = ", ".join(f"{name} {x:.6g}" for name, x in best.steps.items())
-            print(f"step by DataParallel(reduction=...): {steps}")
 
     def _layers_and_network(self) -> tuple[LayerCosts, Network]:
         if (self.layers is None) == (self.model is None):
@@ -157,6 +157,9 @@ def _table(meshes: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
             "<- auto" if mesh is best else "",
             look="bold" if mesh is best else "",
         )
+        for name, x in mesh.variants.items() if mesh is best else ():
+            figures = f"{x.step:.6g}", f"{x.exposed:.6g}", "", short_memory(x.peak)
+            table.add(f"  {name}", "", "", *figures)
     return table
 
 
@@ -177,5 +180,8 @@ def _data(mesh: MeshPlan) -> dict[str, Any]:
         "exposed": mesh.exposed,
         "bubble_rate": mesh.bubble,
         "peak_memory": mesh.peak,
-        "steps": dict(mesh.steps),
+        "variants": {
+            name: {"step": x.step, "exposed": x.exposed, "peak_memory": x.peak}
+            for name, x in mesh.variants.items()
+        },
     }

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
+from operator import add
 from typing import Any, Unpack
 
 from zbpp.core import Costs, LayerCosts, Link, RequestError, Schedule, ranges_of
@@ -37,7 +38,8 @@ class StageEstimate:
     Args:
         parameters: tied parameters count once on a stage, and on each of several
             stages. Replicas that shard parameters have one part each.
-        gradients: of one step; each layer has one for a parameter that it shares.
+        gradients: of one step; each layer has one for a parameter that it shares. With
+            residuals three times as much: those of the step before, too.
         optimizer: its state.
         buffers: and what layers keep from their first forward on.
         rollback: copies that post-validation keeps.
@@ -101,6 +103,7 @@ class Request:
     costs: Costs | None = None
     data_parallel: int = 1
     shard: Shard = "none"
+    residuals: bool = False
 
 
 def estimate(
@@ -117,6 +120,7 @@ def estimate(
     costs: Costs | None = None,
     data_parallel: int = 1,
     shard: Shard = "none",
+    residuals: bool = False,
     **tracing: Unpack[Tracing],
 ) -> Estimate:
     """Bytes of every stage under every mode, without allocating a weight.
@@ -139,6 +143,7 @@ def estimate(
         data_parallel: replicas of every stage.
         shard: state that replicas shard: none, optimizer, gradients or
             parameters; each includes those before.
+        residuals: replicas sum gradients by `zbpp.TopK`.
         tracing: see `Tracing`.
 
     Raises:
@@ -155,6 +160,7 @@ def estimate(
         costs=costs,
         data_parallel=data_parallel,
         shard=shard,
+        residuals=residuals,
     )
     return estimate_modes(layers, request, modes)
 
@@ -217,6 +223,10 @@ class _Stages:
         costs = on_replicas(
             layers.costs(post_validation=validates), n, _AT_ONCE, request.shard
         )
+        if request.residuals:
+            more = (2 * sum(row.gradients) for row in layers.rows)
+            fixed = tuple(map(add, costs.of("m_fixed"), more))
+            costs = replace(costs, m_fixed=fixed)
         tied = tuple((of, fixed, 0.0, size) for of, fixed, _, size in costs.tied)
         stages = cls(layers, request, schedule, costs, ranges)
         at_passes = replace(stages, costs=replace(costs, peak_o=0.0, tied=tied))
@@ -272,9 +282,10 @@ class _Stages:
         n = 1 if request.shard == "none" else request.data_parallel
         validates = self.schedule.is_post_validated
         steps = [layers.step([i], post_validation=validates) for i in here]
+        copies = 3 if request.residuals else 1
         return StageEstimate(
             parameters=layers.bytes_of(layers.parameters(here)) // n,
-            gradients=sum(sum(layers.rows[i].gradients) for i in here) // n,
+            gradients=copies * sum(sum(layers.rows[i].gradients) for i in here) // n,
             optimizer=sum(step.state for step in steps) // n,
             buffers=layers.buffers(here),
             rollback=sum(step.rollback for step in steps) // n,

@@ -11,16 +11,19 @@ are neighbours, then come the replicas of a stage: they share a node if they fit
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 
 from zbpp.core import (
     Collective,
+    CollectiveOperation,
     Costs,
     LayerCosts,
     PassKind,
     RequestError,
     Schedule,
+    ranges_of,
 )
 from zbpp.core.reductions import Reduction, TopK, TwoLevel
 from zbpp.core.replicas import Shard
@@ -35,7 +38,7 @@ from zbpp.planning.replicas import (
     replicated,
 )
 from zbpp.planning.request import PlanRequest
-from zbpp.schedules import post_validated
+from zbpp.schedules import add_collectives, post_validated
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
 
 _REDUCTIONS = {
@@ -44,6 +47,9 @@ _REDUCTIONS = {
     "TopK(0.01)": TopK(0.01),
 }
 """That are compared; `Network` knows the nodes."""
+
+_EVERY = 100
+"""Steps between the averages that are compared."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,9 @@ class MeshPlan:
         exposed: part of the step that is there for the replicas' collectives alone.
         bubble: idle share of the slowest stage, 0 to 1.
         peak: largest memory of a device, in the unit of the layers.
-        steps: by `zbpp.DataParallel`'s ``reduction``, the step with it, where replicas
-            shard nothing; ``step`` counts sums that know of nodes, as NCCL's do.
+        variants: where replicas shard nothing, the mesh with each ``reduction`` of
+            `zbpp.DataParallel`, with averages, and with the optimizer in host memory;
+            ``step`` counts sums that know of nodes, as NCCL's do.
         reason: why there is no plan.
     """
 
@@ -76,7 +83,7 @@ class MeshPlan:
     exposed: float = 0.0
     bubble: float = 0.0
     peak: float = math.inf
-    steps: Mapping[str, float] = field(default_factory=dict)
+    variants: Mapping[str, "MeshPlan"] = field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -97,6 +104,7 @@ def plan_meshes(
     shard: Shard = "none",
     effort: str = "fast",
     tensor_parallel: Sequence[int] = (1,),
+    host_bandwidth: float | None = None,
 ) -> list[MeshPlan]:
     """Plan every mesh of some devices whose replicas get equal shares of a step.
 
@@ -110,6 +118,8 @@ def plan_meshes(
         shard: state that replicas shard; a single replica has all.
         effort: of the plans.
         tensor_parallel: numbers of devices to share each layer.
+        host_bandwidth: bytes to or from host memory in a unit of time; None: no
+            optimizer steps there.
 
     Raises:
         RequestError: a number is wrong, or the layers do not tell their parameters, or
@@ -143,7 +153,7 @@ def plan_meshes(
                         f"{n_microbatches} micro-batches do not divide among "
                         f"{replicas} replicas"
                     )
-                mesh = _planned(mesh, shared, links, mode, effort)
+                mesh = _planned(mesh, shared, links, mode, effort, host_bandwidth)
             except RequestError as error:
                 mesh = replace(mesh, reason=str(error).partition("\n")[0])
             meshes.append(mesh)
@@ -168,7 +178,12 @@ def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
 
 
 def _planned(
-    mesh: MeshPlan, layers: LayerCosts, network: Network, mode: str, effort: str
+    mesh: MeshPlan,
+    layers: LayerCosts,
+    network: Network,
+    mode: str,
+    effort: str,
+    host_bandwidth: float | None,
 ) -> MeshPlan:
     """Plan a mesh."""
     n, shard = mesh.data_parallel, mesh.shard
@@ -187,29 +202,83 @@ def _planned(
     peak = max(peak_memory(simulate(schedule, plan.costs), plan.costs))
 
     def costs_of(layers: LayerCosts) -> Costs:
-        costs = _any_stages(layers).on(
+        return _any_stages(replace(layers, memory_limit=None)).on(
             bare.placement,
             split,
             n_microbatches=bare.n_microbatches,
             recompute=plan.recompute,
         )
-        return replace(costs, optimizer=plan.costs.optimizer)
 
-    alone, step, steps = costs_of(layers), _step(schedule, plan.costs), {}
-    sizes = layers.of("parameters")
-    for name, reduction in _REDUCTIONS.items() if n > 1 and shard == "none" else ():
-        sums = tuple(network.sum_time(reduction, size, n) for size in sizes)
-        costs = costs_of(replace(layers, reduce_scatter=sums))
-        steps[name] = _step(schedule, costs)
+    bare = bare.without(Collective)
+    alone = replace(costs_of(layers), optimizer=plan.costs.optimizer)
+    step, step_alone = _step(schedule, plan.costs), _step(bare, alone)
+
+    variants = {}
+    of_mesh = _variants(layers, network, n, bare, split, host_bandwidth)
+    for name, orders, of, more in of_mesh if shard == "none" else ():
+        costs = costs_of(of)
+        longer = _step(orders, costs) + more
+        variants[name] = replace(
+            mesh,
+            step=longer,
+            exposed=longer - step_alone,
+            peak=max(peak_memory(simulate(orders, costs), costs)),
+        )
     return replace(
         mesh,
         plan=replace(plan, schedule=schedule),
         step=step,
-        exposed=max(0.0, step - _step(bare.without(Collective), alone)),
-        bubble=bubble_rate(simulate(bare.without(Collective), alone)),
+        exposed=max(0.0, step - step_alone),
+        bubble=bubble_rate(simulate(bare, alone)),
         peak=peak,
-        steps=steps,
+        variants=variants,
     )
+
+
+def _variants(
+    layers: LayerCosts,
+    network: Network,
+    n: int,
+    schedule: Schedule,
+    split: Sequence[int],
+    host_bandwidth: float | None,
+) -> Iterator[tuple[str, Schedule, LayerCosts, float]]:
+    """Names, orders, costs, and times that are not in the costs, of n replicas."""
+    sizes, fixed = layers.of("parameters"), layers.of("m_fixed")
+    two_more = tuple(both + 2 * size for both, size in zip(fixed, sizes, strict=True))
+    if n > 1:
+        summed = replicated(schedule, data_parallel=n, shard="none")
+        for name, reduction in _REDUCTIONS.items():
+            sums = tuple(network.sum_time(reduction, size, n) for size in sizes)
+            memory = two_more if isinstance(reduction, TopK) else fixed  # residuals
+            yield (
+                name,
+                summed,
+                replace(layers, reduce_scatter=sums, m_fixed=memory),
+                0.0,
+            )
+        ranges, stages = ranges_of(split), schedule.placement.chunks_of
+        largest = max(sum(sizes[i] for c in x for i in ranges[c]) for x in stages)
+        mean = network.time(CollectiveOperation.ALL_REDUCE, largest, n) / _EVERY
+        yield f"Periodic(every={_EVERY})", schedule, layers, mean
+        outer = replace(layers, m_fixed=two_more)
+        yield f"DiLoCo(every={_EVERY})", schedule, outer, mean
+    if host_bandwidth is not None:
+        copies = tuple(size / host_bandwidth for size in sizes)
+        here = tuple(map(min, fixed, (2 * size for size in sizes)))
+        costs = replace(
+            on_replicas(layers, n, network, "none"),
+            all_gather=copies,
+            m_fixed=here,
+            peak_o=0.0,
+        )
+        if n == 1:
+            costs = replace(costs, reduce_scatter=copies)
+        else:  # gradients leave at the end of the step
+            total = tuple(map(add, costs.of("optimizer"), copies))
+            costs = replace(costs, optimizer=total)
+        orders = add_collectives(schedule, shards=True, reduces="last")
+        yield "offload_optimizer", orders, costs, 0.0
 
 
 def _step(schedule: Schedule, costs: Costs) -> float:

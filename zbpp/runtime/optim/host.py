@@ -13,13 +13,13 @@ A rollback happens on the host; the parameters that have been copied in already 
 copied in once more.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.sharded import as_sharded, own_shard
 from zbpp.runtime.support.streams import NetworkStream
@@ -32,22 +32,32 @@ def master_dtype(p: Tensor) -> torch.dtype:
     return torch.float32 if p.dtype in _NARROW else p.dtype
 
 
-class HostMasters:
-    """Masters of the parameters of each chunk, if any, and the copies between both."""
+@torch.no_grad()
+def make_master(p: nn.Parameter) -> nn.Parameter:
+    """Make the master of a parameter."""
+    numbers = own_shard(p.detach())
+    master = as_sharded(_on_host(numbers, master_dtype(p)).copy_(numbers), p)
+    return nn.Parameter(master, requires_grad=p.requires_grad)
 
-    def __init__(
-        self, chunks: Mapping[int, Collection[nn.Parameter]], device: torch.device
-    ) -> None:
-        self.chunks, self._device = chunks, device
-        self._side = (
-            NetworkStream(device)
-            if any(chunks.values()) and runs_ahead(device)
-            else None
-        )
-        self._last = None if self._side is None else torch.Event(device)
-        """The end of the last copy."""
-        self._buffers: dict[tuple[Tensor, bool], Tensor] = {}
-        """Of gradients, and of parameters that have fewer bits than their masters."""
+
+def _on_host(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for the numbers of a tensor; that of a GPU's is pinned, and pooled."""
+    pins = runs_ahead(like.device)
+    return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pins)
+
+
+class HostMasters:
+    """Masters by parameter, if any, and the copies between both."""
+
+    def __init__(self, masters: Mapping[Tensor, Tensor], stage: Stage) -> None:
+        self.masters = masters
+        self.parameter_of = {master: p for p, master in masters.items()}
+        self.chunks = {
+            index: [p for *_, p in chunk.all_stepped() if p in masters]
+            for index, chunk in stage.chunks.items()
+        }
+        runs = bool(masters) and runs_ahead(stage.device)
+        self._side = NetworkStream(stage.device) if runs else None
         self.gradients: dict[Tensor, Tensor] = {}
         """On the host, or on their way, by parameter."""
         self._stale: set[Tensor] = set()
@@ -55,52 +65,21 @@ class HostMasters:
         self._arrivals: dict[int, torch.Event] = {}
         self.may_differ = True
         """Others may have written to parameters."""
-        every: Iterable[Tensor] = dict.fromkeys(chain.from_iterable(chunks.values()))
-        self.masters = {p: self._master(p) for p in every}
-        self.parameter_of: dict[Tensor, Tensor] = {
-            m: p for p, m in self.masters.items()
-        }
-
-    @torch.no_grad()
-    def _master(self, p: Tensor) -> nn.Parameter:
-        numbers = own_shard(p.detach())
-        master = self._on_host(numbers, master_dtype(p)).copy_(numbers)
-        return nn.Parameter(as_sharded(master, p), requires_grad=p.requires_grad)
-
-    def _on_host(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        pins = self._side is not None
-        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pins)
-
-    def _buffer(self, p: Tensor, like: Tensor, *, of_gradient: bool) -> Tensor:
-        buffer = self._buffers.get((p, of_gradient))
-        if buffer is None or buffer.dtype != like.dtype:
-            buffer = self._buffers[p, of_gradient] = self._on_host(like, like.dtype)
-        return buffer
-
-    def leave_out(self, stepped: Collection[Tensor]) -> None:
-        """Drop the masters that no optimizer has."""
-        self.parameter_of = {m: p for m, p in self.parameter_of.items() if m in stepped}
-        self.masters = {p: self.masters[p] for p in self.parameter_of.values()}
-        self.chunks = {
-            chunk: [p for p in parameters if p in self.masters]
-            for chunk, parameters in self.chunks.items()
-        }
 
     @contextmanager
     def _copying(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Copies start after all kernels issued so far, and overlap with later ones."""
-        if self._side is None or self._last is None:
+        if self._side is None:
             yield
             return
         self._side.begin(tensors)
         with self._side.stream:
             yield
-            self._last.record()
 
     def wait(self) -> None:
         """Wait until no copy is under way."""
-        if self._last is not None:
-            self._last.synchronize()
+        if self._side is not None:
+            self._side.stream.synchronize()
 
     # Gradients.
 
@@ -115,11 +94,10 @@ class HostMasters:
         with self._copying(gradients.values()):
             for p, gradient in gradients.items():
                 if gradient.layout is torch.strided:
-                    buffer = self._buffer(p, gradient, of_gradient=True)
-                    buffer.copy_(gradient, non_blocking=True)
+                    copy = _on_host(gradient).copy_(gradient, non_blocking=True)
                 else:
-                    buffer = gradient.to("cpu", copy=True)
-                self.gradients[p] = buffer
+                    copy = gradient.to("cpu", copy=True)
+                self.gradients[p] = copy
 
     @torch.no_grad()
     def deliver(self) -> None:
@@ -150,10 +128,10 @@ class HostMasters:
             for p, target in zip(stale, numbers, strict=True):
                 source = own_shard(self.masters[p].detach())
                 if source.dtype != target.dtype:
-                    source = self._buffer(p, target, of_gradient=False).copy_(source)
+                    source = _on_host(target).copy_(source)
                 target.copy_(source, non_blocking=True)
             if self._side is not None:
-                self._arrivals[chunk] = torch.Event(self._device)
+                self._arrivals[chunk] = torch.Event(target.device)
                 self._arrivals[chunk].record()
 
     def arrive(self, chunk: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import OwnName
-from zbpp.runtime.optim.host import HostMasters
+from zbpp.runtime.optim.host import HostMasters, make_master
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.rollback import (
     DeferredStep,
@@ -83,19 +83,16 @@ class StageOptimizers:
         self._stage = stage
         self._leaves_gradients = make_optimizer is None
         named = list(_named(stage, own_name))
+        masters = {p: make_master(p) for _, p in named} if offloads else {}
         self.all: list[torch.optim.Optimizer] = []
-        here = {p for _, p in named} if offloads else set[Tensor]()
-        chunks = stage.chunks.items()
+        if make_optimizer is not None and named:
+            stepped = [(name, masters.get(p, p)) for name, p in named]
+            self.all = made_optimizers(make_optimizer, stepped)
+        chosen = set(self.stepped())
         self.host = HostMasters(
-            {i: [p for *_, p in x.all_stepped() if p in here] for i, x in chunks},
-            stage.device,
+            {p: master for p, master in masters.items() if master in chosen}, stage
         )
         """Stepped in place of the parameters of the stage, if they are offloaded."""
-        if make_optimizer is not None and named:
-            masters = self.host.masters
-            named = [(name, masters.get(p, p)) for name, p in named]
-            self.all = made_optimizers(make_optimizer, named)
-        self.host.leave_out(set(self.stepped()))
         if offloads and self._mixes_shards:
             raise RequestError(
                 "offload_optimizer is on, and an optimizer of shards needs whole "

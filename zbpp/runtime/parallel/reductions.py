@@ -6,6 +6,7 @@ The first collective overlaps with other jobs, the rest run when its result is n
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -81,18 +82,15 @@ def _levels(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Groups of the replicas in this node, and of those at this place of each node."""
     n, ranks = reduction.ranks_per_node, place.ranks_along(dims)
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank // n, []).append(rank)
-    inside = nodes[place.rank // n]
-    if {len(node) for node in nodes.values()} != {len(inside)}:
+    nodes = [list(node) for _, node in groupby(ranks, lambda rank: rank // n)]
+    inside = next(node for node in nodes if place.rank in node)
+    if any(len(node) != len(inside) for node in nodes):
         raise RequestError(
             f"TwoLevel needs as many replicas of a stage in every node, and nodes of "
-            f"{n} ranks have {', '.join(map(str, nodes.values()))}; give another "
+            f"{n} ranks have {', '.join(map(str, nodes))}; give another "
             "ranks_per_node, or zbpp.Reduction()"
         )
-    at = inside.index(place.rank)
-    levels = inside, [node[at] for node in nodes.values()]
+    levels = inside, [node[inside.index(place.rank)] for node in nodes]
     groups = [dist.new_group(x, use_local_synchronization=True) for x in levels]
     return groups[0], groups[1]
 

@@ -55,22 +55,18 @@ def check_replicas(
             f"reduction is {reduction!r}; give a zbpp.Reduction, zbpp.TwoLevel "
             "or zbpp.TopK"
         )
+    reason, dims = None, place.sum_dims()
     if reduction != Reduction() and shard != "none":
-        raise RequestError(
-            f"reduction is {reduction}, and with shard={shard!r} fully_shard sums; "
-            "leave reduction out, or give shard='none' (on two levels: "
+        reason = (
+            f"with shard={shard!r} fully_shard sums (on two levels: "
             "zbpp.mesh(replicate=...); another dtype: fully_shard(mp_policy=...))"
         )
-    if type(reduction) is not Reduction and len(place.sum_dims()) > 1:
-        raise RequestError(
-            f"reduction is {reduction}, which sums over one dimension of the mesh, and "
-            f"this one has {', '.join(place.sum_dims())}; leave reduction out"
-        )
-    if isinstance(reduction, TopK) and loss_scale is not None:
-        raise RequestError(
-            f"reduction is {reduction}, which keeps residuals of gradients over steps, "
-            "and a loss scale may change from step to step; leave loss_scale out"
-        )
+    elif type(reduction) is not Reduction and len(dims) > 1:
+        reason = f"it is over one dimension of the mesh; this one has {', '.join(dims)}"
+    elif isinstance(reduction, TopK) and loss_scale is not None:
+        reason = "its residuals have one scale, and loss_scale may change"
+    if reason is not None:
+        raise RequestError(f"reduction is {reduction}, and {reason}; leave one out")
 
 
 def check_bare(chunks: Iterable[Chunk]) -> None:
