@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from cases import NUMBERS, Case, Shown, make, run
 from gpu_waits import waits_are_errors
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 import simgpu
 import zbpp
 from zbpp import diagnostics
+from zbpp.averaging import DiLoCo
 
 __all__ = ["ONE_PROCESS", "PROCESSES", "Scenario", "train"]
 
@@ -35,7 +37,8 @@ class Scenario(Case):
         source: of batches: ``"host"``, ``"pinned"`` memory, or ``"gpu"``: the caller's
             stream makes them.
         shard: of two replicas, each with its share of the batch, what they shard, or
-            ``"buffers"`` that alternate.
+            ``"buffers"`` that alternate; ``"apart"``: two pipelines that are averaged.
+        reduction: of replicas.
         reads_times: after each step, before its result.
         optimizes: the caller's stream steps.
         overflows: the third batch.
@@ -51,6 +54,7 @@ class Scenario(Case):
     n_processes: int = 1
     source: str = "host"
     shard: str | None = None
+    reduction: zbpp.Reduction | None = None
     reads_times: bool = False
     optimizes: bool = False
     overflows: bool = False
@@ -68,6 +72,11 @@ class Scenario(Case):
         numbers = {name: getattr(self, name) for name in names}
         return Scenario(mode="FThenB", n_stages=1, post_validation=None, **numbers)
 
+    @property
+    def mesh(self) -> Any:
+        """Of two replicas."""
+        return zbpp.mesh(stages=self.n_processes // 2, data_parallel=2)
+
     def place(self) -> dict[str, Any]:
         """The mesh of replicas or of neighbours along ``tp``, if there are any."""
         if self.partition_activations:
@@ -75,8 +84,12 @@ class Scenario(Case):
             return {"mesh": zbpp.mesh(stages=n_stages, tensor_parallel=2)}
         if self.shard is None:
             return super().place()
-        mesh = zbpp.mesh(stages=self.n_processes // 2, data_parallel=2)
+        mesh = self.mesh
+        if self.shard == "apart":
+            return {"mesh": mesh["pp"]}
         options: dict[str, Any] = {"shard": self.shard}
+        if self.reduction is not None:
+            options["reduction"] = self.reduction
         if self.shard == "buffers":
             options = {"shard": "parameters", "alternating_buffers": True}
         return {"mesh": zbpp.DataParallel(mesh=mesh, **options)}
@@ -89,9 +102,9 @@ class Scenario(Case):
 
     def share(self, pipeline: zbpp.Pipeline, *batch: Any) -> tuple[Any, ...]:
         """The part of a replica, from where the batch comes from."""
-        place, share = pipeline.place, batch
-        if self.shard is not None:
-            share = tuple(x.tensor_split(2)[place.replica] for x in batch)
+        share = batch
+        if self.shard is not None:  # the ranks of a stage follow one another
+            share = tuple(x.tensor_split(2)[dist.get_rank() % 2] for x in batch)
         if self.source != "host":
             share = tuple(x.pin_memory() for x in share)
         if self.source == "gpu":
@@ -103,6 +116,10 @@ class Scenario(Case):
         """What the host must not wait for is an error; the caller's own work."""
         before, goes_on = _copies_in_vain(), self.switch or self.resume
         does_more = self.overflows or self.optimizes or self.reads_times
+        if self.shard == "apart":
+            does_more = True
+            if step == 0:
+                pipeline.average(DiLoCo(every=2), self.mesh["dp"])
         if step < WARM_UP or goes_on or does_more:
             yield
         else:
@@ -140,6 +157,8 @@ def _copies_in_vain() -> int:
 
 def train(of: Scenario) -> Shown:
     """Train as a script does, which overwrites each batch once its step has begun."""
+    if of.shard == "apart":
+        return {f"{dist.get_rank() % 2}: {name}": x for name, x in run(of).items()}
     if not of.closes:
         return run(of) | ({} if of.shard is None else {"each": None})
     with make(of) as pipeline:
@@ -208,6 +227,9 @@ PROCESSES = {
             "ZBV closed at once": Scenario(mode="ZBV", closes=True),
             "replicas": Scenario(mode="1F1B", shard="none"),
             "replicas, tied": Scenario(mode="1F1B", model="lm tied", shard="none"),
+            "replicas, TopK": Scenario(
+                mode="ZBH1", shard="none", reduction=zbpp.TopK(0.2)
+            ),
             "shards": Scenario(mode="1F1B", shard="parameters"),
             "shards, buffers": Scenario(mode="1F1B", shard="buffers"),
             "ZBH1, 2 processes": Scenario(mode="ZBH1", **OF_GPU),
@@ -229,6 +251,10 @@ PROCESSES = {
             "replicas of stages, tied": Scenario(
                 mode="VPP", model="lm tied", shard="none"
             ),
+            "replicas of stages, two levels": Scenario(
+                mode="ZBV", shard="none", reduction=zbpp.TwoLevel(2)
+            ),
+            "averages of stages": Scenario(mode="ZBV", shard="apart"),
             "optimizer shards": Scenario(mode="ZBV", shard="optimizer"),
             "gradient shards": Scenario(mode="ZBH1", shard="gradients"),
             "parameter shards": Scenario(mode="ZBH2", shard="parameters"),
