@@ -68,6 +68,8 @@ CASES = [
     # in a row: 10 jobs of 30 ms, and 11 with the sum
     ("ZBH2", 3, {"optimizer": 30, "reduction": 20}, True, 300),
     ("ZBH2", 3, {"optimizer": 30, "reduction": 20}, False, 350),
+    # the optimizer on the host: copies of one chunk during passes of the other
+    ("ZBV", 3, {"optimizer": 30, "all_gather": 20, "reduce_scatter": 20}, False, 300),
 ]
 
 
@@ -76,7 +78,11 @@ def measured(case: tuple[Any, ...]) -> tuple[float, float]:
     mode, m, more, post_validation, _ = case
     costs = Costs(*(20, 20, 20) if post_validation is None else (30, 30, 30), **more)
     schedule = zbpp.plan(mode, n_stages=2, n_microbatches=m, costs=costs)
-    with emulated_pipeline(schedule, costs, post_validation=post_validation) as run:
+    how = {
+        "post_validation": post_validation,
+        "offload_optimizer": "all_gather" in more,
+    }
+    with emulated_pipeline(schedule, costs, **how) as run:
         batch = emulated_batch(run)
         times = []
         for step in range(9):
