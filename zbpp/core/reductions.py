@@ -30,13 +30,10 @@ class Reduction:
     dtype: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.dtype is not None:
-            self._check("dtype", getattr(self.dtype, "is_floating_point", False))
-
-    def _check(self, name: str, is_right: bool) -> None:
-        if not is_right:
-            value = getattr(self, name)
-            raise RequestError(f"{name} is {value!r}; give {_RIGHT[name]}")
+        _check(
+            self.dtype is None or getattr(self.dtype, "is_floating_point", False),
+            f"dtype is {self.dtype!r}; give a floating-point dtype of torch, or None",
+        )
 
     @property
     def number_bytes(self) -> int:
@@ -59,7 +56,8 @@ class TwoLevel(Reduction):
     def __post_init__(self) -> None:
         super().__post_init__()
         n = self.ranks_per_node
-        self._check("ranks_per_node", type(n) is int and n > 0)
+        text = f"ranks_per_node is {n!r}; give the number of processes of a node"
+        _check(type(n) is int and n > 0, text)
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,10 @@ class TopK(Reduction):
     def __post_init__(self) -> None:
         super().__post_init__()
         share = self.share
-        self._check("share", isinstance(share, int | float) and 0 < share <= 1)
+        text = f"share is {share!r}; give a part of 1, above 0"
+        _check(isinstance(share, int | float) and 0 < share <= 1, text)
 
 
-_RIGHT = {
-    "dtype": "a floating-point dtype of torch, such as torch.bfloat16, or None",
-    "ranks_per_node": "the number of processes of a node",
-    "share": "the part of the numbers that a replica sends, above 0 and up to 1",
-}
+def _check(is_right: bool, text: str) -> None:
+    if not is_right:
+        raise RequestError(text)

@@ -30,9 +30,9 @@ class PieceGather:
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather, or begin to."""
-        width, work = input_tensor.element_size(), _Pieces()
+    ) -> None:
+        """Gather in the current stream; only gloo lets the host wait."""
+        width = input_tensor.element_size()
         rows = output_tensor.view(group.size(), -1)
         n = self._piece_bytes // width
         for piece, place in zip(
@@ -40,24 +40,5 @@ class PieceGather:
         ):
             padded = pad(piece, (0, -len(piece) % (ALIGNED_BYTES // width)))
             gathered = padded.new_empty(len(rows), len(padded))
-            part = dist.all_gather_single(
-                gathered.view(-1), padded, group=group, async_op=True
-            )
-            work.pieces.append((part, place, gathered[:, : len(piece)]))
-        return work if async_op or not work.wait() else None
-
-
-class _Pieces(dist.Work):
-    """Pieces that are under way, each with its place and its numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: list[tuple[dist.Work, Tensor, Tensor]] = []
-
-    def wait(self, *_: Any) -> bool:
-        """Have the pieces in their places."""
-        for work, place, numbers in self.pieces:
-            work.wait()
-            place.copy_(numbers)
-        self.pieces = []
-        return True
+            dist.all_gather_single(gathered.view(-1), padded, group=group)
+            place.copy_(gathered[:, : len(piece)])
