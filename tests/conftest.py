@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from pool import Pool
 
-# It takes the place of CUDA in processes of its own: `make test-simgpu`.
+# It replaces CUDA in separate processes: `make test-simgpu`.
 collect_ignore = [] if "simgpu" in sys.modules else ["simgpu"]
 
 # One thread a process, in what tests start as well: the tests run side by side, and

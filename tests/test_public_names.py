@@ -1,4 +1,4 @@
-"""A script finds what it needs in `zbpp` and in its rooms' own names."""
+"""A script finds all names in `zbpp` and its public packages."""
 
 import importlib
 import inspect

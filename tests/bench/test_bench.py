@@ -1,4 +1,4 @@
-"""Contenders on one model: the first step compared, then steps timed in turns.
+"""Contenders on one model: the first step compared, then interleaved steps timed.
 
 Wrong requests are in tests/cli/test_wrong_command_lines.py.
 """

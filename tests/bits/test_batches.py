@@ -39,7 +39,7 @@ def close(found: Any, expected: Any) -> None:
 
 
 def test_a_list_has_micro_batches_of_any_size() -> None:
-    """Targets of a list may have a shape of their own: one for each token."""
+    """Targets of a list may have another shape: one for each token."""
     inputs, targets = TOKENS.batch(0)
     whole = make(TOKENS).step(inputs, targets)
     parts = [x.split([2, 2, 2, 2]) for x in (inputs, targets)]

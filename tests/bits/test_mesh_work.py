@@ -103,7 +103,7 @@ def count_collectives(n_layers: int) -> dict[str, dict[str, int]]:
 
 
 def test_a_step_has_the_collectives_of_its_shards(pool: Pool) -> None:
-    """As docs/reference/data_parallel.md says: m sums of a layer, or one."""
+    """As in docs/reference/data_parallel.md: m sums of a layer, or one."""
     n, m = 3, N_MICROBATCHES
     for found in pool.run(count_collectives, 2, n):
         assert found == {

@@ -89,7 +89,7 @@ class Layer(nn.Module):
         chunk: that the layer is in.
         has_points: else it computes its attention alone.
         watch: called in every part with the pass and the part's name.
-        send: what a communication makes of its tensor; it is its own transpose.
+        send: the result of a communication; the function is its transpose.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ def test_an_error_ends_all_open_passes_with_its_message(
     assert n_threads() == 0
     after = seen[seen.index((job.replace("W", ""), place)) + 1 :]
     computed = [x for x in after if x[1] in ("attention", "experts")]
-    assert not computed or place == "dispatch", "no other pass goes on"
+    assert not computed or place == "dispatch", "no other pass continues"
     if error is ArithmeticError:
         notes = caught.value.__notes__
         assert f"in {job}" in notes, notes
@@ -377,7 +377,7 @@ def state_here() -> dict[str, Any]:
 
 
 def test_passes_run_with_the_thread_state_of_the_caller() -> None:
-    """Those that run in threads of their own, as those that do not."""
+    """Passes in separate threads, and passes without."""
     seen: dict[bool, list[Any]] = {}
     for overlap in (True, False):
         found = seen[overlap] = []

@@ -252,7 +252,7 @@ def test_residuals_of_a_skipped_step_are_rolled_back(
 
 
 def resumed(folder: str) -> list[dict[str, Any]]:
-    """States of a run, of one that goes on from a checkpoint, and a wrong one."""
+    """States of a run, of one that resumes from a checkpoint, and a wrong one."""
     found = []
     with pipeline(PP2_DP2, "ZBH1", TOP) as pipe:
         trained(pipe, range(2))

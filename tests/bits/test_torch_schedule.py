@@ -28,7 +28,7 @@ Schedule = tuple[Any, list[nn.Parameter], bool, bool]
 
 
 def of_torch(mode: str) -> Schedule:
-    """Torch's own schedule on this rank, as a trainer gets it."""
+    """Torch's schedule on this rank, as a trainer gets it."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
@@ -70,7 +70,7 @@ def train(make: str, mode: str) -> list[Tensor | None]:
             nn.utils.clip_grad_norm_(weights, 0.1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=step > 0)
-    if mode != "ZBV":  # torch's own cannot evaluate: it asserts that it has a backward
+    if mode != "ZBV":  # torch's cannot evaluate: it asserts that it has a backward
         with torch.no_grad():
             losses = [] if last else None
             outputs = schedule.eval(*args, target=target, losses=losses)

@@ -1,4 +1,4 @@
-"""A run goes on in any other place: schedule, stages, mesh, processes, plain loop.
+"""A run resumes in any other place: schedule, stages, mesh, processes, plain loop.
 
     place 0: step 0, save | place 1: load, step 1, save | ..     is one plain loop
 
@@ -258,12 +258,12 @@ def read_by_torch(folder: str, into: dict[str, Tensor]) -> None:
 
     reader = checkpoint.HuggingFaceStorageReader(folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it runs without processes
+        warnings.simplefilter("ignore")  # that it runs without processes
         checkpoint.load(into, storage_reader=reader, no_dist=True)
 
 
 def read_shards(folder: str, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What torch's reader puts into shards on a mesh of its own, whole."""
+    """The whole tensors that torch's reader loads into shards on another mesh."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = zbpp.mesh(stages=1, data_parallel=2)["dp"]

@@ -165,7 +165,7 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint(
     distinct = {
         str([x.relative_to(copy) for x in copy.rglob("*")]): copy for copy in copies
     }
-    for copy in distinct.values():  # a run goes on there, and clears the rest
+    for copy in distinct.values():  # a run resumes there, and clears the rest
         pipeline.load(copy)
         go_on(pipeline, 1, 3.0)
         pipeline.save(copy, keep=1, wait=True)

@@ -294,7 +294,7 @@ def test_times_and_memory_of_replicas_follow_from_the_layers(zbpp):
 
 
 def test_passes_that_gather_take_all_gather_longer(zbpp):
-    """3 F's and 3 B's of a stage, each 2 longer; nothing gathers beside them."""
+    """3 F's and 3 B's of a stage, each 2 longer; nothing gathers meanwhile."""
     costs = {"f": 1, "b": 1, "w": 1, "all_gather": 2, "reduce_scatter": 1}
     Path("gathered.json").write_text(json.dumps(costs))
     line = "show ZBH1 -p 1 -m 3 --costs gathered.json"

@@ -27,7 +27,7 @@ def losses_of(n_stages: int | None, mode: str = "ZBH1", **more: Any) -> Losses:
 
 
 def train_in_groups() -> list[Losses]:
-    """Two pipelines beside each other, then one while the others do nothing."""
+    """Two pipelines at the same time, then one while the others do nothing."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     half = dist.get_rank() % 2
     mesh = DeviceMesh.from_group(groups[half], "cpu", mesh_dim_names=("pp",))
@@ -109,7 +109,7 @@ class Moved(Exception):
 
 
 class Asks(nn.Linear):
-    """Says to which device it is moved."""
+    """Records the device to which it is moved."""
 
     def to(self, device: Any, *_: Any, **__: Any) -> Any:
         raise Moved(str(device))

@@ -1,4 +1,4 @@
-"""Lower bounds: by hand, and tight where a proof says so.
+"""Lower bounds: by hand, and tight where that is proved.
 
 That no plan is below one, whatever the costs, is in the law: tests/plans/test_law.py.
 """

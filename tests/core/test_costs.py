@@ -156,7 +156,7 @@ def test_times_and_memories_of_layers_add_up_to_those_of_a_split():
     assert (costs.f, costs.b, costs.comm) == ((1.0, 9.0), (1.0, 3.0), (0.1,))
     assert (costs.m_b, costs.m_w) == ((10.0, 90.0), (5.0, 15.0))
     assert (costs.all_gather, costs.reduce_scatter) == ((1.0, 9.0), (0.5, 1.5))
-    # A peak stands on what the layers before have left.
+    # A peak is above the memory that the layers before have left.
     assert costs.peak_f == (15.0, 20.0 + 90.0)
 
 

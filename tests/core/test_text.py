@@ -105,7 +105,7 @@ CHECKED = (Slot(Pass(F, 0, 0), 0, 1), Slot(Check(0), 1, 1), Slot(Pass(B, 0, 0), 
 @pytest.mark.parametrize(
     ("drawn", "unit", "picture"),
     [
-        # Idle is a dot, a long job goes on, a job without time is not seen.
+        # Idle is a dot, a long job continues, a job without time is not seen.
         (
             timeline(
                 (

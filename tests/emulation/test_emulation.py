@@ -43,7 +43,7 @@ def test_a_step_of_one_stage_takes_what_is_simulated(monkeypatch) -> None:
 
 @pytest.mark.parametrize("mode", ["ZBV", "ZBH1", "VPP"])
 def test_copies_to_the_host_take_what_is_simulated(monkeypatch, mode: str) -> None:
-    """Alongside passes, where there are any to go alongside."""
+    """They overlap with passes, where there are any."""
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock.read)
     monkeypatch.setattr(time, "sleep", clock.sleep)
@@ -59,7 +59,7 @@ def test_copies_to_the_host_take_what_is_simulated(monkeypatch, mode: str) -> No
     assert took == pytest.approx(planned, rel=0.03)
     assert planned > 9000 + 2000, "some of the copies shows"
     hidden = 9000 + 2000 + 600 + 700 - planned
-    assert (hidden > 100) == (mode != "ZBH1"), "one chunk has nothing to go alongside"
+    assert (hidden > 100) == (mode != "ZBH1"), "one chunk has no passes to overlap with"
 
 
 CASES = [

@@ -22,7 +22,7 @@ PACKAGES = {
     "lightning_manual": ("lightning",),
     "peft_lora": ("transformers", "peft"),
 }
-"""What each example needs beside torch."""
+"""Packages that each example needs besides torch."""
 
 
 def numbers(printed: str) -> list[list[tuple[str, str]]]:
@@ -47,7 +47,7 @@ def ran(*words: object) -> str:
 
 
 def code_lines(text: str) -> list[str]:
-    """Lines of a script but for blank ones and what stands in front of the code."""
+    """Lines of a script without blank lines and the text before the code."""
     body = text.partition('"""\n\n')[2]
     return [line for line in body.splitlines() if line.strip()]
 

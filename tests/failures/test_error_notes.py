@@ -1,4 +1,4 @@
-"""An error in a layer says where it was raised; the user's own error stays."""
+"""An error in a layer names its place; the user's error stays."""
 
 import pytest
 import small

@@ -41,7 +41,7 @@ ERRORS = {
 class Fault(NamedTuple):
     """A fault of ``rank`` at a job of step ``step``, or at a part of its validation.
 
-    ``named`` is what the other rank says of the place, ``events`` are of the gradients.
+    ``named`` is the place in the other rank's text, ``events`` are of the gradients.
     """
 
     mode: str

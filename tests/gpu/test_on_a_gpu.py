@@ -46,7 +46,7 @@ def reference(**more: Any) -> Any:
 
 
 def test_interleaved_pairs_have_the_bits_of_sequential_pairs() -> None:
-    """What communicates runs on a stream of its own, and nothing else does."""
+    """Communication runs on a separate stream, and nothing else does."""
     case = on_gpu("DualPipeV", model="exchange, dropout", n_stages=1)
     in_a_row = run(replace(case, overlap=False))
     assert difference(run(case), in_a_row) is None

@@ -37,7 +37,7 @@ def batch(width: int = D) -> tuple[Tensor, Tensor]:
 def test_the_columns_of_blocks_equal_sums_by_hand() -> None:
     costs = layer_memory([block() for _ in range(6)], batch(), mse_loss, optimizer=sgd)
     assert costs.n_layers == 6
-    # The batch is the caller's; the other inputs are the layers' own.
+    # The batch is the caller's; the other inputs belong to the layers.
     assert costs.of("m_b")[:-1] == (0, SIZE, SIZE, SIZE, SIZE)
     assert costs.of("m_w")[1:-1] == (2 * SIZE,) * 4  # x and dy
     # parameters, gradients, and the copy for a rollback; SGD has no state
@@ -229,7 +229,7 @@ def test_a_tied_weight_counts_on_each_of_its_stages() -> None:
     both, other = stages_of("ZBV", 2, tied=True)  # both ends are on the first stage
     apart, same = stages_of("ZBV", 2, tied=False)
     assert apart.parameters - both.parameters == size
-    assert apart.gradients == both.gradients, "each end has its own"
+    assert apart.gradients == both.gradients, "each end has one"
     assert other == same
 
 

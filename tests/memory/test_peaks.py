@@ -125,7 +125,7 @@ def allocated(run: Callable[[], None]) -> int:
 
 
 def measured(row: tuple[Any, ...], n_stages: int | None = None) -> int:
-    """The peak of this process, which has all stages or, of several, its own one."""
+    """The peak of this process, which has all stages or one of several."""
 
     case = Case(*row)
 

@@ -67,7 +67,7 @@ QUICK, SLOW = {"llama", "gpt2"}, {"gemma3", "mixtral"}
 """Families of CI: tied ends, two kinds of attention, experts; export: `test_cut`."""
 
 Run = tuple[list[float], dict[str, Any]]
-"""Loss of each micro-batch, and gradients by the model's own names."""
+"""Loss of each micro-batch, and gradients by the names of the model."""
 
 
 def cases() -> Iterator[Any]:
@@ -177,7 +177,7 @@ def assert_plain(run: Run, case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*cases()])
 def test_losses_and_all_gradients_equal_the_plain_model(case: Case) -> None:
-    """With padding masks and labels; tied weights as `assert_plain` says."""
+    """With padding masks and labels; tied weights as in `assert_plain`."""
     assert_plain(piped(case), case)
     weights = weights_of(case.family, batch_of(case.family, 2 * M))
     assert len(set(weights)) > 1 or case.family == "vit", "padding is spread unevenly"
@@ -205,7 +205,7 @@ def test_two_processes_find_the_same_gradients(pool: Pool, case: Case) -> None:
 
 @pytest.mark.slow
 def test_a_routers_loss_is_part_of_the_loss_of_an_exported_model() -> None:
-    """Each micro-batch's own, as in a plain loop; without it the loss is another."""
+    """That of each micro-batch, as in a plain loop; without it the loss differs."""
     batch = batch_of("mixtral", 2 * M)
     parts = parts_of(batch)
     model = tiny("mixtral", 6, output_router_logits=True)

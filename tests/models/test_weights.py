@@ -1,4 +1,4 @@
-"""Models of transformers on the meta device: each process makes its own layers only."""
+"""Models of transformers on the meta device: each process makes only its layers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def on_meta(family: str) -> Any:
 
 
 def tensors(layered: Layered, ranges: Sequence[range]) -> dict[str, Tensor]:
-    """Parameters and buffers, those of no checkpoint included, by own name."""
+    """Parameters and buffers, those of no checkpoint included, by name."""
     return {
         layered.own_name(layers[i], name): tensor
         for layers in ranges

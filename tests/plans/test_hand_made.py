@@ -1,7 +1,7 @@
 """Hand-made orders: pictures, closed forms of memory and idle time, and DualPipeV.
 
-A picture is drawn by hand, one cell a unit of time, and stands on top of the file that
-makes the order. `Schedule` itself checks that each pass stands once, on its stage and
+A picture is drawn by hand, one cell a unit of time, and is at the top of the file that
+makes the order. `Schedule` itself checks that each pass is there once, on its stage and
 after its input, and that no stages wait for one another (tests/core).
 """
 

@@ -1,4 +1,4 @@
-"""Plans in the memory that is there, for the links and losses that they are told."""
+"""Plans within memory limits, for the links and losses of the costs."""
 
 from dataclasses import replace
 

@@ -36,7 +36,7 @@ def test_free_collectives_do_not_change_the_step_time() -> None:
 
 
 def test_exchanges_of_replicas_count_in_the_step() -> None:
-    """One stage: nothing runs beside the sum of its only chunk, all 32 bytes."""
+    """One stage: nothing overlaps with the sum of its only chunk, all 32 bytes."""
     slow = Network(Link(0.5, 2.0))
     (one, *_) = meshes(network=slow).values()
     each = slow.time(CollectiveOperation.ALL_REDUCE, 4.0, 4)
@@ -47,7 +47,7 @@ def test_exchanges_of_replicas_count_in_the_step() -> None:
     assert apart.step == pytest.approx(2 * 24 + 16 * scatter + 8 / 4)  # optimizer
     (passes, *_) = meshes(network=slow, shard="parameters").values()
     assert not any("UNSHARD" in str(job) for job in passes.plan.schedule.orders[0])
-    # two F and two B gather all; the first W's sum runs beside the second F and B
+    # two F and two B gather all; the first W's sum overlaps with the second F and B
     assert passes.exposed == pytest.approx(8 * (4 + 1) * scatter)
 
 

@@ -188,7 +188,7 @@ def check_as_late_as_possible(schedule):
 
 
 def test_a_v_behind_a_pass_that_reads_what_comes_later_is_refused():
-    """Each V stands before the first backward, and 1F1 before its stage's."""
+    """Each V comes before the first backward, and 1F1 before that of its stage."""
     first, second = VALIDATED[next(iter(VALIDATED))][0]
     rows = first.replace("3B0", "V 3B0"), second.replace("2B0", "V 2B0")
     with pytest.raises(ScheduleError, match="1F1 comes before V, but reads the activ"):

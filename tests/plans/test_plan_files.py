@@ -142,7 +142,7 @@ SMALL = {"n_stages": 3, "n_microbatches": 4}
 
 
 def split(schedule="ZBH1", **asked) -> tuple[int, ...]:
-    """The layers of each stage of a pipeline; its schedule says the same."""
+    """The layers of each stage of a pipeline; its schedule has the same."""
     layers = [nn.Linear(2, 2) for _ in range(9)]
     settings = {"loss_fn": nn.functional.mse_loss, "optimizer": None}
     if isinstance(schedule, str):

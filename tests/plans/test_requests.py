@@ -55,7 +55,7 @@ def test_chunks_per_stage_are_two_or_as_asked():
         assert plan(mode, **SMALL, **more).placement.n_chunks == n_chunks
 
 
-# Mode, what else is asked for, and what the refusal says.
+# Mode, other parts of the request, and the text of the refusal.
 REFUSED_PLANS = [
     ("ZBH3", {}, "unknown schedule mode 'ZBH3'; did you mean ZBH"),
     ("zb-vv", {}, "unknown schedule mode 'zb-vv'; did you mean ZBV"),

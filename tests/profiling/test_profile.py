@@ -1,6 +1,6 @@
 """A profile finds what layers take, and a plan or a prediction made of it comes true.
 
-Most tests have a clock that goes on only where layers say so: all times are exact.
+Most tests have a clock that only layers advance: all times are exact.
 Between processes layers sleep, which gives lower bounds.
 """
 

@@ -43,7 +43,7 @@ def site(tmp_path_factory) -> Path:
 
 
 def text_of(page: Path) -> str:
-    """What a page says, without its tags."""
+    """The text of a page, without its tags."""
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
 
 

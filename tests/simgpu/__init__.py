@@ -1,6 +1,6 @@
 """A simulated GPU, in the place that a CPU build of torch leaves empty for CUDA.
 
-It must be loaded before torch, so it is for processes of their own, which find
+It must be loaded before torch, so it is for separate processes, which find
 `everywhere/` on their path first: `make test-simgpu`. In the order of
 reading: `device/sim.h` (streams, events, memory, the checker for races),
 `device/kernels.cpp` (the CPU's kernels, later), `device/module.cpp` (a simulated NCCL),
@@ -8,7 +8,7 @@ reading: `device/sim.h` (streams, events, memory, the checker for races),
 
 What it finds: accesses that nothing orders, memory handed out too early, host reads and
 writes of pinned memory under way, waits of the host, leaks, circles of waits. What it
-cannot show: speed, kernels of GPUs, and NCCL's own buffers.
+cannot show: speed, kernels of GPUs, and NCCL's buffers.
 """
 
 import ctypes
@@ -86,7 +86,7 @@ def begin(policy: str = "lazy", seed: int = 0, **settings: float) -> None:
 reports: Callable[[], list[str]] = native.reports
 """What was done wrong, in words: both accesses, jobs, streams and lines."""
 counts: Callable[[], dict[str, int]] = native.counts
-"""How many launches, queries, races and calls that hold up the host there were."""
+"""Numbers of launches, queries, races and calls that block the host."""
 waits: Callable[[], dict[tuple[str, str, str], int]] = native.waits
 """How often the host has waited: for what, in which job, at which line."""
 live: Callable[[], list[str]] = native.live
@@ -96,7 +96,7 @@ digest: Callable[[], int] = native.digest
 
 
 def waits_since(before: dict[tuple[str, str, str], int]) -> set[tuple[str, str, str]]:
-    """Those that `waits` tells now and did not tell before, or told fewer of."""
+    """Waits that `waits` lists now and did not list before, or fewer of them."""
     return {key for key, n in waits().items() if n > before.get(key, 0)}
 
 

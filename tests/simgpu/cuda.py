@@ -46,7 +46,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """As `torch.cuda.Event`: makes torch's own, which takes no subclass.
+    """As `torch.cuda.Event`: makes that of torch, which takes no subclass.
 
     Torch's functions read an event's memory, and do not ask what it is.
     """

@@ -30,7 +30,7 @@ _has_names = False
 
 
 class SimulatedPool(Pool):
-    """A pool of processes, each with a simulated device of its own; zbpp finds NCCL."""
+    """A pool of processes with a simulated device each; zbpp finds NCCL."""
 
     def __init__(self) -> None:
         super().__init__(["simgpu"], device="cuda:0", prepare=prepare)

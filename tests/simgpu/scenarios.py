@@ -1,6 +1,6 @@
 """Small trainings on the simulated device, and the runs that they must equal.
 
-A scenario is what a user's script does beside its steps: it changes its batches as
+A scenario is the work of a user's script between its steps: it changes its batches as
 soon as a step has begun, makes them on the GPU, evaluates, loads, reads times or
 gradients. What the host must not wait for is watched: from the fourth step on a call
 that holds it up is an error, and so is a copy of memory that is not pinned.
@@ -64,7 +64,7 @@ class Scenario(Case):
     def reference(self) -> "Scenario":
         """What must give the same numbers, where everything runs at once.
 
-        Replicas add up in an order of their own: theirs is 1F1B in the same processes.
+        Replicas add up in another order: their reference is 1F1B in the same processes.
         """
         if self.shard is not None:
             return replace(self, mode="1F1B")
@@ -113,7 +113,7 @@ class Scenario(Case):
 
     @contextmanager
     def around(self, pipeline: zbpp.Pipeline, step: int) -> Iterator[None]:
-        """What the host must not wait for is an error; the caller's own work."""
+        """Within this, waits of the host are errors; the work of the caller."""
         before, goes_on = _copies_in_vain(), self.switch or self.resume
         does_more = self.overflows or self.optimizes or self.reads_times
         if self.shard == "apart":
@@ -136,7 +136,7 @@ class Scenario(Case):
             torch.optim.SGD(parameters, lr=0.1).step()
 
     def predict(self, pipeline: zbpp.Pipeline) -> Any:
-        """Outputs on all ranks; of replicas, whose outputs are their own, nothing.
+        """Outputs on all ranks; nothing of replicas, whose outputs differ.
 
         No graph holds what is sent meanwhile.
         """
@@ -197,8 +197,8 @@ ONE_PROCESS = {
     ),
     "ZB, segments": Scenario(mode="ZB", model="exchange, dropout", parts=True),
     "ZBH1, switches": Scenario(mode="ZBH1", switch="ZBH1"),
-    "1F1B, goes on": Scenario(mode="1F1B", resume=("1F1B", 2)),
-    "ZBV, goes on": Scenario(mode="ZBV", resume=("ZBV", 2)),
+    "1F1B, resumed": Scenario(mode="1F1B", resume=("1F1B", 2)),
+    "ZBV, resumed": Scenario(mode="ZBV", resume=("ZBV", 2)),
     "1F1B, fused": Scenario(mode="1F1B", optimizer="AdamW fused"),
     "ZBV, on the host": Scenario(mode="ZBV", **ON_HOST),
     "1F1B, on the host": Scenario(mode="1F1B", **ON_HOST),
@@ -209,7 +209,7 @@ ONE_PROCESS = {
     "ZBV, on the host, scaled": Scenario(
         mode="ZBV", model="vectors", loss_scale=8.0, overflows=True, **ON_HOST
     ),
-    "ZBV, on the host, goes on": Scenario(mode="ZBV", resume=("ZBV", 2), **ON_HOST),
+    "ZBV, on the host, resumed": Scenario(mode="ZBV", resume=("ZBV", 2), **ON_HOST),
     "ZBH2, checkpoint": Scenario(mode="ZBH2", model="checkpoints"),
     "VHalf, 16 bits": Scenario(mode="VHalf", autocast=True),
     "VHalf, buffers": Scenario(mode="VHalf", model="norms"),

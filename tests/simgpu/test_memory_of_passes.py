@@ -1,4 +1,4 @@
-"""Bytes of passes on a device whose autograd has a thread of its own."""
+"""Bytes of passes on a device whose autograd has a separate thread."""
 
 import threading
 
@@ -31,4 +31,4 @@ def test_a_backward_is_counted_on_one_thread() -> None:
     threads.clear()
     y = nn.Sequential(*layers).to("cuda")(x.to("cuda"))
     y.sum().backward()
-    assert threads - {threading.get_ident()}, "the device has a thread of its own"
+    assert threads - {threading.get_ident()}, "the device has a separate thread"

@@ -1,7 +1,7 @@
 """Pipelines on the simulated device: same bits, no race, no wait, no circle.
 
 The reference of a scenario is FThenB on one stage of the same device, whose kernels may
-differ from the CPU's, as a GPU's do. Replicas sum in an order of their own: theirs is
+differ from the CPU's, as a GPU's do. Replicas sum in another order: their reference is
 1F1B in the same processes.
 """
 

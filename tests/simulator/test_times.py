@@ -77,7 +77,7 @@ ONE_STEP = {
         0 | F0  F1  .   .   .   .   B0  W0  .   B1  W1  O
         1 | .   .   F0  BW0 -   F1  BW1 -   .   .   .   O""",
     ),
-    "the gradients of chunk 1 are summed beside chunk 0, those of chunk 0 after it": (
+    "the gradients of chunk 1 are summed during chunk 0, those of chunk 0 after it": (
         add_collectives(TWO_CHUNKS, shards=False),
         Costs((1, 1), (1, 1), (1, 1), optimizer=1, reduce_scatter=(1, 3)),
         """\
@@ -102,7 +102,7 @@ ITERATIONS = {
         0 | F0 F1 .  B0 W0 B1 W1 .  O  F0 F1 .  B0 W0 B1 W1 .  O
         1 | .  F0 B0 F1 B1 W0 W1 .  O  .  F0 B0 F1 B1 W0 W1 .  O""",
     ),
-    "post-validated, a stage steps at once and goes on": (
+    "post-validated, a stage steps at once and continues": (
         CHECKED,
         Costs(optimizer=1, reduction=1),
         [],

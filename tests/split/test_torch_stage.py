@@ -37,7 +37,7 @@ def torch_pipeline(chunks: nn.ModuleDict, *, csv: str, n_chunks: int) -> Any:
 
     Args:
         chunks: by number.
-        csv: of a schedule; empty: torch's own for zero bubbles on a V.
+        csv: of a schedule; empty: that of torch for zero bubbles on a V.
         n_chunks: of all ranks.
     """
     from torch.distributed.pipelining import PipelineStage

@@ -213,7 +213,7 @@ class Histories(RuleBasedStateMachine):
         where=one_of("F", "B"),
     )
     def interrupt(self, kind: Any, layer: int, where: str) -> None:
-        """A pass raises, and a new pipeline goes on from a state that is right."""
+        """A pass raises, and a new pipeline continues from a right state."""
         self.compare_results()
         self.ours.do("interrupted", kind("no\nluck"), layer, where)
         (text,) = self.ours.refusals()

@@ -28,7 +28,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "sparse": {"model": "lm sparse", "optimizer": "plain sgd", "clip": 0.3},
     "scaled": {"model": "norms", "loss_scale": 8.0, "clip": 0.3},
     "in calls": {"calls": 2, "optimizer": "several"},
-    "goes on": {"resume": ("1F1B", 2), "steps": 4},
+    "resumed": {"resume": ("1F1B", 2), "steps": 4},
     "frozen": {"model": "frozen", "optimizer": "groups"},
 }
 
@@ -38,7 +38,7 @@ CASES = {
     for row in ROWS
     for mode in MODES
     for n_stages in (1, 2)
-    if row in ("rolled back", "goes on") or (mode, n_stages) == ("ZBV", 2)
+    if row in ("rolled back", "resumed") or (mode, n_stages) == ("ZBV", 2)
 }
 
 

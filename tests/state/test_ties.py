@@ -97,7 +97,7 @@ def test_gradients_without_an_optimizer_are_those_of_the_plain_model() -> None:
     torch.testing.assert_close(ours, layers[0].weight.grad)
 
 
-# While a pipeline lives, each layer has a parameter of its own on the same memory.
+# While a pipeline lives, each layer has a separate parameter on the same memory.
 
 
 @pytest.mark.parametrize(

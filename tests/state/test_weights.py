@@ -60,7 +60,7 @@ NAMES = ("sequential", "list", "cut", "tied")
 
 
 def prefix_of(name: str) -> str:
-    """Layers of a list have no names of their own."""
+    """Layers of a list have no names."""
     return "layers." if name == "list" else ""
 
 
@@ -82,7 +82,7 @@ USES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def use_after_training(name: str, folder: str) -> tuple[dict[str, str], list[float]]:
-    """What each use says, and losses of the pipeline and of the model it has saved."""
+    """The error of each use, and losses of the pipeline and of the saved model."""
     layers, model = model_of(name)
     watched = [weakref.ref(p) for p in model.parameters()]
     pipeline = make(layers, "1F1B", optimizer=adamw)

@@ -42,7 +42,7 @@ Row = dict[str, Any]
 def covering_array(
     factors: Mapping[str, Sequence[Any]], fits: Callable[[Row], bool] = lambda row: True
 ) -> list[Row]:
-    """Rows of levels, each pair of which stands in some row.
+    """Rows of levels, such that each pair of levels is in some row.
 
     Args:
         factors: levels by name. A level that is a list stands for its members: the

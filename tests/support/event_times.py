@@ -6,7 +6,7 @@
     0F1          1F1        1W0          0W0     down: the order on each stage
 
 It shares nothing with the engine but the costs of a job and what a pass reads and
-writes. UNSHARD and REDUCE_GRAD form a chain of their own on each stage: each starts
+writes. UNSHARD and REDUCE_GRAD form a separate chain on each stage: each starts
 when the stage has come to it and the one before it has ended. A pair of passes is in
 both chains, as it exchanges data too. The jobs of an iteration
 follow those of the one before on their stage. O behind a barrier, or V of the next
@@ -117,7 +117,7 @@ class Events:
         return [*ends, max(self.end[job] for job in self.last) + self.reduction]
 
     def starts(self, stage, *, beside=False):
-        """Starts of a stage's jobs in their order, or of those beside them."""
+        """Starts of a stage's jobs in their order, or of its collectives."""
         return [
             (job, self.start[i, stage, number])
             for i in range(self.n_iterations)

@@ -212,7 +212,7 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _wrap(layers: list[nn.Module], case: MeshCase, mesh: Any) -> None:
-    """Wrap the layers by torch's own functions."""
+    """Wrap the layers by functions of torch."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

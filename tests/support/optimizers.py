@@ -44,7 +44,7 @@ class Counting(torch.optim.SGD):
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, **options)
         self.calls, self.total = 0, torch.zeros(())
-        self.before: int | None = None  # steps of the run that this one goes on from
+        self.before: int | None = None  # steps of the run that this run resumes
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:

@@ -7,7 +7,7 @@ import zlib
 
 
 def panels_of(text):
-    """The data of each timeline of a page; times in its own unit."""
+    """The data of each timeline of a page; times in its unit."""
     packed = re.findall(r'id="packed">([^<]*)<', text)
     if not packed:
         return []

@@ -40,7 +40,7 @@ def ends_where_all_wait(programs: tuple[Program, ...]) -> bool:
     The allocator, ``torch.cuda.synchronize`` and the tuning of a kernel do. By NCCL a
     receive occupies the device from where it is posted until its value comes, a send
     until its receive is posted, a sum until all stages have begun it. A receive that is
-    posted too early stops the job that its own value depends on:
+    posted too early stops the job that its value depends on:
 
         stage 0 | F0> +B0 F1> BW0 ...      F1 waits for the gradient that BW0 sends,
         stage 1 | +F0 F0 +F1 BW0> F1 ...   BW0 for the activation that F1 sends

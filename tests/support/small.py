@@ -29,7 +29,7 @@ def linears(n: int = 4, width: int = 8) -> nn.Sequential:
 def make(model: Any = None, schedule: Any = "ZBH1", **settings: Any) -> zbpp.Pipeline:
     """A pipeline of two stages, or of all processes; of Linears, or of another model.
 
-    Settings of policies are given by their own names.
+    Settings of policies are given by their names.
     """
     settings = {
         "optimizer": partial(torch.optim.SGD, lr=0.1),

@@ -26,7 +26,7 @@ CASE = Case(n_microbatches=6, samples=12, clip=0.3)
 
 
 class Steps:
-    """A pipeline whose steps take what the costs say, in seconds."""
+    """A pipeline whose steps take the times of the costs, in seconds."""
 
     rank = 0
 
@@ -43,7 +43,7 @@ class Steps:
 
 
 def watcher_of(watch: Watch, costs: Costs) -> Watcher:
-    """Watch pipelines that say what their steps take."""
+    """Watch pipelines that return the times of their steps."""
     return Watcher(watch, costs, measure=lambda one, _: one.costs)
 
 

@@ -114,7 +114,7 @@ class LossScaler:
         self._good_steps = 0
 
     def __repr__(self) -> str:
-        return f"LossScaler({vars(self)})"  # ranks compare theirs by it
+        return f"LossScaler({vars(self)})"  # ranks compare it
 
     def update(self, finite: bool) -> None:
         """Count a decided step; ``finite`` is true if it was taken."""

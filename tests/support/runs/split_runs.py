@@ -2,7 +2,7 @@
 
 plainly        one ``backward()`` for each micro-batch, in order
 by_graphs      `split_forward`: B, then W
-by_modules     `SplitModule`: as torch's own stages call it
+by_modules     `SplitModule`: as torch's stages call it
 by_pipeline    a schedule with its passes in any order
 check_change   something happens between B and W
 """

@@ -153,7 +153,7 @@ class StageOptimizers:
         )
 
     def mark_called(self) -> None:
-        """Let learning-rate schedulers see that an optimizer step precedes theirs."""
+        """Let learning-rate schedulers see an optimizer step before their step."""
         for optimizer in self.all:
             mark_called(optimizer)
 

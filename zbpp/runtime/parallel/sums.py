@@ -221,7 +221,7 @@ class Collectives:
                     part.put_back()
 
     def sum_tied(self) -> None:
-        """Sum gradients of tied parameters, to which all stages have added theirs."""
+        """Sum gradients of tied parameters, with the summands of all stages."""
         if self._tied is not None:
             self._tied.reduce()
             self._tied.wait()
