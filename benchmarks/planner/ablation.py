@@ -33,11 +33,6 @@ Case = tuple[str, int, int, Costs]
 """A mode, stages, micro-batches, costs."""
 
 
-def keep(problem: Any, plan: Any, *others: Any, **options: Any) -> Any:
-    """Leave a plan as it is."""
-    return plan
-
-
 def half(table: tuple[Any, ...]) -> tuple[Any, ...]:
     """The rows that were picked first."""
     return table[: len(table) // 2]
@@ -63,9 +58,9 @@ SEARCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         seeds, "RULES", tuple(replace(rule, max_without_b=float("inf")) for rule in V)
     ),
     "top 3": lambda: off(
-        plans, "improve_top_k", lambda problem, found, budget: found[0]
+        plans, "improve_top_k", lambda problem, found, budget: found[:1]
     ),
-    "travel": lambda: off(plans, "travel", keep),
+    "travel": lambda: off(plans, "travel", lambda problem, found: found[0]),
     "hill climbing": lambda: off(
         plans, "hill_climb", lambda problem, found: [seed.plan for seed in found]
     ),

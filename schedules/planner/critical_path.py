@@ -23,7 +23,7 @@ Budgets are in passes placed, and bounded for large plans, whose moves take long
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
 
 from zbpp.schedules.planner.compiled import check, loops, pointer, whole
@@ -107,31 +107,9 @@ def n_moves(n_passes: float) -> float:
     return min(max(2e5, 200 * n_passes), 4e5)
 
 
-def improve_top_k(
-    problem: PlacementProblem, plans: Sequence[Plan], budget: Budget, k: int = 3
-) -> Plan:
-    """Move the passes of the first k plans, best first; return the best that comes.
-
-    The plans share the budget; what one leaves is there for those after it. None is
-    moved whose like was moved before.
-    """
-    chosen: list[Plan] = []
-    for plan in plans:
-        if len(chosen) < k and all(plan.span != same.span for same in chosen):
-            chosen.append(plan)
-    best = chosen[0]
-    for number, plan in enumerate(chosen):
-        if best.span <= problem.target:
-            break
-        share = Budget((budget.passes - budget.spent) / (len(chosen) - number))
-        better = improve(problem, plan, share, number)
-        budget.spend(share.spent)
-        best = min(best, better, key=lambda plan: plan.span)
-    return best
-
-
-_SMALL = 3000  # passes; larger plans get 2 turns
-_TURNS = 20
+_SMALL = 3000  # passes
+_TURNS = 40  # of travel, in all
+_FIRST_TURNS = 6  # of each plan, before the best has the others
 _DETOURS = 0.025, 0.1
 """Shares by which a step may be longer than the best plan at first, alternately.
 
@@ -139,9 +117,44 @@ Large ones find what small plans lack: many passes that change places at once.
 """
 
 
-def travel(problem: PlacementProblem, plan: Plan) -> Plan:
-    """Move passes by record-to-record travel, which gets past what no move betters."""
-    for turn in range(_TURNS if problem.n_passes < _SMALL else 2):
+def improve_top_k(
+    problem: PlacementProblem, plans: Sequence[Plan], budget: Budget, k: int = 3
+) -> list[Plan]:
+    """Move the passes of the first k plans, best first; return what comes, best first.
+
+    The plans share the budget; what one leaves is there for those after it. Plans of
+    another span come before those that are as long as one of them.
+    """
+    first = {plan.span: plan for plan in reversed(plans)}
+    chosen = sorted(first.values(), key=lambda plan: plan.span)
+    chosen += [plan for plan in plans if all(plan.rows != x.rows for x in chosen)]
+    del chosen[k:]
+    for number, plan in enumerate(chosen):
+        share = Budget((budget.passes - budget.spent) / (len(chosen) - number))
+        chosen[number] = improve(problem, plan, share, number)
+        budget.spend(share.spent)
+        if chosen[number].span <= problem.target:
+            break
+    return sorted(chosen, key=lambda plan: plan.span)
+
+
+def travel(problem: PlacementProblem, plans: Sequence[Plan]) -> Plan:
+    """Move passes by record-to-record travel, which gets past what no move betters.
+
+    Each plan has the first turns, as the best one may end where others go on, and the
+    best then the rest. A large problem has two turns.
+    """
+    if problem.n_passes >= _SMALL:
+        return _travel(problem, plans[0], range(2))
+    first, rest = range(_FIRST_TURNS), range(_FIRST_TURNS * len(plans), _TURNS)
+    each = [_travel(problem, plan, first) for plan in plans]
+    return _travel(problem, min(each, key=lambda plan: plan.span), rest)
+
+
+def _travel(problem: PlacementProblem, plan: Plan, turns: Iterable[int]) -> Plan:
+    for turn in turns:
+        if plan.span <= problem.target:
+            break
         moves = Budget(n_moves(problem.n_passes))
         plan = improve(problem, plan, moves, turn, _DETOURS[turn % 2])
     return plan

@@ -153,14 +153,13 @@ def _search(problem: PlacementProblem, effort: str) -> Plan:
     if kind == "fast":
         tries, moves = Budget(min(24 * n, 1.5e6)), Budget(min(60 * n, 1e5))
         plans = [seed.plan for seed in seeds(problem, tries)]
-        return improve_top_k(problem, plans, moves)
+        return improve_top_k(problem, plans, moves)[0]
     tries = Budget(max(2e6, min(16 * n, 4e6)))
     moves = Budget(min(max(3e4, 40 * n), 1e5 + 8 * n, 2e6))
     ranked_seeds = seeds(problem, tries, margin=_MARGIN)
     plan = improve(problem, ranked_seeds[0].plan, moves, 0)
     others = hill_climb(problem, ranked_seeds) if plan.span > problem.target else []
-    plan = improve_top_k(problem, [plan, *others], Budget(n_moves(n)))
-    plan = travel(problem, plan)
+    plan = travel(problem, improve_top_k(problem, [plan, *others], Budget(n_moves(n))))
     if kind == "best":
         plan = search_on(problem, plan, Budget(math.inf, seconds))
     return plan
