@@ -135,7 +135,7 @@ _HEADS = ["pp x dp x tp", "m", "chunks", "step", "for replicas", "bubble", "memo
 _CAPTION = (
     "pp: stages, dp: replicas, tp: devices that share a layer, m: micro-batches of a "
     "replica\nstep: one among many; for replicas: with their collectives\n"
-    "memory: of a device"
+    "memory: of a device; indented: the best mesh with other sums or optimizers"
 )
 
 

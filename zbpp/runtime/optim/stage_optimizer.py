@@ -175,7 +175,6 @@ class StageOptimizer:
         self.optimizers.mark_called()
         self.host.deliver()
         if not pending.result.speculative:
-            self._check_writes()
             self._decide(job)
             self._raise()
         elif self.optimizers.needs_barrier:
@@ -228,7 +227,6 @@ class StageOptimizer:
             RequestError: others have written to what the step has changed.
         """
         self.host.refresh()
-        self._check_writes()
         self._decide(job)
         self.host.arrive_all(may_differ=True)
         self._raise()
@@ -258,10 +256,15 @@ class StageOptimizer:
         )
 
     def _decide(self, job: Job | None) -> None:
-        """Wait for the sums, and end the step as they ask for."""
+        """Wait for the sums, and end the step as they ask for.
+
+        Raises:
+            RequestError: others have written to what the step has changed.
+        """
         pending, text = self._pending, None
         if pending is None:
             return
+        self._check_writes()
         result = pending.result
         result.wait(job)
         decision = result.decision()
