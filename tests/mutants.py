@@ -455,7 +455,7 @@ TABLE = (
     ("memory", "steps of layers add up", "zbpp/memory/estimate.py",
      "step = layers.step(here,", "step = layers.step([0],"),
     ("memory", "every stage's step is traced", "zbpp/memory/estimate.py",
-     "if stages.peaks() == at_passes.peaks():", "if False:"),
+     "if stages.peaks == at_passes.peaks:", "if False:"),
     ("memory", "no messages", "zbpp/core/layers.py",
      "self.messages_at_once * max(x) + n_sent * sum(x)", "0.0"),
     ("memory", "no batch", "zbpp/memory/layers.py",

@@ -27,6 +27,17 @@ def block(i=0):
 def triple():
     return [block() for _ in range(6)], batch(), mse_loss
 
+def moved():
+    layers = nn.Sequential(*triple()[0]).to("cpu", torch.float64).cpu()
+    inputs, targets = (x.double() for x in batch())
+    return layers.to(inputs), (inputs, targets), mse_loss
+
+def of_transformers():
+    from transformers import AutoConfig, AutoModelForCausalLM
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("llama"))
+    return model, {"input_ids": tokens, "labels": tokens}
+
 def pair():
     return [block(), block()], (batch()[0], None)
 
@@ -113,7 +124,10 @@ def test_costs_of_an_estimate_count_received_gradients_of_ties(zbpp):
 
 @pytest.mark.needs("transformers")
 def test_estimate_takes_a_configuration_of_transformers(zbpp):
-    """The weights have no values, by which a cut is checked otherwise."""
+    """The weights have no values, by which a cut is checked otherwise.
+
+    A function may return such a model, too.
+    """
     import transformers
 
     config = transformers.LlamaConfig(
@@ -122,11 +136,22 @@ def test_estimate_takes_a_configuration_of_transformers(zbpp):
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     config.save_pretrained("llama")
-    model = "--model hf:llama/config.json --seq 16 --microbatch_size 1"
-    data = zbpp.json(f"estimate -p 2 -m 2 {model} --modes 1F1B ZBV")
+    line = "estimate -p 2 -m 2 --modes 1F1B ZBV --microbatch_size 1"
+    data = zbpp.json(f"{line} --model hf:llama/config.json --seq 16")
     n = transformers.LlamaForCausalLM(config).num_parameters()
     for stages in data["modes"].values():
         assert sum(stage["parameters"] for stage in stages) == 4 * n
+    assert zbpp.json(f"{line} --model my_models:of_transformers") == data
+
+
+def test_a_function_may_cast_and_move_a_model_that_is_estimated(zbpp):
+    """It has no data then, which could be copied."""
+    line = "estimate -p 2 -m 4 --optimizer none --modes 1F1B --model my_models"
+    plain, moved = (
+        [stage["parameters"] for stage in zbpp.json(f"{line}:{name}")["modes"]["1F1B"]]
+        for name in ("triple", "moved")
+    )
+    assert moved == [2 * n_bytes for n_bytes in plain]
 
 
 @pytest.mark.slow

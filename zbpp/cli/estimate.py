@@ -140,7 +140,6 @@ class EstimateCommand(ModelSize, Replicas):
                 size=self.size,
                 seq=self.seq,
                 samples=self.microbatch_size or 2,
-                is_fake=True,
             )
 
     def _optimizer(self) -> Any:

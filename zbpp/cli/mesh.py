@@ -124,7 +124,7 @@ class Mesh:
 
         assert self.model is not None
         with building():
-            user = load_model(self.model, is_fake=True)
+            user = load_model(self.model)
         layers = trace_layers(user.layered, (user.inputs, user.targets), user.loss_fn)
         times = tuple(n / self.device_flops for n in layers.operations())
         limit = self.memory_limit

@@ -7,7 +7,7 @@ columns, messages and batch included.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from operator import add
 from typing import Any, Unpack
 
@@ -18,11 +18,7 @@ from zbpp.memory.layers import Layers, Tracing, adamw, trace_layers
 from zbpp.models.entry import AnyModel
 from zbpp.planning import USUAL_MODES, is_file, plan
 from zbpp.planning.make import choose_validation
-from zbpp.planning.replicas import (
-    Network,
-    check_replicas,
-    on_replicas,
-)
+from zbpp.planning.replicas import Network, check_replicas, on_replicas
 from zbpp.planning.request import split_of
 from zbpp.runtime.loss import LossFn
 from zbpp.runtime.optim.make import MakeOptimizer
@@ -230,7 +226,7 @@ class _Stages:
         tied = tuple((of, fixed, 0.0, size) for of, fixed, _, size in costs.tied)
         stages = cls(layers, request, schedule, costs, ranges)
         at_passes = replace(stages, costs=replace(costs, peak_o=0.0, tied=tied))
-        if stages.peaks() == at_passes.peaks():
+        if stages.peaks == at_passes.peaks:
             return stages  # no stage has its peak in a step
         # the step of a stage needs less than the steps of its layers one by one
         peak_o = [0.0] * len(layers.rows)
@@ -252,6 +248,7 @@ class _Stages:
             schedule.placement, split, n_microbatches=schedule.n_microbatches
         )
 
+    @cached_property
     def peaks(self) -> list[float]:
         """Largest memory of each stage."""
         schedule = self.schedule
@@ -274,7 +271,7 @@ class _Stages:
                 activations_peak=int(peak - chunks.fixed[stage]),
                 peak=int(peak),
             )
-            for stage, peak in enumerate(self.peaks())
+            for stage, peak in enumerate(self.peaks)
         ]
 
     def _estimate(self, stage: int, **sums: int) -> StageEstimate:

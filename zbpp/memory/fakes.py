@@ -6,15 +6,15 @@ one device. The meta device would choose others, for attention and under autocas
 
 import copy
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from zbpp.core import RequestError
 from zbpp.models import Layered
@@ -84,46 +84,23 @@ def check_device(device: torch.device) -> None:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Within this a model is made of fake tensors, and may be cast and moved.
-
-    torch swaps parameters that are cast, which it refuses for fake ones that are known
-    elsewhere. Here modules get new ones; tied ones stay tied.
-    """
-    changed: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def change(old: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        if id(old) not in changed:
-            with torch.no_grad():
-                new = function(old)
-            if isinstance(old, nn.Parameter) and new is not old:
-                new = nn.Parameter(new.detach(), requires_grad=old.requires_grad)
-            changed[id(old)] = old, new
-        return changed[id(old)][1]
-
-    def apply(module: Any, function: Any, recurse: bool = True) -> Any:
-        for child in module.children() if recurse else ():
-            child._apply(function)
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = change(tensor, function)
-        return module
-
-    before: Any = nn.Module._apply
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _looking_at_addresses():
-            yield
-    finally:
-        nn.Module._apply = before  # type: ignore[method-assign]
-
-
-@contextmanager
-def _looking_at_addresses() -> Iterator[None]:
-    """Within this, deep copies may look at the addresses of fake tensors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*data pointer of FakeTensor")
+    """Within this a model is made on the meta device, and stays there if moved."""
+    with torch.device("meta"), _StaysOnMeta():
         yield
+
+
+class _StaysOnMeta(TorchFunctionMode):
+    """Moves of tensors on meta change their dtype alone: they have no data to copy."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in (Tensor.to, Tensor.cuda, Tensor.cpu) and args[0].is_meta:
+            how = [*args[1:], *kwargs.values()]
+            dtypes = [x.dtype if isinstance(x, Tensor) else x for x in how]
+            return args[0].to("meta", *(x for x in dtypes if type(x) is torch.dtype))
+        return function(*args, **kwargs)
 
 
 @contextmanager
@@ -153,10 +130,10 @@ def fake_model(
     A builder is called for all layers at once, and makes none of its weights.
     """
     check_device(device)
-    with building(), torch.device(device):
+    with building():
         layers = nn.ModuleList(layered.build(range(layered.n_layers)))
     fakes: Any = _Fakes(device)
-    with FakeCopyMode(fakes), _looking_at_addresses():
+    with FakeCopyMode(fakes):
         layers = copy.deepcopy(layers, groups_kept(layers))
     inputs, targets = (map_tensors(x, fakes.from_tensor) for x in (inputs, targets))
     return FakeModel(fakes.mode, list(layers), inputs, targets, device)
@@ -182,7 +159,7 @@ class _Fakes:
 
     def from_tensor(self, tensor: Tensor, **_: Any) -> Tensor:
         """Return a tensor of the same sizes."""
-        is_plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
         if not is_plain or tensor.layout is not torch.strided:
             return self.mode.from_tensor(tensor)
         with self.mode:

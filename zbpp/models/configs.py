@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zbpp.core import RequestError
-from zbpp.models.entry import cut, layered_of
+from zbpp.models.entry import cut
 from zbpp.models.layered import Layered
 
 
@@ -22,7 +22,7 @@ def layers_of_config(
     *,
     seq: int | None = None,
     samples: int = 2,
-    seed: int | None = 0,
+    seed: int = 0,
 ) -> tuple[Layered, dict[str, Any]]:
     """Make the layers of a model, and a batch of tokens.
 
@@ -32,8 +32,7 @@ def layers_of_config(
         path: a config.json of transformers, or its folder.
         seq: tokens of a sample; None: 128, or as many as the model takes.
         samples: of the batch.
-        seed: of random weights, which are made layer by layer where they are needed;
-            None: all at once, by the model itself, as under fake tensors.
+        seed: of random weights, which are made layer by layer where they are needed.
 
     Raises:
         RequestError: there is no such file, transformers is missing or knows no causal
@@ -46,8 +45,6 @@ def layers_of_config(
         seq = min(128, getattr(config, "max_position_embeddings", None) or 128)
     tokens = torch.arange(samples * seq).view(samples, seq) % config.vocab_size
     batch = {"input_ids": tokens, "labels": tokens}
-    if seed is None:
-        return layered_of(_model(config)), batch
     with torch.device("meta"):
         model = _model(config)
     if path.is_file():

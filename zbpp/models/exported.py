@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import pipe_split, pipeline
 
 from zbpp.core import RequestError
 from zbpp.models.hugging_face import is_pretrained, losses_of
@@ -149,9 +148,15 @@ def _export(
     inputs: TreeSpec,
 ) -> _Exported:
     """Export a model, and split it where blocks begin."""
+    # imports torch's compiler, which takes longer than the other models need
+    from torch.distributed.pipelining import pipe_split, pipeline
+
+    def split(*_: Any) -> None:
+        pipe_split()  # type: ignore[no-untyped-call]
+
     noted: list[Any] = []
-    hooks = [block.register_forward_hook(_split) for block in blocks]
-    hooks.append(blocks[0].register_forward_pre_hook(_split))
+    hooks = [block.register_forward_hook(split) for block in blocks]
+    hooks.append(blocks[0].register_forward_pre_hook(split))
     try:
         with warnings.catch_warnings():
             # torch's use of its pytree
@@ -183,11 +188,6 @@ def _export(
         later = later.difference(results.values()).union(reads)
     names = [node.name for node in nodes if node.op == "placeholder"]
     return _Exported(graphs, names, outputs, *noted[-1])
-
-
-def _split(*_: Any) -> None:
-    """A hook that marks a place where the graph is split."""
-    pipe_split()  # type: ignore[no-untyped-call]
 
 
 def _use_tensors_of(modules: Mapping[str, nn.Module], graph: nn.Module) -> None:

@@ -21,15 +21,19 @@ from torch import Tensor, nn
 from zbpp.core import RequestError, a_kind
 from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.random_state import random_state, seed_torch, set_random_state
-from zbpp.runtime.support.torch_internals import is_fake
 
 Source = int | Mapping[str, Tensor] | str | Path
 """A seed, tensors by name, or safetensors files."""
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """True if a model has been made without weights."""
-    return any(p.is_meta for p in model.parameters())
+    """True if a model has been made without weights, which it needs."""
+    return any(p.is_meta for p in model.parameters()) and not needs_sizes_alone()
+
+
+def needs_sizes_alone() -> bool:
+    """True within a default device of meta: of a model only its memory is estimated."""
+    return torch.get_default_device().type == "meta"
 
 
 class Weights:
@@ -65,11 +69,11 @@ class Weights:
             RequestError: a tensor is in no file, or has no initialisation.
         """
         module = self._model.get_submodule(name)
+        if needs_sizes_alone():
+            return module
         tensors = (*module.parameters(), *module.buffers())
         unset = {id(t): _unset(t) for t in tensors if t.is_meta}
         clone = copy.deepcopy(module, {**groups_kept(module), **unset})
-        if any(map(is_fake, unset.values())):
-            return clone  # an estimate of memory asks for sizes alone
         for within, part in reversed([*clone.named_modules(prefix=name)]):
             with _drawing(f"{self._seed} {within}"):
                 self._init(within, part)

@@ -86,7 +86,6 @@ def load_model(
     seq: int | None = None,
     samples: int = 2,
     seed: int = 0,
-    is_fake: bool = False,
 ) -> UserModel:
     """Call ``module:function``, or make the model of ``hf:config.json`` or ours.
 
@@ -96,7 +95,6 @@ def load_model(
         seq: tokens of a sample, but for a function; None: 128 at most.
         samples: of the micro-batch, but for a function.
         seed: of random weights, but for a function.
-        is_fake: of hf:PATH: all weights are made at once, in a mode of fake tensors.
     """
     built: Any
     if name is None:
@@ -106,12 +104,8 @@ def load_model(
     elif name.startswith(HF):
         from zbpp.models.configs import layers_of_config
 
-        built = layers_of_config(
-            name.removeprefix(HF),
-            seq=seq,
-            samples=samples,
-            seed=None if is_fake else seed,
-        )
+        path = name.removeprefix(HF)
+        built = layers_of_config(path, seq=seq, samples=samples, seed=seed)
     else:
         built = call_builder(name)
     if not isinstance(built, tuple) or len(built) not in (2, 3):
