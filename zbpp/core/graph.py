@@ -18,7 +18,6 @@ when the last has ended. But where W has a part for each part of B that computes
 waits only for that part of B (`ChunkCosts.source_of`).
 """
 
-from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -116,7 +115,7 @@ class JobGraph:
         self._has_barrier = barrier
         self._waits: dict[int, list[Wait]] = {}
         """By node; for rows of whole passes they are computed on demand."""
-        self._sources = array("q")
+        self._sources: list[int] = []
         """For rows of whole passes, the node that each job waits for besides its
         predecessor."""
         self._times: list[tuple[float, float]] = []
@@ -289,8 +288,8 @@ class JobGraph:
             ScheduleError: jobs wait for one another; the message names them.
         """
         first, sources, times = self.first, self._sources, self._times
-        starts = array("d", [inf]) * first[-1]
-        ends = starts + array("d", [inf, verdict, inf])
+        starts = [inf] * first[-1]
+        ends = [*starts, inf, verdict, inf]
         least = [0.0] * len(self.rows) if free is None else free
         at, stops = first[:-1], first[1:]
         awaited = [_NOTHING] * len(at)
