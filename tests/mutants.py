@@ -96,6 +96,8 @@ TABLE = (
      "if work.count(_ALL_DONE) < n_microbatches", "if work.count(0)"),
     ("core", "a pass may come twice", "zbpp/core/schedule.py",
      "elif work[i] != before", "elif work[i] < before"),
+    ("core", "no stage waits for another", "zbpp/core/schedule.py",
+     "if read is not None and not read[job.microbatch]:", "if read == 0:"),
     ("core", "KiB are kB", "zbpp/core/columns.py",
      '"kib": 2**10', '"kib": 10**3'),
     ("core", "cuts are one layer late", "zbpp/core/layers.py",

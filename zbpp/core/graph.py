@@ -122,11 +122,6 @@ class JobGraph:
         """Of each job, and of the message of its source."""
         self._writers: dict[tuple[What, int], dict[int, int]] = defaultdict(dict)
         """By value and chunk, then by micro-batch: the nodes that write values."""
-        self._readers: list[set[int]] = [set() for _ in rows]
-        """The stages that each stage sends to."""
-        for stage, other in pairwise(times.placement.stage_of):
-            self._readers[stage].add(other)
-            self._readers[other].add(stage)
         chunks = range(times.placement.n_chunks)
         shapes = {x: [self._shape(x, c) for c in chunks] for x in PassKind}
         is_plain = [set(map(type, row)) <= {Pass, Step, Check} for row in rows]
@@ -325,7 +320,7 @@ class JobGraph:
             awaited[row] = source
             if node > begin:
                 at[row] = node
-                readers = self._readers[row]
+                readers = self.times.placement.neighbours_of[row]
                 to_try += [x for x in readers if begin <= awaited[x] < node]
             if not to_try and ends[self.all_gradients] == inf:
                 last = max((ends[node] for node in self.gradients), default=0.0)

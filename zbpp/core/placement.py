@@ -72,6 +72,16 @@ class Placement:
             stages[stage].append(chunk)
         return tuple(tuple(chunks) for chunks in stages)
 
+    @cached_property
+    def neighbours_of(self) -> tuple[frozenset[int], ...]:
+        """The other stages that each stage exchanges messages with."""
+        neighbours: list[set[int]] = [set() for _ in range(self.n_stages)]
+        for stage, other in pairwise(self.stage_of):
+            if stage != other:
+                neighbours[stage].add(other)
+                neighbours[other].add(stage)
+        return tuple(map(frozenset, neighbours))
+
 
 def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:
     """Divide layers evenly among chunks; the outer chunks get the extra layers.

@@ -13,10 +13,11 @@ users give, measure or estimate are those without recompute; only `recomputed` c
 the others from them.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 
 from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.errors import RequestError, ScheduleError
@@ -34,8 +35,11 @@ from zbpp.core.jobs import (
     StageKind,
     State,
     Step,
+    Value,
+    input_of,
     kind_of,
     members_of,
+    output_of,
     passes_in,
     place_of,
 )
@@ -226,7 +230,42 @@ def validate(placement: Placement, n_microbatches: int, orders: Orders) -> None:
     for stage in range(placement.n_stages):
         others |= _check_order(orders, stage, placement, n_microbatches)
     _check_all_have(orders, placement, others)
-    JobGraph(orders, Costs().on(placement)).run()  # no stages wait for one another
+    if not _ends(placement, n_microbatches, orders):
+        JobGraph(orders, Costs().on(placement)).run()  # names a deadlock
+
+
+def _ends(placement: Placement, n_microbatches: int, orders: Orders) -> bool:
+    """True if all passes can run, whatever time they take; False: the graph decides.
+
+    A byte for each value takes the place of its time, as a plan has millions of passes.
+    """
+    n_chunks = placement.n_chunks
+    is_there: dict[Value, bytearray] = defaultdict(lambda: bytearray(n_microbatches))
+    values = {kind: list[tuple[bytearray | None, ...]]() for kind in PassKind}
+    for kind, chunk in product(PassKind, range(n_chunks)):
+        first = Pass(kind, chunk, 0)
+        both = input_of(first, n_chunks), output_of(first, n_chunks)
+        values[kind].append(tuple(None if x is None else is_there[x] for x in both))
+    n_done, to_try = [0] * len(orders), [*range(len(orders))][::-1]
+    while to_try:
+        stage = to_try.pop()
+        order, before = orders[stage], n_done[stage]
+        for column in range(before, len(order)):
+            job = order[column]
+            if job.__class__ is Pass:
+                read, written = values[job.kind][job.chunk]
+                if read is not None and not read[job.microbatch]:
+                    break
+                if written is not None:
+                    written[job.microbatch] = 1
+            elif not isinstance(job, Step | Check):
+                return False
+        else:
+            column = len(order)
+        if column > before:
+            n_done[stage] = column
+            to_try += placement.neighbours_of[stage]
+    return n_done == [*map(len, orders)]
 
 
 _WORK = (F, B, W)  # in the order in which it is done for each micro-batch
