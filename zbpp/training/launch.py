@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -76,12 +75,11 @@ def start(
 
 
 def _launch(words: Sequence[str], n_processes: int, *, grace_s: int) -> None:
-    """Run ``zbpp`` with these words in processes of torch's elastic launcher."""
+    """Run ``zbpp`` with these words in processes of torchrun."""
     # imports seconds of torch that no other command needs
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.run import main
 
     # its tables repeat the line that the failed process has printed
     for name in [*logging.root.manager.loggerDict]:
@@ -89,19 +87,9 @@ def _launch(words: Sequence[str], n_processes: int, *, grace_s: int) -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     use_loopback()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=n_processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        shutdown_timeout=grace_s,
-        logs_specs=DefaultLogsSpecs(),
-    )
+    where = ["--standalone", f"--nproc-per-node={n_processes}"]
     try:
-        elastic_launch(config, sys.executable)("-m", "zbpp", *words)
+        main([*where, f"--shutdown-timeout={grace_s}", "-m", "zbpp", *words])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

@@ -13,9 +13,8 @@ products with weights are `nn.Linear` without bias.
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 VOCABULARY = 256  # bytes
-_SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"dim": 32, "n_blocks": 4, "n_heads": 2, "hidden": 64},
-    "small": {"dim": 96, "n_blocks": 8, "n_heads": 4, "hidden": 256},
-    "medium": {"dim": 512, "n_blocks": 8, "n_heads": 8, "hidden": 1408},
-}
+_SIZES = {"tiny": (32, 4, 2, 64), "small": (96, 8, 4, 256), "medium": (512, 8, 8, 1408)}
+"""Width, blocks, heads, inner width of the feed-forward layers."""
 _ROTARY_BASE = 10_000.0
 _LOGIT_STD = 0.02  # of the head's weights: the first loss is close to log(256)
 
@@ -35,18 +31,8 @@ _norm = partial(nn.RMSNorm, eps=1e-5)
 _linear = partial(nn.Linear, bias=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """Sizes of the model.
-
-    Args:
-        seq: tokens of a sample.
-        seed: of the initial weights.
-        dim: width.
-        n_blocks: transformer blocks; embedding and head are 2 layers more.
-        n_heads: attention heads, each of an even width.
-        hidden: inner width of the feed-forward layers.
-    """
+class _Config(NamedTuple):
+    """Sizes: of a sample in tokens, of a model; and the seed of its weights."""
 
     seq: int
     seed: int
@@ -54,11 +40,6 @@ class LlamaConfig:
     n_blocks: int
     n_heads: int
     hidden: int
-
-    @property
-    def n_layers(self) -> int:
-        """Embedding, blocks and head."""
-        return self.n_blocks + 2
 
 
 def small_llama(size: str, *, seq: int, samples: int, seed: int) -> tuple[Any, ...]:
@@ -70,26 +51,26 @@ def small_llama(size: str, *, seq: int, samples: int, seed: int) -> tuple[Any, .
         samples: of the micro-batch.
         seed: of weights and bytes.
     """
-    config = LlamaConfig(seq=seq, seed=seed, **_SIZES[size])
+    config = _Config(seq, seed, *_SIZES[size])
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (samples, seq + 1), generator=generator)
-    builder = partial(build_layers, config), config.n_layers
+    builder = partial(_build_layers, config), config.n_blocks + 2  # and two ends
     return builder, (tokens[:, :-1], tokens[:, 1:]), cross_entropy
 
 
-def build_layers(config: LlamaConfig, indices: Iterable[int]) -> list[nn.Module]:
+def _build_layers(config: _Config, indices: Iterable[int]) -> list[nn.Module]:
     """Build the layers of these indices, alike whatever else is built."""
     return [_build_layer(config, index) for index in indices]
 
 
-def _build_layer(config: LlamaConfig, index: int) -> nn.Module:
+def _build_layer(config: _Config, index: int) -> nn.Module:
     """Build layer 0, the embedding, the last one, the head, or a block.
 
     Weights are normal and keep the variance of what passes through. What a block adds
     to the residual stream is scaled down by the number of such additions (Radford et
     al., GPT-2, 2019), so depth does not change the variance.
     """
-    is_head = index == config.n_layers - 1
+    is_head = index == config.n_blocks + 1
     with torch.random.fork_rng(devices=[]):  # torch's values are not kept
         layer: nn.Module
         if index == 0:
@@ -123,7 +104,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))`` by SwiGLU."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: _Config) -> None:
         super().__init__()
         self.attention_norm = _norm(config.dim)
         self.attention = Attention(config)
@@ -146,7 +127,7 @@ class Attention(nn.Module):
     cosine: Tensor  # (seq, dim / n_heads / 2), as is the sine
     sine: Tensor
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: _Config) -> None:
         super().__init__()
         self.head_dim = config.dim // config.n_heads
         self.query = _linear(config.dim, config.dim)
