@@ -68,9 +68,9 @@ def check_chosen(executors: Mapping[int, Executor]) -> None:
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     if names and not any(stepped):
         raise RequestError(
-            f"optimizer= steps none of the model's {len(names)} parameters that "
-            f"require gradients ({shown}); compare these names with the names that it "
-            "selects, or give optimizer=None to step yourself"
+            f"optimizer= steps none of the {len(names)} parameters that require "
+            f"gradients ({shown}); compare these names with the names that it selects, "
+            "or give optimizer=None to step yourself"
         )
     text = ""
     if names:
