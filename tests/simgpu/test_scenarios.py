@@ -191,8 +191,8 @@ def noting(call: Any, name: str, host: Any, seen: set[str]) -> Any:
     """A pass that notes its name if copies are under way as it is issued."""
 
     def noted(*args: Any) -> Any:
-        copies = [*host._arrivals.values(), *[host._last] * bool(host.gradients)]
-        if not all(event.query() for event in copies):
+        leaving = [host._side.stream] if host.gradients else []
+        if not all(each.query() for each in (*host._arrivals.values(), *leaving)):
             seen.add(name)
         return call(*args)
 
