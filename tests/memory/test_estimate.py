@@ -131,20 +131,6 @@ def test_a_step_is_traced_where_it_may_be_the_peak(samples: int, most: int) -> N
     assert max(sizes) == most
 
 
-def test_counters_of_optimizers_keep_no_values() -> None:
-    """With numbers, as `FakeTensorMode` keeps them, torch 2.13 corrupts memory."""
-    made: list[torch.optim.Optimizer] = []
-
-    def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(torch.optim.AdamW(parameters))
-        return made[-1]
-
-    layer_memory([block() for _ in range(2)], batch(), mse_loss, optimizer=adamw)
-    states = [state for optimizer in made for state in optimizer.state.values()]
-    assert states
-    assert all(state["step"].constant is None for state in states)
-
-
 def test_a_builder_allocates_nothing_and_any_size_of_micro_batches_is_traced() -> None:
     wide = 2**22
 

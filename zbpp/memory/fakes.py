@@ -139,22 +139,11 @@ def fake_model(
     return FakeModel(fakes.mode, list(layers), inputs, targets, device)
 
 
-class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Without constants: with a counter for each parameter torch 2.13 corrupts memory.
-
-    Nothing reads a counter: `Tracker` answers.
-    """
-
-    def may_turn_const(self, t: Tensor) -> bool:
-        """Let numbers that are computed be fake, too."""
-        return False
-
-
 class _Fakes:
     """Makes fake tensors of one mode and device; `FakeCopyMode` asks it in a copy."""
 
     def __init__(self, device: torch.device) -> None:
-        self.mode = _Mode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
 
     def from_tensor(self, tensor: Tensor, **_: Any) -> Tensor:

@@ -21,7 +21,6 @@ PRIVATE_NAMES = (
     "torch._inductor.compile_fx:compile_fx_inner",
     "torch._subclasses.fake_tensor:FakeCopyMode",
     "torch._subclasses.fake_tensor:FakeTensor",
-    "torch._subclasses.fake_tensor:FakeTensorMode.may_turn_const",
     "torch.export.unflatten:InterpreterModule",
     "torch.autograd:_is_checkpoint_valid",
     "torch.autograd.graph:_engine_run_backward",
