@@ -24,7 +24,7 @@ from zbpp.bench.request import BenchOptions, BenchPlan
 from zbpp.bench.setting import Setting, seeded_model, step_batch
 from zbpp.bench.torchs import TorchSchedule
 from zbpp.memory import estimate
-from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
+from zbpp.training.llama import Config, build_layers, cross_entropy
 from zbpp.training.setup import make_optimizer
 
 CONTENDERS = (
@@ -41,10 +41,9 @@ STAGES, MICROBATCHES, STEPS = 2, 8, 3
 def four_blocks() -> Any:
     """Four blocks of width 512 with embedding and head; one sample."""
     seq = int(os.environ["SEQ"])
-    sizes = {"dim": 512, "n_blocks": 4, "n_heads": 8, "hidden": 2048}
-    config = LlamaConfig(seq=seq, seed=0, **sizes)
+    config = Config(seq, seed=0, dim=512, n_blocks=4, n_heads=8, hidden=2048)
     tokens = torch.randint(256, (1, seq + 1))
-    builder = partial(build_layers, config), config.n_layers
+    builder = partial(build_layers, config), config.n_blocks + 2
     return builder, (tokens[:, :-1], tokens[:, 1:]), cross_entropy
 
 

@@ -31,7 +31,7 @@ _norm = partial(nn.RMSNorm, eps=1e-5)
 _linear = partial(nn.Linear, bias=False)
 
 
-class _Config(NamedTuple):
+class Config(NamedTuple):
     """Sizes: of a sample in tokens, of a model; and the seed of its weights."""
 
     seq: int
@@ -51,19 +51,19 @@ def small_llama(size: str, *, seq: int, samples: int, seed: int) -> tuple[Any, .
         samples: of the micro-batch.
         seed: of weights and bytes.
     """
-    config = _Config(seq, seed, *_SIZES[size])
+    config = Config(seq, seed, *_SIZES[size])
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (samples, seq + 1), generator=generator)
-    builder = partial(_build_layers, config), config.n_blocks + 2  # and two ends
+    builder = partial(build_layers, config), config.n_blocks + 2  # and two ends
     return builder, (tokens[:, :-1], tokens[:, 1:]), cross_entropy
 
 
-def _build_layers(config: _Config, indices: Iterable[int]) -> list[nn.Module]:
+def build_layers(config: Config, indices: Iterable[int]) -> list[nn.Module]:
     """Build the layers of these indices, alike whatever else is built."""
     return [_build_layer(config, index) for index in indices]
 
 
-def _build_layer(config: _Config, index: int) -> nn.Module:
+def _build_layer(config: Config, index: int) -> nn.Module:
     """Build layer 0, the embedding, the last one, the head, or a block.
 
     Weights are normal and keep the variance of what passes through. What a block adds
@@ -104,7 +104,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))`` by SwiGLU."""
 
-    def __init__(self, config: _Config) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.attention_norm = _norm(config.dim)
         self.attention = Attention(config)
@@ -127,7 +127,7 @@ class Attention(nn.Module):
     cosine: Tensor  # (seq, dim / n_heads / 2), as is the sine
     sine: Tensor
 
-    def __init__(self, config: _Config) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.head_dim = config.dim // config.n_heads
         self.query = _linear(config.dim, config.dim)
