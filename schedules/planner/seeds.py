@@ -85,7 +85,7 @@ def seeds(
         kept_seeds.append(seed)
         below = min(below, seed.plan.span)
         is_rule = isinstance(attempt, Settings)
-        if is_rule and (below <= problem.target or not budget.is_left):
+        if not budget.is_left or (is_rule and below <= problem.target):
             break
     return sorted(kept_seeds, key=lambda seed: seed.plan.span)
 
