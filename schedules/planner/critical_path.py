@@ -65,7 +65,7 @@ def improve(
     """
     if plan.span <= problem.target or not budget.is_left:
         return plan
-    better = _run(problem, plan.rows, budget, seed, threshold, problem.target)
+    better = _run(problem, plan.rows, budget, seed, threshold)
     assert better is not None, "rows of a plan cannot deadlock"
     return better if better.span < plan.span else plan
 
@@ -76,7 +76,6 @@ def _run(
     budget: Budget,
     seed: int = 0,
     threshold: float = 0.0,
-    target: float = 0.0,
 ) -> Plan | None:
     """Time rows, and improve them; None: their stages wait for one another."""
     passes, lengths = joined(rows), whole(map(len, rows))
@@ -89,7 +88,6 @@ def _run(
             ctypes.c_double(_COST),
             ctypes.c_double(budget.passes),
             ctypes.c_double(threshold),
-            ctypes.c_double(target),
             ctypes.c_uint64(seed),
             ctypes.byref(spent),
             ctypes.byref(span),
@@ -144,17 +142,18 @@ def travel(problem: PlacementProblem, plans: Sequence[Plan]) -> Plan:
     Each plan has the first turns, as the best one may end where others go on, and the
     best then the rest. A large problem has two turns.
     """
+    best = plans[0]
     if problem.n_passes >= _SMALL:
-        return _travel(problem, plans[0], range(2))
-    first, rest = range(_FIRST_TURNS), range(_FIRST_TURNS * len(plans), _TURNS)
-    each = [_travel(problem, plan, first) for plan in plans]
-    return _travel(problem, min(each, key=lambda plan: plan.span), rest)
+        return _travel(problem, best, range(2))
+    for plan in plans:
+        if best.span > problem.target:
+            plan = _travel(problem, plan, range(_FIRST_TURNS))
+            best = min(best, plan, key=lambda plan: plan.span)
+    return _travel(problem, best, range(_FIRST_TURNS * len(plans), _TURNS))
 
 
 def _travel(problem: PlacementProblem, plan: Plan, turns: Iterable[int]) -> Plan:
     for turn in turns:
-        if plan.span <= problem.target:
-            break
         moves = Budget(n_moves(problem.n_passes))
         plan = improve(problem, plan, moves, turn, _DETOURS[turn % 2])
     return plan

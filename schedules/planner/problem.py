@@ -31,7 +31,6 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate, chain
 from typing import TypeAlias
 
@@ -85,6 +84,8 @@ class PlacementProblem:
         self.costs, self.placement = costs, placement
         self.n_microbatches, self.n_stages, self.n_chunks = m, p, n
         self.n_passes = 3 * n * m
+        self.target = lower_bound_on(costs, m) * (1 + ROUNDING)
+        """The lower bound of the largest span, and what rounding adds to it."""
         down, up = placement.stage_of, placement.stage_of[::-1]
         self.stage = (*down, *up, *up)
         numbers: list[list[int]] = [[] for _ in range(p)]
@@ -131,11 +132,6 @@ class PlacementProblem:
         """Room with which an F or B may start: it fits, and so does any W after it."""
         self.in_c = self._in_c()
         """`Problem` of loops.h; it lives as long as this one."""
-
-    @cached_property
-    def target(self) -> float:
-        """The lower bound of the largest span, and what rounding adds to it."""
-        return lower_bound_on(self.costs, self.n_microbatches) * (1 + ROUNDING)
 
     def _pieces_of(self, q: int) -> Sequence[tuple[Lane, float]]:
         """The parts of a number; the W of a stage that cannot split has none."""
@@ -213,6 +209,7 @@ class PlacementProblem:
             n_stages=self.n_stages,
             unit=float(self.unit),
             tiny=self.tiny,
+            target=self.target,
             time=doubles(self.time),
             change=doubles(self.change),
             peak=doubles(self.peak),

@@ -72,7 +72,7 @@ def seeds(
     *,
     margin: float = 0.0,
 ) -> list[Seed]:
-    """Plan by all of them, best first; rules are tried up to the lower bound.
+    """Plan by all of them, best first; stop at the lower bound.
 
     A run is given up when it falls behind the best by more than the margin, a share.
     """
@@ -84,8 +84,7 @@ def seeds(
             continue
         kept_seeds.append(seed)
         below = min(below, seed.plan.span)
-        is_rule = isinstance(attempt, Settings)
-        if not budget.is_left or (is_rule and below <= problem.target):
+        if below <= problem.target or not budget.is_left:
             break
     return sorted(kept_seeds, key=lambda seed: seed.plan.span)
 

@@ -235,7 +235,7 @@ static int is_valid(const Problem *of, const int32_t *row, int64_t n, int64_t s,
 
 static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
                      int64_t *count, int32_t *best, double *best_span,
-                     double cost, double passes, double threshold, double target,
+                     double cost, double passes, double threshold,
                      double *spent, uint64_t state) {
     const Problem *of = clock->of;
     int64_t p = of->n_stages, n_all = clock->from[p], n_timed = 0;
@@ -249,7 +249,7 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
     double slack = 1e-9 * plan->span;
     int64_t n_blocks = find_blocks(clock, plan, blocks);
     double start = *spent;
-    while (n_blocks && *spent < passes && *best_span > target) {
+    while (n_blocks && *spent < passes && *best_span > of->target) {
         Block block = blocks[draw(&state, (uint64_t)n_blocks)];
         int64_t s = block.stage, n = clock->from[s + 1] - clock->from[s], at = 0;
         int32_t *row = plan->rows + clock->from[s], *tried = trial->rows + clock->from[s];
@@ -288,8 +288,7 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
 /* Improve rows in place, stage by stage; n_row is their length. */
 ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n_row,
                               double cost, double passes, double threshold,
-                              double target, uint64_t seed, double *spent,
-                              double *span) {
+                              uint64_t seed, double *spent, double *span) {
     int64_t p = of->n_stages, n_numbers = 3 * of->n_chunks, n_all = 0;
     int64_t n_times = n_numbers * of->n_microbatches, result = NO_MEMORY;
     for (int64_t s = 0; s < p; s++) n_all += n_row[s];
@@ -315,7 +314,7 @@ ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n
     plan.numbers = plan.places + n_times;
     memcpy(plan.rows, rows, (size_t)n_all * sizeof(int32_t));
     result = climb(&clock, &plan, &trial, blocks, count, rows, span, cost, passes,
-                   threshold, target, spent, 0x9E3779B97F4A7C15u * (2 * seed + 1));
+                   threshold, spent, 0x9E3779B97F4A7C15u * (2 * seed + 1));
 end:
     free(whole);
     free(floats);
