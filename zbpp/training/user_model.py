@@ -17,6 +17,7 @@ and number of layers: ``return (build_range, 80), (tokens, targets), loss_fn``.
 import pkgutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import RequestError
@@ -55,14 +56,24 @@ class UserModel:
         return self.layered.n_layers
 
     def batch(self, n_microbatches: int) -> tuple[list[Any], list[Any]]:
-        """Inputs and targets of the micro-batches of a step: copies of the first."""
+        """Inputs and targets of the micro-batches of a step.
+
+        They differ, so that the loss shows a micro-batch in place of another. Whole
+        numbers of two dimensions and more are rolled along the last one, floating ones
+        are scaled by no more than a quarter; all else is equal in all of them.
+        """
         import torch
 
         from zbpp.runtime.support.pytree import map_tensors
 
+        def vary(tensor: torch.Tensor, index: int) -> torch.Tensor:
+            if tensor.is_floating_point():
+                return tensor * (1 - index / (4 * n_microbatches))
+            return tensor.roll(index, -1) if tensor.dim() > 1 else tensor
+
         targets = torch.zeros(1) if self.loss_fn is None else self.targets
         inputs, targets = (
-            [map_tensors(x, torch.clone) for _ in range(n_microbatches)]
+            [map_tensors(x, partial(vary, index=i)) for i in range(n_microbatches)]
             for x in (self.inputs, targets)
         )
         return inputs, targets
